@@ -4,7 +4,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from minidist.observe import lesson_figures as look
+from minidist.lessons import figures as look
+
 from minidist.observe.samples import stairs
 
 STATE = ("parameters", "gradients", "optimizer")

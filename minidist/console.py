@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,15 +95,39 @@ def counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    value = not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
+    return value
+
+
+def folder_to_write(text: str) -> Path:
+    """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
+    folder = Path(text)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
+    return folder
 
 
 def plural(count: int, noun: str) -> str:
@@ -113,6 +138,14 @@ def plural(count: int, noun: str) -> str:
 def exactly(number: float) -> str:
     """12.0 -> "12", 1234.5 -> "1,234.5"."""
     return f"{number:,.1f}".removesuffix(".0")
+
+
+def size_text(nbytes: float) -> str:
+    """`3.0 MiB`, `1.5 KiB`, `12 B`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def write_json(file: str | Path, value: Any) -> None:

@@ -9,24 +9,15 @@ student's code (an exception, a hang, a wrong value) ends as a Result that says 
 never as a traceback of ours.
 """
 
-import argparse
 import importlib.util
-import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
 from minidist.errors import ConfigError, MinidistError, TimeoutError
-from minidist.observe.page import Page
-
-LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
 
 
 class HoleError(MinidistError):
@@ -85,11 +76,6 @@ def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str
     return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
 
 
-def counted(number: int, noun: str) -> str:
-    """(1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def load_module(path: Path, name: str) -> ModuleType:
     """Run the Python file at `path` as a module of its own, which no import statement finds.
 
@@ -131,28 +117,23 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
     """An error of a student's code as a failed Result that names its line."""
-    chain = list(_causes(error))
+    chain = [error]         # the error and its causes, outermost first
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+
+    def failed(target: str, measured: str, mistake: str, advice: str) -> Result:
+        return Result("your code", False, target, measured, mistake, advice)
+
     for cause in chain:
         if isinstance(cause, HoleError):
-            return Result("your code", False, "no holes left", "a hole", "not filled yet",
-                          f"{cause}{_at(cause, exercise_file)}")
+            return failed("no holes left", "a hole", "not filled yet", f"{cause}{_at(cause, exercise_file)}")
     for cause in chain:
         if isinstance(cause, SyntaxError):
-            return Result("your code", False, "Python that parses", "a syntax error", "SyntaxError",
-                          f"line {cause.lineno}: {cause.msg}")
-    first = chain[0]
-    if isinstance(first, TimeoutError):
-        return Result("your code", False, "an end", "no end within the limit", "it waits for ever", str(first))
-    where = next((at for at in (_at(cause, exercise_file) for cause in reversed(chain)) if at), "")
-    return Result("your code", False, "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes, outermost first."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
+            return failed("Python that parses", "a syntax error", "SyntaxError", f"line {cause.lineno}: {cause.msg}")
+    if isinstance(error, TimeoutError):
+        return failed("an end", "no end within the limit", "it waits for ever", str(error))
+    where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
+    return failed("no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
 
 
 def _at(error: BaseException, file: Path) -> str:
@@ -160,86 +141,6 @@ def _at(error: BaseException, file: Path) -> str:
     whole = file.absolute()     # as in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == whole]
     return f" ({file.name} line {lines[-1]})" if lines else ""
-
-
-# ----------------------------------------------------------------------------------------------- running a lesson
-
-def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]]) -> argparse.ArgumentParser:
-    """The command line of a lesson, which may add its own options.
-
-    Args:    description: the lesson's docstring; its first line is shown. breaks: the README's experiments by name.
-    """
-    first = (description or "").strip().splitlines()
-    parser = argparse.ArgumentParser(description=first[0] if first else None)
-    parser.add_argument("--json", metavar="FILE", help="write the tables as JSON")
-    parser.add_argument("--break", dest="broken", choices=sorted(breaks), help="run one of the README's 'Break it'")
-    return parser
-
-
-def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], breaks: Mapping[str, Callable[[], None]],
-               *, alone: int = 4) -> None:
-    """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
-
-    With `--break NAME` run that experiment instead; its result is the error in which it ends, printed as one line.
-    """
-    from minidist.launch import init, run
-
-    if options.broken:
-        try:
-            breaks[options.broken]()
-        except MinidistError as error:
-            print(f"{type(error).__name__}: {error}")
-        return
-
-    def body(group: Any) -> None:
-        page = Page(group)
-        tour(group, page)
-        page.save(options.json)
-
-    world = init()
-    if world.size > 1:
-        body(world)
-    else:
-        with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
-            run(body, size=alone, transport="threads", limit=LIMIT)
-
-
-def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
-                transport: str = "threads") -> None:
-    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
-
-    Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the lesson's folder.
-    """
-    from minidist.launch import run
-
-    parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
-    folder = parser.parse_args().out
-    try:
-        recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
-    except MinidistError as error:
-        raise SystemExit(f"figure: {error}") from None
-    draw(recorded, folder)
-    if folder == home and (home / "figure.mmd").exists():
-        insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
-    kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""
-    print(f"{folder / 'figure.png'}: drawn from a run on this machine{kept}")
-
-
-def folder_to_write(text: str) -> Path:
-    """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
-    folder = Path(text)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
-    return folder
-
-
-def insert_mermaid(readme: Path, diagram: str) -> None:
-    """Replace the README's Mermaid block by `diagram`."""
-    text = readme.read_text(encoding="utf-8")
-    fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
-    if fresh != text:
-        readme.write_text(fresh, encoding="utf-8")
 
 
 def totals(ledger: Any) -> tuple[int, int]:

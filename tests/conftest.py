@@ -125,6 +125,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SOAK_SECONDS))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collecting makes thousands of objects that stay: the garbage collector would look at them a hundred times."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Workers build all kernels before a test's time runs, each from another one on, if any test asks for them.
 
@@ -133,6 +139,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     worker = getattr(session.config, "workerinput", {}).get("workerid")
     if worker is not None and "kernel_checks" in sys.modules:
         sys.modules["kernel_checks"].build_all(6 * int(worker.removeprefix("gw")))

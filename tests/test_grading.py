@@ -5,21 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minidist.lessons.running import draw_figure, insert_mermaid
 
 from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError, KernelError
-from minidist.grading import (
-    HoleError,
-    Result,
-    draw_figure,
-    expect,
-    grade,
-    hole,
-    insert_mermaid,
-    load_module,
-    sent_since,
-    totals,
-)
+from minidist.grading import HoleError, Result, expect, grade, hole, load_module, sent_since, totals
 
 CHECK = """
 from minidist.grading import expect

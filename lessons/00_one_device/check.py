@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import no_grad
+from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import Result, expect
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.page import size_text
 from minidist.optim import Adam
 
 CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),

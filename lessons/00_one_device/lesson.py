@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.data import text
 from minidist.device import account
-from minidist.grading import arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.step.single import Single, plain_single

@@ -18,7 +18,8 @@ from typing import Any  # noqa: E402
 import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
-from minidist.grading import folder_to_write, load_module  # noqa: E402
+from minidist.console import folder_to_write  # noqa: E402
+from minidist.grading import load_module  # noqa: E402
 from minidist.observe.records import gather_records  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +64,7 @@ def record_two_machines() -> dict[str, Any]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded moments."""
-    from minidist.observe import lesson_figures as look
+    from minidist.lessons import figures as look
 
     figure = look.new_figure(13.5, 6.2, "One program, started eight times: from the launcher to the first barrier",
                              "Eight processes under two launchers on one small machine, as recorded; WORLD_SIZE is 8.")
@@ -88,7 +89,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 def _labels(ax: Any, ranks: list[dict[str, Any]]) -> None:
     """Each row's numbers, as a table left of the axes: machine, RANK, LOCAL_RANK, NODE_RANK."""
-    from minidist.observe import lesson_figures as look
+    from minidist.lessons import figures as look
 
     ax.set_yticks([])
     places = {"RANK": -0.275, "LOCAL_RANK": -0.18, "NODE_RANK": -0.07}

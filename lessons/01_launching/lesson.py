@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons.page import Page
+from minidist.lessons.running import arguments, run_lesson
+
 import minidist as md
 from minidist.errors import LaunchError
-from minidist.grading import arguments, run_lesson
 from minidist.launch import LAUNCHERS, detect
-from minidist.observe.page import Page
 from minidist.observe.records import gather_records
 
 

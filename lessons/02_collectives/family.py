@@ -18,10 +18,10 @@ import numpy as np
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.launch import init, run
 from minidist.observe.machine import machine
-from minidist.observe.page import size_text
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "COLLECTIVES.md"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.transports.throttled import delayed
-from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
-from minidist.observe.page import Page, verdict
+from minidist.grading import load_module, sent_since, totals
 from minidist.observe.records import gather_records
 
 ELEMENTS = 1003             # of float64 that a rank brings: no P from 2 to 8 divides it

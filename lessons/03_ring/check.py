@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import DeadlockError, TimeoutError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
-from minidist.observe.page import size_text
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
 BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
-from minidist.grading import draw_figure, load_module
+from minidist.grading import load_module
 from minidist.launch import run
-from minidist.observe import lesson_figures as look
 
 HERE = Path(__file__).resolve().parent
 RANKS, MOST = 4, 8

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.collectives import ring as ring_family
 from minidist.comm.collectives.naive import plain_all_reduce
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module, sent_since, totals
 from minidist.observe.records import gather_records
 
 ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8

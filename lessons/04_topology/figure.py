@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.patches import FancyArrowPatch
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
-from minidist.observe.page import size_text
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.namespaces import joined_hosts, missing
+from minidist.lessons.page import page_console
 
-from minidist.grading import folder_to_write
+from minidist.console import folder_to_write, size_text
 from minidist.launch import init
-from minidist.launch.namespaces import joined_hosts, missing
-from minidist.observe.page import page_console, size_text
 
 HERE = Path(__file__).resolve().parent
 PER_HOST, PORT, ROUNDS = 4, 29500, 3
@@ -106,7 +106,7 @@ def show(measured: dict[str, Any]) -> None:
 
 def draw(measured: dict[str, Any], folder: Path) -> None:
     """hosts.png: points measured, lines what the link alone would take."""
-    from minidist.observe import lesson_figures as look
+    from minidist.lessons import figures as look
 
     figure = look.new_figure(8.2, 5.2, "Two hosts: a flat ring and a hierarchical all-reduce",
                              f"{measured['hosts']} network namespaces with {PER_HOST} ranks each, joined by a link of "

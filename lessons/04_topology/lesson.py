@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.cost.link_model import LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent

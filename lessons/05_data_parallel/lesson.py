@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, expect, totals
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.page import size_text
 from minidist.optim import SGD
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.server_keys import assign

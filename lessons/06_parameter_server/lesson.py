@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
-from minidist.grading import arguments, counted, load_module, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import plural, size_text
+from minidist.grading import load_module
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
@@ -124,7 +126,7 @@ def stale(group: Group, page: Page) -> None:
         error = float(np.abs(ranks[0]["weights"] - lab.replayed(ranks, workers)).max())
         rows.append([bound if bound is not None else "any", len(seen), f"{np.mean(seen):.1f}", max(seen),
                      f"{ranks[0]['held_out']:.3f}", f"{error:.0e}", "ok" if error < 1e-10 else "off"])
-    page.table(f"{counted(workers, 'worker')}, {STEPS} steps each" + ", one of them slow" * bool(slow),
+    page.table(f"{plural(workers, 'worker')}, {STEPS} steps each" + ", one of them slow" * bool(slow),
                ["staleness", "updates", "mean late", "most", "held-out loss", "off its replay", ""], rows,
                note="late: updates that others made between a worker's reading the weights and its own update")
 

@@ -10,8 +10,8 @@ import numpy as np
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
-from minidist.grading import counted, load_module
-from minidist.observe.page import size_text
+from minidist.console import plural, size_text
+from minidist.grading import load_module
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
@@ -64,7 +64,7 @@ def local_tokens() -> None:
 
     for first in (1, 2, 4, 8):
         off = md.run(error, first, size=4)[0]
-        print(f"rank 0 has {counted(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
+        print(f"rank 0 has {plural(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
 
 
 def different_seeds() -> None:

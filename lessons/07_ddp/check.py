@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.page import size_text
 from minidist.optim import SGD
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")

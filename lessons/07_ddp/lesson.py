@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module, sent_since, totals
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP, plain_ddp

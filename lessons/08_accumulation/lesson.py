@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module, sent_since, totals
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.accumulation import plain_accumulation
 from minidist.parallel.data.ddp import DDP

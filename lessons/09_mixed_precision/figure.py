@@ -8,9 +8,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
+from minidist.grading import load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "09")

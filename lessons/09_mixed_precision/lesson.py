@@ -10,14 +10,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.grading import arguments, load_module, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.grading import load_module
 from minidist.optim import SGD, Adam
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision, plain_mixed_precision

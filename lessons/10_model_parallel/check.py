@@ -10,8 +10,9 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
+from minidist.console import plural
 from minidist.errors import CommError
-from minidist.grading import Result, counted, expect, sent_since, totals
+from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 
@@ -70,18 +71,18 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
     try:
         ranks = run(_job, exercise, size=size, limit=LIMIT)
     except CommError as error:
-        yield Result(f"a step on {counted(size, 'rank')} ends", False, "every rank returns", type(error).__name__,
+        yield Result(f"a step on {plural(size, 'rank')} ends", False, "every rank returns", type(error).__name__,
                      "the ranks wait for each other", f"activations forth, gradients back: section 1; {error}")
         return
-    yield Result(f"loss, {counted(size, 'rank')}", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
+    yield Result(f"loss, {plural(size, 'rank')}", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
                  f"{ranks[-1]['loss']:.6f}", "another loss", "what came is this rank's input (holes 2, 3)")
     found = dict(pair for rank in ranks for pair in rank["gradients"])
     right = sum(layer in found and np.allclose(found[layer], np.asarray(weights[layer].grad), rtol=1e-10)
                 for layer in range(LAYERS))
     mistake = ("the first ranks got no right gradient: it must be handed back" if right else "no gradient is right")
-    yield expect(f"layers with the right gradient, {counted(size, 'rank')}", LAYERS, right, mistake,
+    yield expect(f"layers with the right gradient, {plural(size, 'rank')}", LAYERS, right, mistake,
                  "y.backward(what came), then send x.grad: section 1 (holes 4, 5)")
-    yield expect(f"bytes sent, {counted(size, 'rank')}", 2 * (size - 1) * ROWS * WIDTH * 8,
+    yield expect(f"bytes sent, {plural(size, 'rank')}", 2 * (size - 1) * ROWS * WIDTH * 8,
                  sum(rank["bytes"] for rank in ranks), "more or less than each cut needs",
                  "one activation forth and one gradient back (holes 3, 5)")
 

@@ -6,10 +6,12 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
+
 from minidist.comm.group import Group
-from minidist.grading import draw_figure, load_module
+from minidist.grading import load_module
 from minidist.nn import GPTConfig
-from minidist.observe import lesson_figures as look
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "10")

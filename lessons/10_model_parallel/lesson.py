@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
-from minidist.grading import arguments, counted, load_module, run_lesson
+from minidist.console import plural, size_text
+from minidist.grading import load_module
 from minidist.nn import GPT
-from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
 from minidist.parallel.pipeline.stages import Stages
@@ -103,7 +105,7 @@ def holdings(group: Group, page: Page) -> None:
 def _parts(layers: list[int], rank: int) -> str:
     """What a rank has, in words."""
     last = rank == len(layers) - 1
-    return ", ".join(["embedding"] * (rank == 0) + [counted(layers[rank], "block")] + ["norm, output"] * last)
+    return ", ".join(["embedding"] * (rank == 0) + [plural(layers[rank], "block")] + ["norm, output"] * last)
 
 
 # ------------------------------------------------------------------------------------------------------ 3 who waits

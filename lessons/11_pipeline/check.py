@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from minidist.console import plural
 from minidist.errors import ScheduleError
-from minidist.grading import Result, counted, expect
+from minidist.grading import Result, expect
 from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
@@ -43,13 +44,13 @@ def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
              "the one of the first turn is not ahead": [min(ranks - rank, microbatches) for rank in range(ranks)],
              "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)]}
     mistake = next((name for name, numbers in known.items() if numbers == measured), "other numbers")
-    yield expect(f"forwards ahead, {counted(ranks, 'rank')}, {microbatches} microbatches", target, measured, mistake,
+    yield expect(f"forwards ahead, {plural(ranks, 'rank')}, {microbatches} microbatches", target, measured, mistake,
                  "stages after this one: section 3 (hole 1)")
 
 
 def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     """Proved, then by the clock, then by what they hold."""
-    what = f"{counted(ranks, 'rank')}, {microbatches} microbatches"
+    what = f"{plural(ranks, 'rank')}, {microbatches} microbatches"
     orders = [exercise.one_f_one_b(rank, ranks, microbatches) for rank in range(ranks)]
     right = make_schedule("1f1b", ranks, microbatches)
     schedule = of_orders("your 1F1B", orders)
@@ -98,9 +99,9 @@ def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[R
     known = {(ranks - 1) / microbatches: "that is idle time over busy time; the bubble is over all of it",
              (ranks - 1) / ranks: "that is the naive schedule's"}
     name = next((name for value, name in known.items() if abs(value - measured) < 1e-9), "another number")
-    yield Result(f"bubble, {counted(ranks, 'rank')}, {microbatches} microbatches", abs(target - measured) < 1e-9,
+    yield Result(f"bubble, {plural(ranks, 'rank')}, {microbatches} microbatches", abs(target - measured) < 1e-9,
                  f"{target:.4f}", f"{measured:.4f}", name, "what the checker's clock finds: section 3 (hole 6)")
-    yield expect(f"held, {counted(ranks, 'rank')}, {microbatches} microbatches", peak_held(right),
+    yield expect(f"held, {plural(ranks, 'rank')}, {microbatches} microbatches", peak_held(right),
                  [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
                  "not what the list holds", "min(m, p - stage): section 4 (hole 7)")
 

@@ -6,9 +6,11 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
+
 from minidist.comm.group import Group
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
+from minidist.grading import load_module
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, clock_of, peak_held
 from minidist.parallel.pipeline.schedules import of_orders
 

@@ -9,8 +9,8 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.page import size_text
 from minidist.optim import Adam
 from minidist.parallel.tensor.split_gpt import split_gpt
 from minidist.parallel.tensor.tensor_layers import TensorRegion

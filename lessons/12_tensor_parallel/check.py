@@ -10,7 +10,8 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
-from minidist.grading import Result, counted, expect
+from minidist.console import plural
+from minidist.grading import Result, expect
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.nn.shares import head_shares
@@ -176,7 +177,7 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
     known = {target // 2: "forward or backward alone", target // (2 * (ranks - 1)): "numbers of a message, not sent",
              target // 4: "one all-reduce a block", target // 2 * 3: "that is with blocks computed again",
              target // ranks: "of one rank"}
-    return expect(f"numbers sent for {counted(blocks, 'block')} on {ranks} ranks", target, measured,
+    return expect(f"numbers sent for {plural(blocks, 'block')} on {ranks} ranks", target, measured,
                   known.get(measured, "wrong traffic"), "2 all-reduces forward, 2 backward: section 4 (hole 10)")
 
 

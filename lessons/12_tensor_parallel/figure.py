@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
-from minidist.grading import draw_figure, load_module
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.nn.weight_shard import WeightShard
-from minidist.observe import lesson_figures as look
-from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.ops.collectives import gather_copies
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
+from minidist.grading import load_module, sent_since, totals
 from minidist.nn.shares import head_shares
 from minidist.nn.weight_shard import WeightShard
-from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.activations import checkpoint_blocks

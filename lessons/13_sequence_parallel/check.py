@@ -12,8 +12,9 @@ from minidist.autograd import ops
 from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
+from minidist.console import plural
 from minidist.device.backend import random_uniform
-from minidist.grading import Result, counted, expect
+from minidist.grading import Result, expect
 from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
@@ -40,7 +41,7 @@ def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
              "the next one: that is a sequence cut in `ranks`": [[r, r + 1] for r in range(ranks)],
              "every rank-th: the last rank would still have most to do": [[r, ranks + r] for r in range(ranks)]}
     mistake = next((name for name, numbers in known.items() if numbers == measured), "other blocks")
-    yield expect(f"blocks, {counted(ranks, 'rank')}", target, measured, mistake, "zigzag: section 3 (hole 1)")
+    yield expect(f"blocks, {plural(ranks, 'rank')}", target, measured, mistake, "zigzag: section 3 (hole 1)")
 
 
 def _pairs(exercise: ModuleType) -> Iterator[Result]:
@@ -107,7 +108,7 @@ def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         whole, off = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0], 0.0
         for rank in range(ranks):
             own = exercise.tokens_of(length, rank, ranks)
-            running = OnlineSoftmax.of(q[None, None, own])
+            running = OnlineSoftmax(q[None, None, own])
             top, total, y = running.top[0, 0].T, running.total[0, 0].T, running.y[0, 0]
             for source in range(ranks):
                 piece = exercise.tokens_of(length, (rank - source) % ranks, ranks)
@@ -115,7 +116,7 @@ def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
                 scores = np.where(ahead, -np.inf, q[own] @ k[piece].T / 2)
                 top, total, y = exercise.update(top, total, y, scores, v[piece])
             off = max(off, float(np.abs(y / total - whole[own]).max()))
-        yield Result(f"attention, {counted(ranks, 'rank')}, {length} tokens", off < 1e-12, "off by 0",
+        yield Result(f"attention, {plural(ranks, 'rank')}, {length} tokens", off < 1e-12, "off by 0",
                      f"off by {off:.0e}", "not what one process computes", "section 1 (holes 3 to 6)")
 
 
@@ -129,7 +130,7 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
                      list(range(start, start + len(own))) for start, own in zip(starts[:-1], target, strict=True)],
                  "all positions; it has only its own tokens": [list(range(length))] * ranks}
         mistake = next((name for name, numbers in known.items() if numbers == measured), "other positions")
-        yield expect(f"positions, {counted(ranks, 'rank')}, {length} tokens", target, measured, mistake,
+        yield expect(f"positions, {plural(ranks, 'rank')}, {length} tokens", target, measured, mistake,
                      "section 5 (hole 7)")
 
 
@@ -149,13 +150,13 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     target = md.run(job, size=ranks)[0]
     forward, backward = exercise.blocks_sent(ranks)
     known = {"a rank has its own piece already: one hop less": 2 * ranks, "keys and values are two": ranks - 1}
-    yield expect(f"blocks sent forward, {counted(ranks, 'rank')}", target[0], forward,
+    yield expect(f"blocks sent forward, {plural(ranks, 'rank')}", target[0], forward,
                  next((name for name, number in known.items() if number == forward), "another number"),
                  "section 4 (hole 8)")
     known = {"keys and values must go round again: no rank kept them": 2 * ranks,
              "the gradients have one hop more: home": 4 * (ranks - 1), "that is forward's": 2 * (ranks - 1),
              "keys and values stop one hop earlier": 4 * ranks}
-    yield expect(f"blocks sent backward, {counted(ranks, 'rank')}", target[1], backward,
+    yield expect(f"blocks sent backward, {plural(ranks, 'rank')}", target[1], backward,
                  next((name for name, number in known.items() if number == backward), "another number"),
                  "section 4 (hole 9)")
 

@@ -105,7 +105,7 @@ def walk(group: Group, length: int) -> dict[str, Any]:
     """
     own = ring_attention.zigzag(length, group.rank, group.size)
     q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
-    running, pairs, messages = OnlineSoftmax.of(q), [], []
+    running, pairs, messages = OnlineSoftmax(q), [], []
     unsubscribe = group.ledger.subscribe(
         lambda event: messages.append((event.details["src"], event.details["dst"], event.start,
                                        event.details["nbytes"]))

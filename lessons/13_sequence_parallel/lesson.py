@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import MemoryLimitError
-from minidist.grading import arguments, load_module, run_lesson
+from minidist.grading import load_module
 from minidist.nn import GPT
-from minidist.observe.page import Page, size_text
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.context.ring_attention import plain_ring_attention, zigzag
 from minidist.parallel.context.sequence_parallel import plain_sequence_mlp

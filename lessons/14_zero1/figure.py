@@ -8,12 +8,12 @@ The axis counts arrays, not milliseconds: four ranks on few cores take turns, an
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons import figures as look
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
-from minidist.grading import draw_figure
-from minidist.observe import lesson_figures as look
 from minidist.parallel.zero.memory_formula import STATE
 
 RANKS = 4

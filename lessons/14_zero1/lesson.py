@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.grading import arguments, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
 from minidist.optim import SGD, Adam
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes

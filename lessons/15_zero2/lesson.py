@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import arguments, run_lesson
-from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero2 import Zero2, plain_zero2

@@ -9,11 +9,11 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
-from minidist.observe.page import size_text
 from minidist.optim import SGD
 from minidist.parallel.step.flat import Flat
 

@@ -6,13 +6,14 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons import figures as look
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.running import draw_figure
 
+from minidist.bench import overlap_plots
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
-from minidist.observe import overlap_plots
+from minidist.grading import load_module
 from minidist.observe.overlap import measure
 from minidist.observe.samples import stairs
 from minidist.observe.timeline import Timeline

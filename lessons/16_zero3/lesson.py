@@ -10,15 +10,16 @@ from functools import partial
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
+from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
-from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.parallel.zero.fsdp_units import Unit
 from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, state_bytes

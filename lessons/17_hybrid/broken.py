@@ -8,9 +8,9 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.errors import MismatchError
 from minidist.grading import load_module
-from minidist.observe.page import size_text
 from minidist.optim import sum_of_squares
 from minidist.parallel.step.step import part_of
 

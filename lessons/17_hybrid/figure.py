@@ -6,12 +6,14 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
+
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
-from minidist.observe.page import size_text
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 

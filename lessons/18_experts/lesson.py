@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.nn.weight_shard import WeightShard
-from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
 from minidist.parallel.step.single import Single

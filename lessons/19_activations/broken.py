@@ -9,9 +9,9 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.recompute import recompute
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import load_module
-from minidist.observe.page import size_text
 from minidist.parallel.memory.activations import checkpoint
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")

@@ -8,9 +8,9 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
+from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import Result, expect
-from minidist.observe.page import size_text
 
 LAYERS, ROWS, WIDTH = 6, 64, 32
 SIZES = (1, 2, 3)

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson
+from minidist.console import size_text
+from minidist.grading import load_module
 from minidist.nn import DropoutKey, GPTConfig
-from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import plain_recompute
 

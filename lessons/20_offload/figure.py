@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
-from minidist.grading import draw_figure, load_module
-from minidist.observe import lesson_figures as look
+from minidist.grading import load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "20")

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
+from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import MemoryLimitError
-from minidist.grading import arguments, load_module, run_lesson
+from minidist.grading import load_module
 from minidist.nn import GPT
-from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
 from minidist.parallel.memory.offload import OnHost, plain_offload

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from minidist.kernels import on_cpu
 from minidist.kernels.attention import attention, attention_reference
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.group import Group
-from minidist.grading import arguments, load_module, run_lesson
-from minidist.observe.page import Page, size_text, verdict
+from minidist.console import size_text
+from minidist.grading import load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 TOKENS, LONG, HEADS = 64, 128, 4

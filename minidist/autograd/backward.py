@@ -9,14 +9,14 @@ At a Stretch (recompute.py) the forward of the stretch runs again and leaves its
 that are left, so they come next.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.autograd.recompute import Stretch
-from minidist.autograd.tape import Edge, Node, node_of
+from minidist.autograd.tape import Edge, Node
 from minidist.autograd.tensor import GradientHook, Parameter, Surveyed, Tensor, WeightGradient, no_grad
 from minidist.device import account
 from minidist.device.backend import Array, add_into, array_module, dtype_name
@@ -38,14 +38,9 @@ class _Walk:
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
         self.deferred: list[WeightGradient] = []
+        self.waiting: dict[int, int] = {}                     # id(leaf) -> contributions still to come
         self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
-        self._waiting: dict[int, int] = {}                    # id(leaf) -> contributions still to come
         self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
-
-    @property
-    def reached(self) -> Collection[int]:
-        """After `survey`: the ids of the leaves that will get a gradient."""
-        return self._waiting.keys()
 
     def survey(self, start: Node, *, begin: int = -1) -> list[Node]:
         """All nodes behind `start` younger than `begin`, oldest first; counts the contributions each leaf will get."""
@@ -58,7 +53,7 @@ class _Walk:
             for edge in node.edges:
                 source = edge.source
                 if isinstance(source, Tensor):
-                    self._waiting[id(source)] = self._waiting.get(id(source), 0) + 1
+                    self.waiting[id(source)] = self.waiting.get(id(source), 0) + 1
                 elif source.order > begin and id(source) not in found:
                     found[id(source)] = source
                     stack.append(source)
@@ -83,42 +78,39 @@ class _Walk:
             node.release()
             return []
         node.released = True  # a second backward is an error from here on, but the deferred gradients are still to run
-        left = [len(later)]
-        self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy, left))
+        node.edges = list(later)
+        self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
                           for edge in later if isinstance(edge.source, Parameter)]
         return []
 
-    def _run_deferred(self, node: Node, edge: Edge, dy: Any, left: list[int]) -> None:
-        """Run one gradient function of a node of which `left[0]` are deferred; the last one releases the node."""
+    def _run_deferred(self, node: Node, edge: Edge, dy: Any) -> None:
+        """Run one deferred gradient function; the last one of the node releases it."""
         self.run_gradient(node, edge, dy)
-        left[0] -= 1
-        if not left[0]:
+        node.edges.remove(edge)
+        if not node.edges:
             node.release()
 
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
         """The nodes that a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
         result = stretch.retrace()
-        last = node_of(result)
-        assert last is not None
-        nodes = self.survey(last, begin=stretch.order)
+        nodes = self.survey(result.node, begin=stretch.order)
         for edge in stretch.edges:
             if isinstance(edge.source, Tensor):
-                self._waiting[id(edge.source)] -= 1
+                self.waiting[id(edge.source)] -= 1
         stretch.release()
-        self.deliver(last, result.index, dy, False)
+        self.deliver(result.node, result.index, dy, False)
         return nodes
 
     def run_gradient(self, node: Node, edge: Edge, dy: Any) -> None:
         """Run one gradient function and pass its result to the source of the argument."""
-        name = node.op.argument_name(edge.argument)
-        function = node.op.gradients[name]
-        gradient = function(node, dy) if name != node.op.variadic else function(
-            node, dy, edge.argument - len(node.op.arguments))
+        part = edge.argument - len(node.op.arguments)           # from 0 for a part of a `*parts` argument
+        function = node.op.gradients[node.op.argument_name(edge.argument)]
+        gradient = function(node, dy) if part < 0 else function(node, dy, part)
         if isinstance(gradient, np.generic):
             gradient = np.asarray(gradient)
         ours = not _shares_buffer(gradient, dy)
         if isinstance(edge.source, Tensor):
-            self._add_to_leaf(edge.source, gradient, ours)
+            self.add_to_leaf(edge.source, gradient, ours)
         else:
             self.deliver(edge.source, edge.index, gradient, ours)
 
@@ -140,12 +132,12 @@ class _Walk:
         else:  # both may be views of another node's dy, which must not change
             slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)
 
-    def _add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
+    def add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
         """Add a contribution to the gradient of a leaf; the last one of this backward runs its hooks."""
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype, (
             f"gradient {gradient.dtype} {gradient.shape} for a leaf {leaf.dtype} {leaf.shape}")
-        self._waiting[id(leaf)] -= 1
-        last = not self._waiting[id(leaf)]
+        self.waiting[id(leaf)] -= 1
+        last = not self.waiting[id(leaf)]
         if leaf.tensor_hooks:  # they get the total of this backward, so it is summed in a separate array first
             if id(leaf) in self._leaves:
                 gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
@@ -189,17 +181,17 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
     elif dy.shape != loss.shape or dy.dtype != loss.dtype:
         raise GradientError(f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
                             f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree")
-    walk, last = _Walk(defer_weights), node_of(loss)
-    if last is None:
-        walk._waiting[id(loss)] = 1
-        if surveyed is not None:
-            surveyed(walk.reached)
-        walk._add_to_leaf(loss, dy, False)
-        return []
-    nodes = walk.survey(last)
+    walk, nodes = _Walk(defer_weights), []
+    if loss.node is None:
+        walk.waiting[id(loss)] = 1
+    else:
+        nodes = walk.survey(loss.node)
     if surveyed is not None:
-        surveyed(walk.reached)
-    walk.deliver(last, loss.index, dy, False)
+        surveyed(walk.waiting.keys())
+    if loss.node is None:
+        walk.add_to_leaf(loss, dy, False)
+    else:
+        walk.deliver(loss.node, loss.index, dy, False)
     with no_grad():
         while nodes:
             nodes += walk.visit(nodes.pop())

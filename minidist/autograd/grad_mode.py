@@ -5,26 +5,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 
-class _Mode(threading.local):
+class _Thread(threading.local):
     grad = True
 
 
-_mode = _Mode()
+_thread = _Thread()
 
 
 def is_grad_enabled() -> bool:
     """Whether ops called on this thread leave nodes on the tape."""
-    return _mode.grad
+    return _thread.grad
 
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """Context manager: switch recording on or off inside the block, on this thread."""
-    before, _mode.grad = _mode.grad, enabled
+    before, _thread.grad = is_grad_enabled(), enabled
     try:
         yield
     finally:
-        _mode.grad = before
+        _thread.grad = before
 
 
 def no_grad() -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from minidist.autograd.tape import Edge, Node, Op, Saved, node_of, saved
+from minidist.autograd.tape import Edge, Node, Saved, op, saved
 from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
 from minidist.device.backend import array_module
 from minidist.errors import GradientError
@@ -43,30 +43,26 @@ def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Te
     """
     if not is_grad_enabled():
         return function(*args, **options)
-    begin = Node(_STRETCH, [], {}, {}).order        # younger nodes belong to the stretch
+    begin = Node(_stretch, [], {}, {}).order        # younger nodes belong to the stretch
     result = function(*args, **options)
     if not isinstance(result, Tensor):
         raise GradientError(f"recompute: {_name(function)} returned a {type(result).__name__}; "
                             f"it must return one Tensor")
-    last = node_of(result)
-    if last is None or last.order < begin:
+    if result.node is None or result.node.order < begin:
         return result
-    stretch = Stretch(_edges_out(last, begin), function, args, options)
+    stretch = Stretch(_edges_out(result.node, begin), function, args, options)
     stretch.outputs = [(array_module(result.data), result.shape, result.dtype)]
     return Tensor._of(result.data, stretch, 0)
 
 
 class Stretch(Node):
-    """The node on the tape for a function whose own nodes were dropped.
-
-    Args:    edges: those that lead out of the function's nodes; function, args, options: the call to repeat.
-    """
+    """The node on the tape for the call function(*args, **options); `edges` lead out of the nodes that it left."""
 
     __slots__ = ()
 
     def __init__(self, edges: list[Edge], function: Callable[..., Tensor], args: tuple[Any, ...],
                  options: dict[str, Any]) -> None:
-        super().__init__(_STRETCH, edges, {}, {})
+        super().__init__(_stretch, edges, {}, {})
         self._saved = {"function": function, "args": args, "options": options}
 
     def retrace(self) -> Tensor:
@@ -74,19 +70,18 @@ class Stretch(Node):
 
         Raises:  GradientError if it did not use the same weights as often as the first time.
         """
-        begin = Node(_STRETCH, [], {}, {}).order
+        begin = Node(_stretch, [], {}, {}).order
         outer, _thread.again = computed_again(), True
         try:
             with grad_mode(True):
-                result = self._saved["function"](*self._saved["args"], **self._saved["options"])
+                result: Tensor = self._saved["function"](*self._saved["args"], **self._saved["options"])
         finally:
             _thread.again = outer
-        last = node_of(result) if isinstance(result, Tensor) else None
+        last = getattr(result, "node", None)
         edges = [] if last is None else _edges_out(last, begin)
         if _weights(edges) != _weights(self.edges):
             raise GradientError(f"recompute: {_name(self._saved['function'])} used other weights the second time; "
                                 f"what it does must depend on its arguments alone")
-        assert isinstance(result, Tensor)
         return result
 
 
@@ -114,9 +109,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
+@op
 def _stretch(*parts: Any) -> tuple[Any, Saved]:
     """Gives a Stretch its name; it has no arithmetic of its own."""
     return parts, saved()
-
-
-_STRETCH: Op[Tensor] = Op(_stretch)

@@ -25,7 +25,7 @@ import itertools
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -40,13 +40,12 @@ GradientFunction = TypeVar("GradientFunction", bound=Callable[..., Any])
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
 
 
-class Saved(dict[str, Any]):
-    """The values that an op keeps for its gradient functions, by name."""
+Saved: TypeAlias = dict[str, Any]
 
 
 def saved(**values: Any) -> Saved:
     """The second half of an op's result: the values that gradient functions read as `node.<name>`."""
-    return Saved(values)
+    return values
 
 
 class Edge:
@@ -59,13 +58,8 @@ class Edge:
 
     def __init__(self, argument: int, tensor: Tensor) -> None:
         self.argument = argument
-        self.source: Node | Tensor = node_of(tensor) or tensor
+        self.source: Node | Tensor = tensor.node or tensor
         self.index = tensor.index
-
-
-def node_of(tensor: Tensor) -> "Node | None":
-    """The node that made `tensor`; None for a leaf."""
-    return cast("Node | None", tensor.node)
 
 
 class Node:
@@ -91,11 +85,6 @@ class Node:
         self.released = False
         self._saved: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
-
-    @property
-    def name(self) -> str:
-        """The name of the op."""
-        return self.op.name
 
     def __getattr__(self, name: str) -> Any:
         """A saved value; for a Parameter its data as it is now."""
@@ -155,7 +144,7 @@ class Op(Generic[Result]):
         self.gradients: dict[str, Callable[..., Array]] = {}
         parameters = inspect.signature(forward).parameters.values()
         self.arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
         REGISTRY[self.name] = self
 
     def __repr__(self) -> str:
@@ -182,10 +171,7 @@ class Op(Generic[Result]):
 
     def argument_name(self, position: int) -> str:
         """The name of the positional argument at `position`."""
-        if position < len(self.arguments):
-            return self.arguments[position]
-        assert self.variadic is not None
-        return self.variadic
+        return self.arguments[position] if position < len(self.arguments) else self.variadic
 
     def __call__(self, *args: Any, **options: Any) -> Result:
         """The op's result: a Tensor or a tuple of them, with a node if grad mode is on and an input needs a gradient.
@@ -275,14 +261,7 @@ class Op(Generic[Result]):
                          for i, a in enumerate(arrays) if is_array(a))
 
 
-REGISTRY: dict[str, Op[Any]] = {}  # every op by name, for tests that check each of them
+REGISTRY: dict[str, Op[Any]] = {}       # every op by name, for tests that check each of them
 
-
-def op(forward: Callable[..., tuple[Array, Saved]]) -> Op[Tensor]:
-    """Make an op from a function of arrays that returns (result, saved(…))."""
-    return Op(forward)
-
-
-def op_of_several(forward: Callable[..., tuple[tuple[Array, ...], Saved]]) -> Op[tuple[Tensor, ...]]:
-    """Make an op from a function of arrays that returns (tuple of results, saved(…))."""
-    return Op(forward)
+op = Op[Tensor]                         # decorator of a function of arrays that returns (result, saved(…))
+op_of_several = Op[tuple[Tensor, ...]]  # of one that returns (tuple of results, saved(…))

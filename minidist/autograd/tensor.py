@@ -9,7 +9,8 @@ leaf with a name, hooks that run when its gradient is final, and a gradient that
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -45,17 +46,6 @@ def _operator(name: str, *, swapped: bool = False) -> Callable[["Tensor", Any], 
     return lambda self, other: _apply(name, self, other)
 
 
-class TapeNode(Protocol):
-    """The part of a node that Tensor uses; the class of nodes is tape.Node."""
-
-    hooks: dict[int, list[GradientHook]]
-
-    @property
-    def name(self) -> str:
-        """The name of the op."""
-        ...
-
-
 class Tensor:
     """An array that ops can follow.
 
@@ -65,6 +55,7 @@ class Tensor:
     """
 
     __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
+    _data: np.ndarray          # or CuPy's
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
@@ -74,12 +65,12 @@ class Tensor:
         self.data = data
         self.grad = None
         self.requires_grad = requires_grad
-        self.node: TapeNode | None = None       # made this Tensor as its output `index`
+        self.node: Any = None                   # the tape.Node that made this Tensor, as its output `index`; or None
         self.index = 0
         self.tensor_hooks: list[GradientHook] = []
 
     @classmethod
-    def _of(cls, data: Array, node: TapeNode | None, index: int) -> "Tensor":
+    def _of(cls, data: Array, node: Any, index: int) -> "Tensor":
         """The result of an op: output `index` of `node`."""
         result = Tensor(data)
         result.requires_grad, result.node, result.index = node is not None, node, index
@@ -94,34 +85,26 @@ class Tensor:
 
     @data.setter
     def data(self, array: Array) -> None:
-        self._data: Array = array
+        self._data = array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the dims."""
-        shape: tuple[int, ...] = self._data.shape
-        return shape
+        return self._data.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """The element type."""
-        dtype: np.dtype = self._data.dtype
-        return dtype
+        return self._data.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
-        ndim: int = self._data.ndim
-        return ndim
+        return self._data.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements."""
-        size: int = self._data.size
-        return size
+        return self._data.size
 
     def __repr__(self) -> str:
-        node = f", from {self.node.name}" if self.node is not None else ""
+        node = f", from {self.node.op.name}" if self.node is not None else ""
         return f"{type(self).__name__}({self.data!r}{', requires_grad=True' if self.requires_grad else ''}{node})"
 
     def __len__(self) -> int:
@@ -318,6 +301,7 @@ class Parameter(Tensor):
         self._grad, self._fresh = None, False
 
 
+@dataclass(eq=False)
 class WeightGradient:
     """One gradient of a weight, deferred by backward(defer_weights=True). Call it once, at any later time.
 
@@ -325,17 +309,11 @@ class WeightGradient:
     the gradient of its output stay alive.
     """
 
-    __slots__ = ("parameter", "_compute")
-
-    def __init__(self, parameter: Parameter, compute: Callable[[], None]) -> None:
-        self.parameter = parameter
-        self._compute: Callable[[], None] | None = compute
+    parameter: Parameter
+    _compute: Callable[[], None] | None
 
     def __call__(self) -> None:
-        """Compute the gradient and add it to the parameter's.
-
-        Raises:  GradientError for a second call.
-        """
+        """Compute the gradient and add it to the parameter's. Raises: GradientError for a second call."""
         if self._compute is None:
             raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
         compute, self._compute = self._compute, None

@@ -7,5 +7,5 @@
     calibrate               cost of messages, for the profile of `auto`
     step/                   a training step beside PyTorch's
     kernels/                each CUDA kernel beside PyTorch's
-    tables, plots           of all but step/ and kernels/, which have their own
+    tables, plots           of all but step/ and kernels/, which have their own; overlap_plots: a step as recorded
 """

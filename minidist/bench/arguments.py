@@ -6,7 +6,7 @@ from minidist.bench import calibrate, collectives, overlap, overlap_step
 from minidist.bench.step.device import PRECISIONS
 from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.comm.cost.link_model import profile_path
-from minidist.console import counts, number_of_bytes, positive, seconds, sizes
+from minidist.console import counts, number_of_bytes, positive, positive_number, sizes
 from minidist.parallel.pipeline.schedules import ORDERS
 
 
@@ -82,7 +82,7 @@ def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
-    parser.add_argument("--alpha", type=seconds, default=50e-6, metavar="SECONDS",
+    parser.add_argument("--alpha", type=positive_number, default=50e-6, metavar="SECONDS",
                         help="latency of the delayed links (5e-5)")
     parser.add_argument("--bandwidth", type=number_of_bytes, default=bandwidth, metavar="SIZE",
                         help=f"bytes a second of the delayed links ({bandwidth // 10**6}MB)")

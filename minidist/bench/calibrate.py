@@ -23,11 +23,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
 from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
@@ -70,15 +71,12 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
     """Measure and fit each link class of this host at each number of ranks."""
     fitted: list[Fitted] = []
     for count in ranks:
-        jobs: dict[str, Job] = {}
-        try:
+        jobs: list[Job] = []
+        with closed_at_the_end(jobs):
             for link in links:
                 progress(f"{count} ranks: starting {link}")
-                jobs[link] = start_job(link, count)
-            fitted += _fit_all({link: _slowest_of(job) for link, job in jobs.items()}, count, sizes, rounds, progress)
-        finally:
-            for job in jobs.values():
-                job.close()
+                jobs.append(start_job(link, count))
+            fitted += _fit_all({job.name: partial(slowest, job) for job in jobs}, count, sizes, rounds, progress)
     return fitted
 
 
@@ -91,10 +89,6 @@ def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[
 
     link = NETWORK if len(set(world.nodes)) > 1 else world.transport.inside
     return _fit_all({link: ask}, world.size, sizes, rounds, progress)
-
-
-def _slowest_of(job: Job) -> Measure:
-    return lambda **question: [max(row) for row in zip(*job.ask(**question), strict=True)]
 
 
 def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int,
@@ -121,12 +115,9 @@ def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int
 
 def start_job(link: str, ranks: int) -> Job:
     """Start the ranks that measure one link class."""
-    command = worker_command(MODULE, link)
     if link == "threads":
-        return Job(link, ranks, [*command, "--size", str(ranks)])
-    if link == "mpi":
-        return Job(link, ranks, ["mpirun", "-n", str(ranks), *command])
-    return Job(link, ranks, [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:]])
+        return Job(link, ranks, [sys.executable, "-m", MODULE, link, "--size", str(ranks)])
+    return start_workers(MODULE, link, ranks, by="mpirun" if link == "mpi" else "launch")
 
 
 # ---------------------------------------------------------------- the ranks' side

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from minidist.bench.floors import COPIES, FLOORS, Run, blocks, connected, copies_call, tcp_call
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 
@@ -121,12 +121,8 @@ def base(contender: str) -> str:
 
 def start_job(verb: Verb, contender: str, size: int) -> Job:
     """Start the ranks of one contender."""
-    command = [*worker_command(MODULE, contender), "--verb", verb.title]
-    if contender == GLOO:
-        return Job(contender, size, command, once_per_rank=True)
-    if base(contender) in ("mpi", verb.mpi):
-        return Job(contender, size, ["mpirun", "-n", str(size), *command])
-    return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), *command[1:]])
+    by = "rank" if contender == GLOO else "mpirun" if base(contender) in ("mpi", verb.mpi) else "launch"
+    return start_workers(MODULE, contender, size, ["--verb", verb.title], by=by)
 
 
 def in_a_row(nbytes: int) -> int:
@@ -145,7 +141,7 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
     jobs: list[Job] = []
     left_out: list[str] = []
     times: dict[str, dict[int, list[float]]] = {}
-    try:
+    with closed_at_the_end(jobs):
         for name in contenders:
             progress(f"{verb.title}, {ranks} ranks: starting {name}")
             try:
@@ -160,11 +156,7 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
                 progress(f"{verb.title}, {ranks} ranks, round {round_number + 1} of {rounds}, {size} B")
                 repeats = max(5, min(100, (16 << 20) // size) // in_a_row(size))
                 for job in jobs:
-                    slowest = [max(row) for row in zip(*job.ask(nbytes=size, repeats=repeats), strict=True)]
-                    times[job.name][size].append(statistics.median(slowest))
-    finally:
-        for job in jobs:
-            job.close()
+                    times[job.name][size].append(statistics.median(slowest(job, nbytes=size, repeats=repeats)))
     medians = {name: {size: statistics.median(rows) for size, rows in row.items()} for name, row in times.items()}
     return medians, left_out
 
@@ -214,10 +206,8 @@ def mpi_rank(verb: Verb) -> tuple[int, Measure]:
 def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measure]:
     """One rank of PyTorch's collective over gloo; exits with one line and status 1 if gloo lacks the verb."""
     import torch
-    import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist = join_gloo(folder, rank, size)
     older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
              "all_to_all": "all_to_all_single"}
     newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}  # of PyTorch 2.13

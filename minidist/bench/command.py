@@ -149,7 +149,7 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
                                            _known("overlap-step", args.only, links, list(links)))
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("bench overlap-step: choose -n of at least 2, a --bandwidth and a --bucket above 0")
-    model = Model(**{name: getattr(args, name) for name in vars(Model())})
+    model = Model.of(args)
     model.config()
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
                                           1 / args.bandwidth, progress)

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,35 @@ class Job:
                 process.wait()
 
 
+@contextmanager
+def closed_at_the_end(jobs: list[Job]) -> Iterator[None]:
+    """Close the jobs of the list at the end of the block, also those that it adds."""
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.close()
+
+
+def start_workers(module: str, contender: str, ranks: int, options: Sequence[str] = (), *, by: str = "launch") -> Job:
+    """Start the ranks of one contender, whose program is `python -m module contender`.
+
+    Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank alone, with its --rank and --size.
+    Raises:  LaunchError as Job.
+    """
+    words = [sys.executable, "-m", module, contender, *options]
+    if by == "launch":
+        words = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *words[1:]]
+    elif by == "mpirun":
+        words = ["mpirun", "-n", str(ranks), *words]
+    return Job(contender, ranks, words, once_per_rank=by == "rank")
+
+
+def slowest(job: Job, **question: Any) -> list[float]:
+    """Ask for seconds. Returns: those of each repetition on its slowest rank."""
+    return [max(row) for row in zip(*job.ask(**question), strict=True)]
+
+
 def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
     """The rank's side: connect, then answer every question with `measure(**question)` until the job closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -135,6 +165,10 @@ def worker_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def worker_command(module: str, contender: str) -> list[str]:
-    """The words that start one rank of a contender."""
-    return [sys.executable, "-m", module, contender]
+def join_gloo(folder: str, rank: int, size: int) -> Any:
+    """Join PyTorch's process group over gloo, with one thread. Returns: torch.distributed."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    return torch.distributed

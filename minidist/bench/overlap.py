@@ -10,7 +10,6 @@ network moves the bytes. The others are this machine as it is, where the cores t
 
 import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
 from minidist.launch.membership import limit_blas_threads
 
 DELAYED, GLOO = "delayed", "gloo"
@@ -57,44 +56,30 @@ def contenders_here() -> list[str]:
     return [DELAYED, "tcp", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
 
 
-def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
-    """Start the ranks of one contender."""
-    command = [*worker_command(MODULE, contender), f"--alpha={alpha!r}", f"--beta={beta!r}"]
-    if contender == GLOO:
-        return Job(contender, ranks, command, once_per_rank=True)
-    return Job(contender, ranks, [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:]])
-
-
 def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alpha: float, beta: float,
                 progress: Callable[[str], None]) -> list[OverlapRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     products: dict[str, int] = {}
-    try:
+    with closed_at_the_end(jobs):
         for name in contenders:
             progress(f"starting {name}")
-            jobs.append(start_job(name, ranks, alpha, beta))
+            jobs.append(start_workers(MODULE, name, ranks, [f"--alpha={alpha!r}", f"--beta={beta!r}"],
+                                      by="rank" if name == GLOO else "launch"))
         for round_number in range(rounds):
             for job in jobs:
                 progress(f"round {round_number + 1} of {rounds}: {job.name}")
                 if job.name not in products:
-                    one = slowest(job, nbytes=0, products=TRIAL) / TRIAL
-                    products[job.name] = max(1, round(slowest(job, nbytes=nbytes, products=0) / one))
+                    one = statistics.median(slowest(job, nbytes=0, products=TRIAL)) / TRIAL
+                    alone = statistics.median(slowest(job, nbytes=nbytes, products=0))
+                    products[job.name] = max(1, round(alone / one))
                 count = products[job.name]
                 for kind, size, some in (("communicate", nbytes, 0), ("compute", 0, count), ("both", nbytes, count)):
-                    seconds = slowest(job, nbytes=size, products=some)
+                    seconds = statistics.median(slowest(job, nbytes=size, products=some))
                     figures[job.name].setdefault(kind, []).append(seconds)
-    finally:
-        for job in jobs:
-            job.close()
     return [OverlapRow(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
             for name in contenders]
-
-
-def slowest(job: Job, **question: int) -> float:
-    """The median over repetitions of the slowest rank's seconds."""
-    return statistics.median(float(max(row)) for row in zip(*job.ask(**question), strict=True))
 
 
 # ---------------------------------------------------------------- the ranks' side
@@ -152,10 +137,8 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
 def gloo_rank(folder: str, rank: int, size: int) -> None:
     """One rank of PyTorch's all_reduce(async_op=True) over gloo."""
     import torch
-    import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist = join_gloo(folder, rank, size)
     a, b, c = (torch.ones(WIDTH, WIDTH) for _ in range(3))
     work = TimedOverlap(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True),
                         lambda: torch.matmul(a, b, out=c), dist.barrier, size)

@@ -8,14 +8,13 @@ observe/overlap.py computes the share from the records of all ranks.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, start_workers, worker_arguments
 from minidist.bench.step.ranks import Model, random_batch
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.overlap import Overlap, measure, together
@@ -72,22 +71,18 @@ def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, 
                 alpha: float, beta: float, progress: Callable[[str], None]) -> list[OverlapStepRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
-    answers: dict[str, list[list[dict[str, Any]]]] = {contender.name: [] for contender in chosen}
-    try:
+    answers: list[list[list[dict[str, Any]]]] = [[] for _ in chosen]
+    with closed_at_the_end(jobs):
         for contender in chosen:
             progress(f"starting {contender.name}")
-            command = [*worker_command(MODULE, contender.strategy), *contender.arguments(), *model.arguments(),
-                       f"--bucket={bucket_bytes}", f"--alpha={alpha!r}", f"--beta={beta!r}"]
-            jobs.append(Job(contender.name, ranks, [sys.executable, "-m", "minidist", "launch", "-n", str(ranks),
-                                                    *command[1:]]))
+            jobs.append(start_workers(MODULE, contender.strategy, ranks, [
+                *contender.arguments(), *model.arguments(), f"--bucket={bucket_bytes}", f"--alpha={alpha!r}",
+                f"--beta={beta!r}"]))
         for number in range(rounds):
-            for job in jobs:
-                progress(f"round {number + 1} of {rounds}: {job.name}")
-                answers[job.name].append(job.ask(steps=steps))
-    finally:
-        for job in jobs:
-            job.close()
-    return [_row(contender, answers[contender.name], steps) for contender in chosen]
+            for contender, job, rounds_of in zip(chosen, jobs, answers, strict=True):
+                progress(f"round {number + 1} of {rounds}: {contender.name}")
+                rounds_of.append(job.ask(steps=steps))
+    return [_row(contender, of_it, steps) for contender, of_it in zip(chosen, answers, strict=True)]
 
 
 def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> OverlapStepRow:
@@ -167,10 +162,9 @@ def main() -> None:
     parser.add_argument("--link", choices=LINKS, required=True)
     for option, kind in (("bucket", int), ("ahead", int), ("alpha", float), ("beta", float)):
         parser.add_argument(f"--{option}", type=kind, required=True)
-    for option, value in vars(Model()).items():
-        parser.add_argument(f"--{option}", type=int, default=value)
+    Model.add_options(parser)
     options = parser.parse_args()
-    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    model = Model.of(options)
     limit_blas_threads(1, local_size=1)
     world = md.init(transport="tcp", threads=1)
     with linked(world, options.link, options.alpha, options.beta) as group:

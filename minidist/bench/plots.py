@@ -4,12 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minidist.observe.overlap_plots import draw_step, legend, spans_of
-from minidist.observe.page import size_text
+from minidist.bench.overlap_plots import draw_step, legend, spans_of
+from minidist.console import size_text
 
 COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
            "copies": "#9aa5b1", "bare-tcp": "#6b7280"}
 PEERS = ("gloo", "MPI", "copies", "bare-tcp")  # dashed, so that ours and theirs differ without colour too
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A blank figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict[int, float]]],
@@ -19,9 +26,7 @@ def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict
     Args:    seconds: {ranks: {contender: {bytes: seconds}}}; bandwidth(bytes, seconds, ranks) -> bytes a second.
     Raises:  OSError if `path` cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(seconds), 4.2), layout="constrained")
+    figure = new_figure(5.2 * len(seconds), 4.2)
     panels = figure.subplots(1, len(seconds), sharey=True, squeeze=False)[0]
     for panel, (ranks, contenders) in zip(panels, seconds.items(), strict=True):
         for index, (name, times) in enumerate(contenders.items()):
@@ -38,10 +43,8 @@ def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict
 
 def draw_overlap(path: Path, result: dict[str, Any]) -> None:
     """For each contender its all-reduce, its products, and both at once, in ms. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
-    figure = Figure(figsize=(1.6 + 1.9 * len(rows), 3.8), layout="constrained")
+    figure = new_figure(1.6 + 1.9 * len(rows), 3.8)
     panel = figure.subplots()
     kinds = (("communicate", "all-reduce", "#3b6fb6"), ("compute", "products", "#9aa5b1"), ("both", "both", "#5b9a68"))
     for offset, (kind, label, colour) in enumerate(kinds):
@@ -59,10 +62,8 @@ def draw_overlap(path: Path, result: dict[str, Any]) -> None:
 
 def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
     """For each contender rank 0's last step as recorded: computing, and collectives. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
-    figure = Figure(figsize=(11.0, 1.0 + 0.95 * len(rows)), layout="constrained")
+    figure = new_figure(11.0, 1.0 + 0.95 * len(rows))
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     longest = 0.0
     for panel, row in zip(panels, rows, strict=True):
@@ -77,11 +78,9 @@ def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
 
 def draw_calibration(path: Path, result: dict[str, Any]) -> None:
     """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
     links = result["links"]
     counts = sorted({link["ranks"] for link in links})
-    figure = Figure(figsize=(max(7.4, 5.2 * len(counts)), 4.2), layout="constrained")
+    figure = new_figure(max(7.4, 5.2 * len(counts)), 4.2)
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for panel, count in zip(panels, counts, strict=True):
         for link, samples in zip(links, result["samples"], strict=True):

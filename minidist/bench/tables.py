@@ -1,5 +1,6 @@
 """The tables of collectives, overlap and calibration."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -7,7 +8,7 @@ from rich.table import Table
 
 from minidist.bench import collectives, overlap
 from minidist.bench.floors import COPIES, TCP
-from minidist.observe.page import size_text
+from minidist.console import size_text
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
           TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
@@ -18,21 +19,17 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
     """One table a rank count: time and bus bandwidth of each contender, ours as multiples of its peer's speed."""
     verb = collectives.VERBS[result["what"]]
     for ranks, times in result["seconds"].items():
-        table = new_table(f"{verb.title}, {verb.about}, {ranks} ranks (time µs · bus bandwidth GB/s)")
         ratios = [name for name in times if _peer_of(verb, name) in times]
-        for name in ("message", *times, *(f"{_peer_of(verb, name).partition('_')[0]} / {name}" for name in ratios)):
-            table.add_column(name, justify="right")
+        table = new_table(f"{verb.title}, {verb.about}, {ranks} ranks (time µs · bus bandwidth GB/s)", "message",
+                          *times, *(f"{_peer_of(verb, name).partition('_')[0]} / {name}" for name in ratios), left=0)
         for size in result["sizes"]:
             row = [f"{seconds[size] * 1e6:,.0f} · {verb.bus_bandwidth(size, seconds[size], ranks) / 1e9:5.2f}"
                    for seconds in times.values()]
             row += [f"{times[_peer_of(verb, name)][size] / times[name][size]:.2f}×" for name in ratios]
             table.add_row(size_text(size), *row)
         console.print(table)
-    for name, does in FLOORS.items():
-        if name in result["contenders"]:
-            console.print(f"{name}: {does}", style="dim")
-    for line in result["left_out"]:
-        console.print(line, style="dim", markup=False)
+    notes(console, [f"{name}: {does}" for name, does in FLOORS.items() if name in result["contenders"]])
+    notes(console, result["left_out"])
 
 
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
@@ -45,9 +42,7 @@ def _peer_of(verb: collectives.Verb, contender: str) -> str:
 def show_overlap(result: dict[str, Any], console: Console) -> None:
     """A row for each contender: each alone, both at once, and the latter over the longer."""
     table = new_table(f"all-reduce of {size_text(result['nbytes'])} beside matrix products, {result['ranks']} ranks "
-                      "(ms)")
-    for column in ("", "all-reduce", "products", "both", "of the longer", "hidden"):
-        table.add_column(column, justify="right" if column else "left")
+                      "(ms)", "", "all-reduce", "products", "both", "of the longer", "hidden")
     for row in result["rows"]:
         table.add_row(row["name"], *(f"{row[kind] * 1e3:.2f}" for kind in ("communicate", "compute", "both")),
                       f"{row['of_longer']:.2f}×", f"{row['hidden']:.0%}")
@@ -63,10 +58,7 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
 def show_overlap_step(result: dict[str, Any], console: Console) -> None:
     """A row for each contender: a step, its communication, and the hidden share."""
     table = new_table(f"communication under computation in a training step, {result['ranks']} ranks (ms a step and "
-                      "rank): " + ", ".join(f"{name} {value}" for name, value in result["model"].items()))
-    for column in ("", "step", "communication", "of it hidden", "", "waited"):
-        table.add_column(column, justify="right")
-    table.columns[0].justify = "left"
+                      "rank): " + sizes(result), "", "step", "communication", "of it hidden", "", "waited")
     for row in result["rows"]:
         step, communication, hidden, waited = (f"{row[name] * 1e3:.1f}" for name in
                                                ("step_seconds", "communication", "hidden", "waited"))
@@ -79,20 +71,33 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
 
 def show_calibration(result: dict[str, Any], console: Console) -> None:
     """A row for each link class and rank count, and where the profile went."""
-    table = new_table("what messages cost: α + n·β")
-    for column in ("link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB", "κ ns/KiB", "worst misfit"):
-        table.add_column(column, justify="right" if column != "link" else "left")
+    table = new_table("what messages cost: α + n·β", "link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB",
+                      "κ ns/KiB", "worst misfit")
     for link in result["links"]:
         bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
         latencies = [f"{link[name] * 1e6:.1f}" for name in ("alpha", "overhead")]
         extras = [f"{link[name] * 1024e9:.0f}" for name in ("gamma", "crowd")]
         table.add_row(link["link"], str(link["ranks"]), *latencies, bandwidth, *extras, f"{link['misfit']:.0%}")
     console.print(table)
-    console.print("o: a message that does not wait; γ: more for adding; κ: for sending to all at once", style="dim")
-    console.print("fitted by weighted least squares on the relative error, none below 0", style="dim")
-    console.print(f"profile: {result['out']}", style="dim", markup=False, soft_wrap=True)
+    notes(console, ["o: a message that does not wait; γ: more for adding; κ: for sending to all at once",
+                    "fitted by weighted least squares on the relative error, none below 0",
+                    f"profile: {result['out']}"])
 
 
-def new_table(title: str) -> Table:
-    """A table as every bench prints it."""
-    return Table(title=title, title_justify="left", header_style="bold cyan")
+def new_table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table as every bench prints it: the first `left` columns are left-aligned, the others right."""
+    table = Table(title=title, title_justify="left", header_style="bold cyan")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right")
+    return table
+
+
+def notes(console: Console, lines: Iterable[str]) -> None:
+    """Print lines below a table."""
+    for line in lines:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def sizes(result: dict[str, Any]) -> str:
+    """The model of a result: "layers 4, width 256, …"."""
+    return ", ".join(f"{name} {value}" for name, value in result["model"].items())

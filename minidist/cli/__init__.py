@@ -23,20 +23,25 @@ COMMANDS = {
 }
 
 
+MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
+"""Commands that are not a file minidist/cli/COMMAND.py."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:    argv: its words (default: those of this process).
     Returns: the exit status: 0 good, 1 failed, 2 bad input, 130 interrupted.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command, prefix, understood = (arguments[0] if arguments else ""), "minidist", False
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words and words[0] in COMMANDS else None
+    prefix, understood = f"minidist {command or ''}".rstrip(), False
     try:
-        module, prefix = (_module(command), f"minidist {command}") if command in COMMANDS else (None, prefix)
+        module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
         parser = _parser(command, module)
-        args = parser.parse_args(arguments)
+        args = parser.parse_args(words)
         understood = True
-        if module is None:                              # no command at all
+        if module is None:
             parser.print_help()
             return 0
         return int(module.run(args))
@@ -46,38 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
 
 
-MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
-"""Commands that are not a file minidist/cli/COMMAND.py."""
-
-
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
-
-
-def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
+def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
     """The parser of `minidist`. Only the requested command gets its options; the other modules are not loaded."""
+    from minidist import __version__
     from minidist.console import Parser
 
     parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
                     epilog="`minidist COMMAND --help` lists a command's options")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, what in COMMANDS.items():
         if module is not None and name == command:
-            module.add_arguments(commands.add_parser(name, help=what, description=_description(module, what)))
+            story = (module.__doc__ or what).split("\n\n")[0]
+            module.add_arguments(commands.add_parser(name, help=what, description=story))
         else:
             commands.add_parser(name, help=what)
     return parser
-
-
-def _description(module: ModuleType, what: str) -> str:
-    """The first paragraph of the docstring of the command's module."""
-    return (module.__doc__ or what).split("\n\n")[0]
-
-
-def _version() -> str:
-    from minidist import __version__
-    return f"minidist {__version__}"
 
 
 def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:

@@ -9,7 +9,7 @@ from rich.table import Table
 from minidist import lessons
 from minidist.console import write_json
 from minidist.grading import Grade, grade
-from minidist.observe.page import page_console
+from minidist.lessons.page import page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def show(result: Grade, title: str) -> None:
     """Print the grade as a table, and below it one line: passed, or the first mistake and what to read."""
     console = page_console()
-    table = Table(title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
-    table.add_column("")
+    table = Table("", title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
     for column in ("task", "target", "measured"):
         table.add_column(column, overflow="fold")
     for item in result.results:

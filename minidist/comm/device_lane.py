@@ -10,15 +10,14 @@ ranks of a group must bring arrays of the same kind: one that brings a host arra
 MismatchError.
 
 A call that has no side (it is staged, or its group is one rank alone) works in the program's stream, also where a
-worker carries it out (Program).
+worker carries it out (program()).
 
 Not yet measured on a GPU.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,25 +28,6 @@ from minidist.device.backend import Array, imported_cupy
 from minidist.errors import DeviceError
 
 _PER_THREAD = 2             # cudaStreamPerThread
-
-
-class Program(AbstractContextManager[None]):
-    """The GPU and the stream of the thread that makes this; inside `with`, another thread works there, too.
-
-    A thread begins on the first GPU, in a default stream, where its work has no order with the program's own.
-    """
-
-    def __init__(self, cupy: Any) -> None:
-        self._device, self._stream = cupy.cuda.Device(), current_stream(cupy)
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._stream.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._stream.__exit__(kind, error, trace)
-        self._device.__exit__(kind, error, trace)
 
 
 def current_stream(cupy: Any) -> Any:
@@ -64,9 +44,21 @@ def current_stream(cupy: Any) -> Any:
 
 
 def program() -> AbstractContextManager[None]:
-    """The calling thread's Program; without a GPU a block that does nothing."""
+    """The GPU and the stream of the calling thread: inside `with`, another thread works there, too.
+
+    A thread begins on the first GPU, in a default stream, where its work has no order with the program's own. Without a
+    GPU the block does nothing.
+    """
     cupy = imported_cupy()
-    return nullcontext() if cupy is None or not cupy.is_available() else Program(cupy)
+    if cupy is None or not cupy.is_available():
+        return nullcontext()
+    return _working_on(cupy.cuda.Device(), current_stream(cupy))
+
+
+@contextmanager
+def _working_on(device: Any, stream: Any) -> Iterator[None]:
+    with device, stream:
+        yield
 
 
 class SideStream(ABC):

@@ -260,8 +260,7 @@ class Group(Members):
 
         Where the launcher is mpirun, it ends the job all the same. Sends nothing to other ranks.
         """
-        if self.transport.waits.spare is not None:
-            self.transport.waits.spare()
+        self.transport.waits.spare()
 
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
@@ -289,7 +288,7 @@ class Group(Members):
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
         with self.guard, call:
-            return call.settle(call.deliver(call, call.work(call)))
+            return call.settle(call.deliver(call.work(call), call.device))
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is made when it is first needed."""

@@ -11,6 +11,7 @@ by which neighbours compare calls (they carry no payload), nor what a rank sends
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,14 +36,6 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Count:
-    """Bytes and messages sent."""
-
-    nbytes: int = 0
-    messages: int = 0
-
-
 class _Here(threading.local):
     """The state of one thread: control() counts for the thread that called it."""
 
@@ -56,7 +49,8 @@ class Ledger:
         self.world_rank = world_rank
         self.phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
-        self._counts: dict[tuple[str, str, str, str], Count] = {}    # (phase, axis, verb, algorithm)
+        self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
+        self._messages: Counter[tuple[str, str, str, str]] = Counter()
         self._lock = threading.Lock()
         self._here = _Here()
 
@@ -65,11 +59,8 @@ class Ledger:
         """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present)."""
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
-            count = self._counts.get(key)
-            if count is None:
-                count = self._counts[key] = Count()
-            count.nbytes += nbytes
-            count.messages += messages
+            self._nbytes[key] += nbytes
+            self._messages[key] += messages
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -96,25 +87,24 @@ class Ledger:
 
     def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
         """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""
-        return {axis: {verb: count.nbytes for verb, count in verbs.items()}
-                for axis, verbs in self._by_axis(phase).items()}
+        return self._by_axis("nbytes", phase)
 
     def messages(self, phase: str | None = None) -> dict[str, dict[str, int]]:
         """Messages sent, {axis: {verb: messages}}; of one phase, or of all."""
-        return {axis: {verb: count.messages for verb, count in verbs.items()}
-                for axis, verbs in self._by_axis(phase).items()}
+        return self._by_axis("messages", phase)
 
     def rows(self) -> list[dict[str, Any]]:
         """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a fixed order."""
         with self._lock:
             return [{"phase": phase, "axis": axis, "verb": verb, "algorithm": algorithm,
-                     "nbytes": count.nbytes, "messages": count.messages}
-                    for (phase, axis, verb, algorithm), count in sorted(self._counts.items())]
+                     "nbytes": nbytes, "messages": self._messages[phase, axis, verb, algorithm]}
+                    for (phase, axis, verb, algorithm), nbytes in sorted(self._nbytes.items())]
 
     def clear(self) -> None:
         """Forget all counts; subscribers stay."""
         with self._lock:
-            self._counts.clear()
+            self._nbytes.clear()
+            self._messages.clear()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call `callback(event)` for each message sent and each call ended, in the thread it happened in.
@@ -133,11 +123,10 @@ class Ledger:
         for subscriber in self.subscribers:
             subscriber(event)
 
-    def _by_axis(self, phase: str | None) -> dict[str, dict[str, Count]]:
-        table: dict[str, dict[str, Count]] = {}
+    def _by_axis(self, column: str, phase: str | None) -> dict[str, dict[str, int]]:
+        table: dict[str, dict[str, int]] = {}
         for row in self.rows():
             if phase is None or row["phase"] == phase:
-                count = table.setdefault(row["axis"], {}).setdefault(row["verb"], Count())
-                count.nbytes += row["nbytes"]
-                count.messages += row["messages"]
+                verbs = table.setdefault(row["axis"], {})
+                verbs[row["verb"]] = verbs.get(row["verb"], 0) + row[column]
         return table

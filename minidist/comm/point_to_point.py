@@ -43,12 +43,13 @@ class PointToPoint:
         """Start to send `x` to rank `dst`."""
         array = argument("send", x, self._way_of(x, dst))
         signature = self.signature("send", array.dtype, array.shape)
-        return self._pending(signature, self._start_send(signature, array, dst, device_of(x)), lambda: None)
+        sent = self._start_send(signature, array, dst, device_of(x))
+        return PendingMessage(signature, self._group.world_ranks, sent, lambda: None)
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
         incoming = Incoming(self, "recv", src, out)
-        return self._pending(incoming.signature, [incoming], incoming.deliver)
+        return PendingMessage(incoming.signature, self._group.world_ranks, [incoming], incoming.deliver)
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
@@ -58,7 +59,7 @@ class PointToPoint:
         incoming = Incoming(self, "exchange", src, out)
         signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)     # one call
         sent = self._start_send(signature, array, dst, device_of(x))
-        return self._pending(signature, [incoming, *sent], incoming.deliver)
+        return PendingMessage(signature, self._group.world_ranks, [incoming, *sent], incoming.deliver)
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
@@ -72,14 +73,11 @@ class PointToPoint:
         transport, peer = self._link(src)
         return transport.start_recv(peer, self._tag, accept)
 
-    def lane(self, src: int, dst: int) -> DeviceLane | None:
-        """The lane from rank `src` to rank `dst` of the group, for arrays on the GPU; None: by way of the host."""
+    def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
+        """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of the host."""
+        dst = self._group.rank if dst is None else dst
         ranks, device = self._group.world_ranks, self._group.transport.device
         return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
-
-    def lane_from(self, src: int) -> DeviceLane | None:
-        """The lane from rank `src` to this one."""
-        return self.lane(src, self._group.rank)
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
         """The error of a message from rank `src` that is not what this rank expects."""
@@ -87,9 +85,6 @@ class PointToPoint:
                              f"  rank {self._group.world_rank} calls {mine.describe()}\n"
                              f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
                              f"`out` must have the sender's shape and dtype; without it any fits")
-
-    def _pending(self, signature: Signature, handles: list[Handle], deliver: Callable[[], Any]) -> PendingMessage:
-        return PendingMessage(signature, self._group.world_ranks, handles, deliver)
 
     def _link(self, rank: int) -> tuple[Transport, int]:
         """Transport and world rank for messages to and from `rank`."""
@@ -159,11 +154,11 @@ class Incoming(Handle):
         if self._arriving is not None:
             self._arriving.wait()
         result, self._result = self._result, OutputArray(self.signature.verb, None)
-        return result.deliver(self._device)     # the transport's handle leads here and back: keep no array alive by it
+        return result.deliver(None, self._device)   # the transport's handle leads here and back: keep no array by it
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told dtype and shape."""
-        lane, block = self._messages.lane_from(self._src), self._block
+        lane, block = self._messages.lane(self._src), self._block
         assert lane is not None and block is not None
         self._result.device = "cuda"
         self._arriving = lane.recv(self._word, self._result.array(block.shape, block.dtype))

@@ -1,16 +1,21 @@
-"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of its sender."""
+"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of its sender.
+
+NumPy is loaded when an array comes: launcher, monitor and node agent send none, and start in a third of the time.
+"""
 
 import enum
 import functools
 import math
 import re
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import msgpack
-import numpy as np
 
 from minidist.errors import CommError, DtypeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NESTING = 32                # tuples and sets inside one another, packed or read
 
@@ -23,11 +28,12 @@ class Kind(enum.IntEnum):
 
 _PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")    # NumPy's own, with byte order
 _BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)         # subclasses travel as these
+_COLLECTIONS: dict[int, type[Any]] = {Kind.TUPLE: tuple, Kind.SET: set, Kind.FROZENSET: frozenset}
 
 
 def pack(obj: Any) -> bytes:
     """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy arrays and scalars
-    of every dtype but object and structured ones, bfloat16 and its kin included; nested as one likes (tuples: 32 deep).
+    of every dtype but object and structured ones, with those of ml_dtypes; nested at will (tuples: 32 deep).
 
     Cost:    an array is copied several times, once more for each tuple it is in: for control messages, not for data.
     Raises:  DtypeError naming the type that cannot travel.
@@ -52,21 +58,21 @@ def _pack(obj: Any, depth: int) -> bytes:
 
 def _encode(obj: Any, depth: int) -> Any:
     """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
-    match obj:
-        case np.ndarray():
+    if "numpy" in sys.modules:                              # else there is no array
+        import numpy as np
+        if isinstance(obj, np.ndarray):
             parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
             return msgpack.ExtType(Kind.ARRAY, _pack(parts, depth + 1))
-        case np.generic():
+        if isinstance(obj, np.generic):
             return msgpack.ExtType(Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1))
-        case tuple():
-            return msgpack.ExtType(Kind.TUPLE, _pack(list(obj), depth + 1))
-        case set() | frozenset():
-            code = Kind.SET if isinstance(obj, set) else Kind.FROZENSET
-            return msgpack.ExtType(code, _pack(list(obj), depth + 1))
+    match obj:
         case complex():
             return msgpack.ExtType(Kind.COMPLEX, _pack([obj.real, obj.imag], depth + 1))
         case int() if type(obj) is int:  # more than 64 bits
             return msgpack.ExtType(Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    for kind, collection in _COLLECTIONS.items():
+        if isinstance(obj, collection):
+            return msgpack.ExtType(kind, _pack(list(obj), depth + 1))
     for base in _BASES:
         if isinstance(obj, base):
             return base(obj)
@@ -94,19 +100,17 @@ def _decode(code: int, data: bytes, depth: int) -> Any:
             return _array(_dtype_named(dtype), shape, raw)
         case Kind.SCALAR, [str(dtype), bytes(raw)]:
             return _array(_dtype_named(dtype), [], raw)[()]
-        case Kind.TUPLE, list():
-            return tuple(parts)
-        case Kind.SET, list():
-            return set(parts)
-        case Kind.FROZENSET, list():
-            return frozenset(parts)
+        case (Kind.TUPLE | Kind.SET | Kind.FROZENSET) as kind, list():
+            return _COLLECTIONS[kind](parts)
         case Kind.COMPLEX, [float(real), float(imaginary)]:
             return complex(real, imaginary)
     raise CommError(f"malformed message: extension {code} holds a {type(parts).__name__}")
 
 
-def _array(dtype: np.dtype[Any], shape: list[int], raw: bytes) -> np.ndarray:
+def _array(dtype: "np.dtype[Any]", shape: list[int], raw: bytes) -> "np.ndarray":
     """An array of its own memory; the bytes that came must be exactly those the shape needs."""
+    import numpy as np
+
     if math.prod(shape) * dtype.itemsize != len(raw):
         raise CommError(f"malformed message: {len(raw)} bytes for {dtype} of shape {tuple(shape)}")
     array = np.empty(shape, dtype)
@@ -114,7 +118,7 @@ def _array(dtype: np.dtype[Any], shape: list[int], raw: bytes) -> np.ndarray:
     return array
 
 
-def _dtype_text(dtype: np.dtype[Any]) -> str:
+def _dtype_text(dtype: "np.dtype[Any]") -> str:
     """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
     if _is_extra(dtype.name):
         return dtype.name
@@ -123,16 +127,19 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
     return dtype.str
 
 
-def _dtype_named(text: str) -> np.dtype[Any]:
-    if _is_extra(text):
-        extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
-        return extra
-    if not _PLAIN_DTYPE.fullmatch(text):
+def _dtype_named(text: str) -> "np.dtype[Any]":
+    import ml_dtypes
+    import numpy as np
+
+    if not _is_extra(text) and not _PLAIN_DTYPE.fullmatch(text):
         raise CommError(f"malformed message: no dtype {text[:40]!r}")
-    return np.dtype(text)
+    return np.dtype(getattr(ml_dtypes, text, text))
 
 
 def _is_extra(name: str) -> bool:
     """Whether ml_dtypes adds a scalar type of this name to NumPy's."""
+    import ml_dtypes
+    import numpy as np
+
     kind = getattr(ml_dtypes, name, None)
     return isinstance(kind, type) and issubclass(kind, np.generic)

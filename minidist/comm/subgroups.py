@@ -58,7 +58,7 @@ def of_color(members: Members, number: int, color: int, table: np.ndarray, axis:
     """
     chosen = sorted((int(entry[2]), rank, int(entry[3])) for rank, entry in enumerate(table)
                     if entry[0] and entry[1] == color)
-    return Subgroup(_id_of(members.id, f"{number}/{int(color)}"), axis or f"{members.axis}.split",
+    return Subgroup(derived_id(members.id, f"{number}/{int(color)}"), axis or f"{members.axis}.split",
                     [rank for _, rank, _ in chosen], [place for _, _, place in chosen])
 
 
@@ -71,8 +71,9 @@ def without(members: Members, gone: Iterable[int]) -> Subgroup:
     if unknown := [rank for rank in lost if rank not in range(members.size)]:
         raise ConfigError(f"without: the group {members.axis} has ranks 0 to {members.size - 1}, not {unknown}")
     ranks = [rank for rank in range(members.size) if rank not in lost]
-    return Subgroup(_id_of(members.id, f"without {lost}"), members.axis, ranks, [-1] * len(ranks))
+    return Subgroup(derived_id(members.id, f"without {lost}"), members.axis, ranks, [-1] * len(ranks))
 
 
-def _id_of(parent: int, how: str) -> int:
+def derived_id(parent: int, how: str) -> int:
+    """The id, the same on every rank, of a group that was made of another one in that way."""
     return int.from_bytes(hashlib.blake2b(f"{parent}/{how}".encode(), digest_size=8).digest(), "little")

@@ -26,7 +26,7 @@ from minidist.comm.calls.call_device import place_told, side_for_root, side_of, 
 from minidist.comm.calls.members import Members
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.chunks import bounds
-from minidist.comm.collectives.select import ALGORITHMS, choose
+from minidist.comm.collectives.select import ALGORITHMS, ALONE, choose
 from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
@@ -60,15 +60,7 @@ def reduce(group: Members, x: Any, op: str, root: int, out: Any, algorithm: str)
     Returns: the call; its result is `out` or a new array at the root, elsewhere None.
     Raises:  as broadcast; DtypeError if op does not take the dtype.
     """
-    root, where = group.rank_in("root", root), working_device(group, algorithm, x, op=op)
-    at_root = group.rank == root
-    result = OutputArray("reduce", out if at_root else None, where)
-    array = apart(argument("reduce", x, where), result.out)
-    how, name = _reduction("reduce", op, array, group), _choose(group, "reduce", algorithm, where, array, op)
-    total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
-    work = partial(ALGORITHMS["reduce"][name], x=array.reshape(-1), out=total, op=how, root=root)
-    return Call(group, "reduce", name, work, _delivered(result) if at_root else _nothing, op=op, root=root,
-                dtype=array.dtype, shape=array.shape, device=device_of(x), side=side_of(group, where))
+    return _reduced(group, "reduce", x, op, out, algorithm, root=group.rank_in("root", root))
 
 
 def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
@@ -78,13 +70,7 @@ def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Cal
     Returns: the call; its result is `out` or a new array.
     Raises:  as reduce.
     """
-    where = working_device(group, algorithm, x, op=op)
-    array, result = apart(argument("all_reduce", x, where), out), OutputArray("all_reduce", out, where)
-    how, name = _reduction("all_reduce", op, array, group), _choose(group, "all_reduce", algorithm, where, array, op)
-    total = result.array(array.shape, array.dtype).reshape(-1)
-    work = partial(ALGORITHMS["all_reduce"][name], x=array.reshape(-1), out=total, op=how)
-    return Call(group, "all_reduce", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
-                device=device_of(x), side=side_of(group, where))
+    return _reduced(group, "all_reduce", x, op, out, algorithm)
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
@@ -103,8 +89,8 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     start, stop = bounds(len(flat), group.size)[group.rank:group.rank + 2]
     mine = flat[start:stop]
     chunk = result.array(mine.shape, array.dtype)
-    work = partial(ALGORITHMS["reduce_scatter"][name], x=apart(flat, out, mine), out=chunk, op=how)
-    return Call(group, "reduce_scatter", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
+    work = partial(_algorithm(group, "reduce_scatter", name), x=apart(flat, out, mine), out=chunk, op=how)
+    return Call(group, "reduce_scatter", name, work, result.deliver, op=op, dtype=array.dtype, shape=array.shape,
                 device=device_of(x), side=side_of(group, where))
 
 
@@ -121,7 +107,7 @@ def gather(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
         return _gathered(group, "gather", x, out, algorithm, root=root)
     where = working_device(group, algorithm, x)
     own, name = _rows_of(argument("gather", x, where)), _choose(group, "gather", algorithm, where)
-    work = partial(ALGORITHMS["gather"][name], own=own, rows=None, root=root)
+    work = partial(_algorithm(group, "gather", name), own=own, rows=None, root=root)
     return Call(group, "gather", name, work, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
                 device=device_of(x), side=side_of(group, where))
 
@@ -146,20 +132,16 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
     check_lists("all_to_all", x, out, group.size)
     where = working_device(group, algorithm, *x)
     name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
-    results = [OutputArray("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
+    side, outs = side_of(group, where), [None] * group.size if out is None else out
+    results = [OutputArray("all_to_all", outs[rank], where, side) for rank in range(group.size)]
 
-    def work(call: Call) -> Any:
-        for result in results:
-            result.side = call.side
-        return ALGORITHMS["all_to_all"][name](call, parts=parts, place=lambda rank: results[rank].array)
+    def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:
+        own = received[group.rank]
+        results[group.rank].array(own.shape, own.dtype)[...] = own
+        return [result.deliver(None, device) for result in results]
 
-    def deliver(call: Call, received: list[np.ndarray]) -> list[Any]:
-        own = received[call.rank]
-        results[call.rank].array(own.shape, own.dtype)[...] = own
-        return [result.deliver(call.device) for result in results]
-
-    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=side_of(group, where),
-                dtype=parts[0].dtype)
+    work = partial(_algorithm(group, "all_to_all", name), parts=parts, place=lambda rank: results[rank].array)
+    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=side, dtype=parts[0].dtype)
 
 
 def barrier(group: Members, algorithm: str) -> Call:
@@ -168,55 +150,69 @@ def barrier(group: Members, algorithm: str) -> Call:
     Returns: the call; its result is None. Raises: ConfigError for an unknown algorithm.
     """
     name = _choose(group, "barrier", algorithm, "cpu")
-    return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
+    return Call(group, "barrier", name, _algorithm(group, "barrier", name))
 
 
 def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str, model: Any) -> Call:
     """broadcast and scatter; `model` has the dtype and shape of the root's array, as far as this rank knows them."""
     root, where = group.rank_in("root", root), working_device(group, algorithm, x)
-    result, side = OutputArray(verb, out, where), side_for_root(group, algorithm)
+    side = side_for_root(group, algorithm)
+    result = OutputArray(verb, out, where, side)
     name = _choose(group, verb, algorithm, where if side is None else "cuda")
     array = _at_root(group, verb, x, root, where)
     if verb == "scatter" and array is not None and array.ndim == 0:
         raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
 
     def work(call: Call) -> Any:
-        result.side = call.side
-        return ALGORITHMS[verb][name](call, x=array, place=place_told(result, call), root=root)
+        return _algorithm(group, verb, name)(call, x=array, place=place_told(result, call), root=root)
 
-    def deliver(call: Call, own: np.ndarray) -> Any:
-        if call.rank == root:                   # it receives nothing: its result is a copy of its own
+    def deliver(own: np.ndarray, device: str | None) -> Any:
+        if group.rank == root:                  # it receives nothing: its result is a copy of its own
             kept = result.array(own.shape, own.dtype)
             if kept is not own:
                 kept[...] = own
-        return result.deliver(call.device)
+        return result.deliver(None, device)
 
     return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side, **_kind(model, verb))
+
+
+def _reduced(group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None) -> Call:
+    """reduce and all_reduce; without a root every rank gets the result."""
+    where, has_result = working_device(group, algorithm, x, op=op), root is None or root == group.rank
+    result = OutputArray(verb, out if has_result else None, where)
+    array = apart(argument(verb, x, where), result.out)
+    how, name = _reduction(verb, op, array, group), _choose(group, verb, algorithm, where, array, op)
+    total = result.array(array.shape, array.dtype).reshape(-1) if has_result else None
+    work = partial(_algorithm(group, verb, name), x=array.reshape(-1), out=total, op=how, **_to(root))
+    return Call(group, verb, name, work, result.deliver if has_result else _nothing, op=op, root=root,
+                dtype=array.dtype, shape=array.shape, device=device_of(x), side=side_of(group, where))
 
 
 def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
     """gather at its root, and all_gather."""
     where = working_device(group, algorithm, x)
-    own, result = _rows_of(argument(verb, x, where)), OutputArray(verb, out, where)
+    side = side_of(group, where)
+    own, result = _rows_of(argument(verb, x, where)), OutputArray(verb, out, where, side)
     name = _choose(group, verb, algorithm, where)
-    to_root = {} if root is None else {"root": root}
 
     def work(call: Call) -> None:
-        result.side = call.side
         rows = Rows(result, own, call.size)
-        ALGORITHMS[verb][name](call, own=rows.put_own(call.rank), rows=rows, **to_root)
+        _algorithm(group, verb, name)(call, own=rows.put_own(call.rank), rows=rows, **_to(root))
 
-    return Call(group, verb, name, work, _delivered(result), root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
-                device=device_of(x), side=side_of(group, where))
-
-
-def _delivered(result: OutputArray) -> Callable[[Call, Any], Any]:
-    """Call.deliver of a call whose algorithm has filled the result."""
-    return lambda call, _: result.deliver(call.device)
+    return Call(group, verb, name, work, result.deliver, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
+                device=device_of(x), side=side)
 
 
-def _nothing(call: Call, returned: Any) -> None:
+def _to(root: int | None) -> dict[str, int]:
+    return {} if root is None else {"root": root}
+
+
+def _nothing(returned: Any, device: str | None) -> None:
     """Call.deliver where this rank gets no result."""
+
+
+def _algorithm(group: Members, verb: str, name: str) -> Callable[..., Any]:
+    return ALONE[verb] if group.size == 1 else ALGORITHMS[verb][name]
 
 
 def _choose(group: Members, verb: str, algorithm: str, where: str, array: np.ndarray | None = None,

@@ -32,7 +32,6 @@ PROOF_BYTES = NONCE_BYTES = 32
 HELLO_BYTES = 4096          # a stranger can make us read no more than this
 FRAME_BYTES = 16 << 20      # an admitted rank can make us read no more than this at once
 REFUSED = bytes(PROOF_BYTES)
-TOKEN_BYTES = 32
 
 _HELLO_HEADER = struct.Struct(f">{NONCE_BYTES}s{PROOF_BYTES}sH")
 _FRAME_HEADER = struct.Struct(">I")
@@ -40,7 +39,7 @@ _FRAME_HEADER = struct.Struct(">I")
 
 def new_token() -> bytes:
     """A job's secret: 64 hexadecimal digits drawn from the system's randomness (256 bits)."""
-    return secrets.token_hex(TOKEN_BYTES).encode()
+    return secrets.token_hex(32).encode()
 
 
 # --- the handshake ---------------------------------------------------------------------------------------------------

@@ -66,15 +66,17 @@ def load(source: str = "python") -> Text:
              all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
     Raises:  DataError, one line, if there is no text.
     """
+    path = Path(source)
     if source == "python":
-        string = _python_reference()
+        from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
+
+        string = "\n\n".join(topics[name] for name in sorted(topics))
     elif source == "shakespeare":
         string = _shakespeare()
-    else:
-        path = Path(source)
-        if not path.exists():
-            raise DataError(f"no file or folder {source!r}; name one, or use 'python' or 'shakespeare'")
+    elif path.exists():
         string = _read_folder(path) if path.is_dir() else _read_file(path)
+    else:
+        raise DataError(f"no file or folder {source!r}; name one, or use 'python' or 'shakespeare'")
     if not string:
         raise DataError(f"text {source}: is empty")
     return from_string(string, source=source)
@@ -86,13 +88,6 @@ def from_string(string: str, *, source: str = "(string)") -> Text:
     ids = ids.astype(np.int32)
     cut = len(ids) * 9 // 10
     return Text(source, "".join(map(chr, points)), ids[:cut], ids[cut:])
-
-
-def _python_reference() -> str:
-    """The language reference in this CPython."""
-    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _shakespeare() -> str:
@@ -118,31 +113,26 @@ def _read_file(path: Path) -> str:
 
 
 def _read_folder(folder: Path) -> str:
-    """The texts of all files below a folder, joined. Raises: DataError if there is none."""
-    found = [_text_of(path) for path in _files_below(folder)]
-    texts = [string for string in found if string]
-    if not texts:
-        raise DataError(f"folder {folder}: no readable UTF-8 text file in it "
-                        f"({found.count(None)} binary or unreadable files)")
-    return "\n\n".join(texts)
+    """The texts of all files below a folder, sorted by path and joined; without hidden files and folders.
 
-
-def _text_of(path: Path) -> str | None:
-    """The text of a file, or None if it is binary or cannot be read."""
-    try:
-        content = path.read_bytes()
-        return None if b"\0" in content else _decode(content)
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """All files below, sorted by path, without hidden files and folders; it does not follow links to folders."""
-    found = []
+    Links to folders are not followed. Raises: DataError if there is no text.
+    """
+    paths = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+        paths += [Path(place, name) for name in names if not name.startswith(".")]
+    texts, unreadable = [], 0
+    for path in sorted(path for path in paths if path.is_file()):
+        try:
+            content = path.read_bytes()
+            texts.append("" if b"\0" in content else _decode(content))
+            unreadable += b"\0" in content
+        except (OSError, UnicodeDecodeError):
+            unreadable += 1
+    if not any(texts):
+        raise DataError(f"folder {folder}: no readable UTF-8 text file in it "
+                        f"({unreadable} binary or unreadable files)")
+    return "\n\n".join(filter(None, texts))
 
 
 def _decode(content: bytes) -> str:

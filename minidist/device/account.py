@@ -80,18 +80,15 @@ class MemoryAccount:
                 return array
             self._settle()
             if self.limit is not None and self._now["total"] + owner.nbytes > self.limit:
-                raise MemoryLimitError(self._too_much(category, owner.nbytes, self.limit))
+                now = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
+                raise MemoryLimitError(
+                    f"{self.whose}: {owner.nbytes:,} bytes more for {category} do not fit under the limit of "
+                    f"{self.limit:,}: held are {self._now['total']:,} ({now}); {self.instead}")
             held = _CountedBuffer(owner, self._released)
             held.key, held.category, held.nbytes = key, category, owner.nbytes
             self._held[key] = held
             self._add(category, held.nbytes)
         return array
-
-    def _too_much(self, category: str, nbytes: int, limit: int) -> str:
-        """The message of a MemoryLimitError."""
-        held = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
-        return (f"{self.whose}: {nbytes:,} bytes more for {category} do not fit under the limit of {limit:,}: held are "
-                f"{self._now['total']:,} ({held}); {self.instead}")
 
     @property
     def now(self) -> dict[str, int]:
@@ -133,8 +130,7 @@ class MemoryAccount:
         """Add to a category and to the total, and move their peaks."""
         for name in (category, "total"):
             self._now[name] += nbytes
-            if self._now[name] > self._peak[name]:
-                self._peak[name] = self._now[name]
+            self._peak[name] = max(self._peak[name], self._now[name])
 
 
 class _Ambient(threading.local):

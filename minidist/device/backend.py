@@ -9,6 +9,7 @@ sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones
 
 import hashlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -77,7 +78,7 @@ def device_of(array: Array) -> str:
 
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
     """A new array on `device`, not initialized. Raises: as `module_for`."""
-    return (np if device == "cpu" else module_for(device)).empty(shape, kind)
+    return module_for(device).empty(shape, kind)
 
 
 def to_host(array: Array) -> np.ndarray:
@@ -117,9 +118,9 @@ def beside(array: Array, other: Array) -> Array:
 
     So the caller may change an array in pageable memory at once, but one in pinned memory only after the GPU's read.
     """
-    if isinstance(other, np.ndarray) or not isinstance(array, np.ndarray):
-        return to_device(array, device_of(other))
-    return array_module(other).array(array, order="C")
+    if device_of(array) == "cpu" and device_of(other) == "cuda":
+        return array_module(other).array(array, order="C")
+    return to_device(array, device_of(other))
 
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
@@ -140,8 +141,7 @@ def dtype(name: Any) -> np.dtype:
 
 def dtype_name(kind: Any) -> str:
     """The name of a dtype, as `dtype` takes it; "bfloat16" for the type of ml_dtypes."""
-    name: str = np.dtype(kind).name
-    return name
+    return str(np.dtype(kind).name)
 
 
 def widen(array: Array) -> Array:
@@ -158,11 +158,9 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
     Args:    out: the array to write instead, of the same shape and of any dtype that `array` casts to.
     """
-    target = out
-    if target is None:
-        if array.dtype == kind:
-            return array
-        target = array_module(array).empty(array.shape, kind)
+    if out is None and array.dtype == kind:
+        return array
+    target = array_module(array).empty(array.shape, kind) if out is None else out
     if (target.dtype == np.float16 and array.dtype == np.float32 and isinstance(target, np.ndarray)
             and target.flags.c_contiguous):
         return float16.from_float32(np.ascontiguousarray(array), target)
@@ -208,39 +206,33 @@ def stream_key(name: str, seed: int) -> np.uint64:
     return np.uint64(int.from_bytes(digest, "little"))
 
 
-def _hash_into(xp: Any, bits: Array, key: np.uint64, spare: Array) -> None:
-    """Overwrite indices (uint64) with splitmix64(key ^ index). Source: Steele, Lea & Flood 2014."""
+def _hashed(bits: Array, key: np.uint64) -> Array:
+    """splitmix64(key ^ index) of indices (uint64), which are overwritten. Source: Steele, Lea & Flood 2014."""
     bits ^= key
     bits += _GOLDEN
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        xp.right_shift(bits, np.uint64(shift), out=spare)
-        bits ^= spare
+        bits ^= bits >> np.uint64(shift)
         bits *= factor
-    xp.right_shift(bits, np.uint64(31), out=spare)
-    bits ^= spare
+    bits ^= bits >> np.uint64(31)
+    return bits
 
 
-def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Any) -> Array:
-    """Hash `index` block by block; `convert(xp, bits, spare)` turns the bits of a block into values."""
-    xp = array_module(index)
+def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Callable[[Array], Array]) -> Array:
+    """Hash `index` block by block; `convert` turns the bits of a block into values."""
+    xp, key = array_module(index), stream_key(name, seed)
     if not isinstance(index, range):
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
             raise ConfigError(f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}")
-    key, shape = stream_key(name, seed), (len(index),) if isinstance(index, range) else index.shape
     flat = index if isinstance(index, range) else index.reshape(-1)
     result = xp.empty(len(flat), kind)
     block = _BLOCK if xp is np else max(1, len(flat))
-    spare = xp.empty(min(block, len(flat)), np.uint64)
     for start in range(0, len(flat), block):
         piece = flat[start:start + block]
         if isinstance(piece, range):
-            bits = np.arange(piece.start, piece.stop, piece.step, dtype=np.int64).view(np.uint64)
-        else:
-            bits = piece.astype(np.uint64)
-        _hash_into(xp, bits, key, spare[:len(bits)])
-        result[start:start + len(bits)] = convert(xp, bits, spare[:len(bits)])
-    return result.reshape(shape)
+            piece = np.arange(piece.start, piece.stop, piece.step, dtype=np.int64)
+        result[start:start + block] = convert(_hashed(piece.astype(np.uint64), key))
+    return result if isinstance(index, range) else result.reshape(index.shape)
 
 
 def random_bits(name: str, seed: int, index: Any) -> Array:
@@ -252,7 +244,7 @@ def random_bits(name: str, seed: int, index: Any) -> Array:
     Cost:    3 to 8 ns a number on one core.
     Raises:  ConfigError for positions that are not integers.
     """
-    return _draw(name, seed, index, np.dtype(np.uint64), lambda xp, bits, spare: bits)
+    return _draw(name, seed, index, np.dtype(np.uint64), lambda bits: bits)
 
 
 def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
@@ -265,12 +257,8 @@ def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> A
         raise ConfigError(f"random_uniform draws floats, not {dtype_name(kind)}")
     digits = _SIGNIFICANT_BITS[kind]
     wide = np.float64 if digits > 24 else np.float32
-
-    def convert(xp: Any, bits: Array, spare: Array) -> Array:
-        xp.right_shift(bits, np.uint64(64 - digits), out=spare)
-        return spare.astype(wide) * wide(2.0 ** -digits)
-
-    return _draw(name, seed, index, kind, convert)
+    return _draw(name, seed, index, kind,
+                 lambda bits: (bits >> np.uint64(64 - digits)).astype(wide) * wide(2.0 ** -digits))
 
 
 _SUM_MEAN = 2 * 65535                                    # of four uniform 16-bit integers
@@ -291,14 +279,9 @@ def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Ar
     wide = np.dtype(np.float64) if kind == np.float64 else np.dtype(np.float32)
     scale = wide.type(1.0 / _SUM_STD)
 
-    def convert(xp: Any, bits: Array, spare: Array) -> Array:
-        xp.right_shift(bits, np.uint64(16), out=spare)
-        spare &= _EVEN_LANES
-        bits &= _EVEN_LANES
-        bits += spare                                    # two sums of two in the 32-bit halves
-        xp.right_shift(bits, np.uint64(32), out=spare)
-        bits += spare
-        bits &= _LOW_HALF
-        return (bits.view(np.int64) - _SUM_MEAN).astype(wide) * scale
+    def convert(bits: Array) -> Array:
+        pairs = (bits & _EVEN_LANES) + ((bits >> np.uint64(16)) & _EVEN_LANES)      # two sums, in the 32-bit halves
+        total = (pairs + (pairs >> np.uint64(32))) & _LOW_HALF
+        return (total.view(np.int64) - _SUM_MEAN).astype(wide) * scale
 
     return _draw(name, seed, index, kind, convert)

@@ -3,21 +3,29 @@
     world = md.init()                                            # a rank of a job, or alone
     results = md.run(fn, *args, size=4, transport="auto")        # a job for the length of one function
     status = spawn([sys.executable, "script.py"], 4)             # a job for the length of one program
+
+What only ranks need is loaded when it is used: a launcher starts without NumPy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minidist.comm.cost.link_model import load_profile
 from minidist.errors import LaunchError
-from minidist.launch import membership, transports
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
-from minidist.launch.membership import init, speaks_first
+from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
-    from minidist.launch.spawning import Nodes
+    from minidist.launch.membership import init, speaks_first
 
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
+
+
+def __getattr__(name: str) -> Any:
+    """`init` and `speaks_first`, from their home (PEP 562). Raises: AttributeError for any other name."""
+    if name in ("init", "speaks_first"):
+        from minidist.launch import membership
+        return getattr(membership, name)
+    raise AttributeError(f"module 'minidist.launch' has no attribute {name!r}")
 
 
 def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0) -> list[Any]:
@@ -42,6 +50,8 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
              `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be started here;
              ConfigError if this user's communication profile cannot be read.
     """
+    from minidist.launch import membership, transports
+
     transport = transports.current_name(transport)
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES, *transports.PLAIN))
     if size < 1:
@@ -51,6 +61,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         raise LaunchError(f"{member.importing} calls md.run when it is imported, and each rank of run(transport='mpi') "
                           "(or 'nccl') imports it for its function; put the call under `if __name__ == '__main__':`")
     if transport in transports.THREADS:
+        from minidist.comm.cost.link_model import load_profile
         from minidist.comm.transports.threads import run_threads
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered", profile=load_profile())
     if transport in ("mpi", "nccl"):
@@ -58,12 +69,3 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         return run_mpi(fn, args, size=size, limit=limit, transport=transport)
     from minidist.launch.forked import run_forked
     return run_forked(fn, args, size=size, transport=transport, limit=limit)
-
-
-def spawn(command: Sequence[str], size: int, *, nodes: "Nodes | None" = None, token: bytes | None = None) -> int:
-    """Start `size` copies of a program as ranks of one job, and wait; minidist.launch.spawning.spawn says more.
-
-    Returns: the exit status: 0, or that of the first rank that failed.
-    """
-    from minidist.launch import spawning
-    return spawning.spawn(command, size, nodes=nodes, token=token)

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol
 
-from minidist.comm.health.acceptor import Seat
 from minidist.comm.health.failure import how_it_ended
 from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
 
@@ -20,18 +19,6 @@ def flush_output() -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-class Process(Protocol):
-    """What subprocess.Popen and Forked share."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
 
 
 class Forked:
@@ -45,8 +32,12 @@ class Forked:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
             self.pid = os.fork()
-        if self.pid == 0:
-            _run_and_exit(body)
+        if self.pid == 0:               # never return into the parent's code, nor run its exit handlers
+            status = 1
+            try:
+                status = body()
+            finally:
+                os._exit(status)
         self._code: int | None = None
         self._lock = threading.Lock()
 
@@ -64,26 +55,13 @@ class Forked:
                 os.kill(self.pid, sig)
 
 
-def _run_and_exit(body: Callable[[], int]) -> NoReturn:
-    """In the child: whatever happens, never return into the parent's code, and run none of its exit handlers."""
-    status = 1
-    try:
-        status = body()
-    finally:
-        os._exit(status)
-
-
 class Children:
     """The ranks started here, by world rank."""
 
-    def __init__(self, processes: Mapping[int, Process]) -> None:
+    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes] | Forked"]) -> None:
         self.processes = processes
 
-    def how(self, seat: Seat) -> str | None:
-        """How the process at this monitor's seat ended; its connection ended just now."""
-        return self.how_rank(seat.world_rank)
-
-    def how_rank(self, world_rank: int) -> str | None:
+    def how(self, world_rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs, or is not ours."""
         code = self.code(world_rank, REAP_LIMIT)
         return None if code is None else how_it_ended(code)
@@ -122,9 +100,6 @@ class Children:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(0.0 if hurry() else grace, hurry):
                 return
-            self._signal(signal.SIGKILL if hurry() else number)
+            for rank in self.running():
+                self.processes[rank].send_signal(signal.SIGKILL if hurry() else number)
         self.wait(10.0)
-
-    def _signal(self, number: int) -> None:
-        for rank in self.running():
-            self.processes[rank].send_signal(number)

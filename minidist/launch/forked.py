@@ -2,19 +2,18 @@
 
     results = run_forked(fn, args, size=4, transport="auto", limit=60)
 
-The parent is the monitor, forks, and reads each rank's result from a pipe: packed (comm/wire.py), never pickled.
+The parent is the monitor and forks. A rank leaves what comes of it in a file without a name that it shares with the
+parent: packed (comm/wire.py), never pickled.
 """
 
 import contextlib
 import os
 import platform
-import selectors
-import socket
-import struct
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
@@ -30,7 +29,7 @@ from minidist.launch.children import Children, Forked, flush_output
 from minidist.launch.membership import limit_blas_threads
 
 GRACE = 2.0                             # seconds the other ranks get to end after one has failed
-_LENGTH = struct.Struct(">Q")
+_LOOK = 0.005                           # seconds between looks at the monitor
 
 
 def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float,
@@ -49,16 +48,15 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
-        late = set(range(size)) - set(outcomes) - set(job.monitor.spared)
-        if late:
-            raise failures.late(late, size, limit, job.monitor.table())
+        if job.waiting:
+            raise failures.late(job.waiting, size, limit, job.monitor.table())
         return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
         job.end()
 
 
 class ForkedJob:
-    """The parent's side: the monitor, the children, and the pipes their results come through."""
+    """The parent's side: the monitor, the children, and the files of their outcomes."""
 
     def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int]) -> None:
         self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
@@ -66,70 +64,57 @@ class ForkedJob:
         self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
-        self.monitor = Monitor(size, self.token, how=self.children.how)
-        self.pipes: list[socket.socket] = []
-        self.unheard: set[int] = set()          # ranks whose pipe has not ended
+        self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
+        self.waiting: set[int] = set()          # ranks whose end has not been noted
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Fork every rank; only then start the monitor's threads."""
         transports.load(self.transport)         # once, here, rather than in every child
         for rank in range(self.size):
-            ours, theirs = socket.socketpair()
-            self.pipes.append(ours)
-            self.unheard.add(rank)
-
-            def body(rank: int = rank, theirs: socket.socket = theirs) -> int:
-                for inherited in self.pipes:
-                    inherited.close()
+            def body(rank: int = rank) -> int:
                 self.monitor.close_in_child()
-                return ForkedRank(rank, self, theirs).run(fn, args)
+                return ForkedRank(rank, self).run(fn, args)
 
-            with theirs:
-                self.processes[rank] = Forked(body)
+            self.processes[rank] = Forked(body)
+            self.waiting.add(rank)
         self.monitor.start()
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
-        """What each rank handed over; ends early, after GRACE, if one was lost."""
+        """What each rank left; ends early, after GRACE, if one was lost."""
         outcomes: dict[int, dict[str, Any]] = {}
-        buffers = [bytearray() for _ in range(self.size)]
-        with selectors.DefaultSelector() as selector:
-            for rank, pipe in enumerate(self.pipes):
-                selector.register(pipe, selectors.EVENT_READ, rank)
-            while self.unheard and time.monotonic() < deadline:
-                for key, _ in selector.select(min(0.1, max(0.0, deadline - time.monotonic()))):
-                    data = self.pipes[key.data].recv(1 << 20)
-                    buffers[key.data] += data
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        self.unheard.discard(key.data)
-                        self._note(key.data, bytes(buffers[key.data]), outcomes)
-                if self.monitor.spared:
-                    self.monitor.end_frozen()
-                if self.monitor.loss is not None:
-                    self.monitor.end_frozen()
-                    deadline = min(deadline, time.monotonic() + GRACE)
+        while self.waiting and time.monotonic() < deadline:
+            self.children.wait(_LOOK)
+            for rank in self.waiting - set(self.children.running()):
+                self.waiting.discard(rank)
+                self._note(rank, outcomes)
+            if self.monitor.spared or self.monitor.loss is not None:
+                self.monitor.end_frozen()
+            if self.monitor.loss is not None:
+                deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes
 
-    def _note(self, rank: int, data: bytes, outcomes: dict[int, dict[str, Any]]) -> None:
-        """A rank's pipe has ended: with its outcome, or because the rank died."""
-        pid = self.processes[rank].pid
-        if len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-            outcomes[rank] = wire.unpack(data[_LENGTH.size:])
+    def _note(self, rank: int, outcomes: dict[int, dict[str, Any]]) -> None:
+        """A rank's process has ended: with 0 and an outcome, or it died."""
+        process, file = self.processes[rank], self.files[rank]
+        file.seek(0)
+        code, data = process.poll(), file.read()
+        assert code is not None
+        how, trace = how_it_ended(code), ""
+        if code == 0 and data:
+            outcomes[rank] = wire.unpack(data)
             error = outcomes[rank].get("error")
-            if error is not None:       # it may have failed before it could reach the monitor
-                how = f"failed with {error['name']}: {error['message']}"
-                self.monitor.lose(Failure(rank, pid, platform.node(), how, error["traceback"]))
-            return
-        code = self.children.code(rank, 1.0)
-        how = "closed its pipe" if code is None else how_it_ended(code)
-        self.monitor.lose(Failure(rank, pid, platform.node(), how))
+            if error is None:
+                return                  # else it may have failed before it could reach the monitor
+            how, trace = f"failed with {error['name']}: {error['message']}", error["traceback"]
+        self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
 
     def end(self) -> None:
-        """Nothing is left over: no process, no thread, no socket."""
-        self.children.end(0.0 if self.unheard else GRACE)
+        """Nothing is left over: no process, no thread, no file."""
+        self.children.end(0.0)
         self.monitor.close()
-        for pipe in self.pipes:
-            pipe.close()
+        for file in self.files:
+            file.close()
 
 
 @contextlib.contextmanager
@@ -152,20 +137,20 @@ def _only_this_process() -> Iterator[None]:
 class ForkedRank:
     """The child's side."""
 
-    def __init__(self, rank: int, job: ForkedJob, pipe: socket.socket) -> None:
-        self.rank, self.job, self.pipe = rank, job, pipe
+    def __init__(self, rank: int, job: ForkedJob) -> None:
+        self.rank, self.job = rank, job
         self.link: MonitorClient | None = None
         self.transport: Transport | None = None
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Run the function and hand over what comes of it; returns the exit status."""
+        """Run the function and leave what comes of it; returns the exit status."""
         try:
             outcome = wire.pack({"result": self._call(fn, args)})
         except (SystemExit, KeyboardInterrupt) as error:
             if self.link is not None:
                 self.link.report(error)
             return 1
-        except Exception as error:      # handed over, and raised again by the parent
+        except Exception as error:      # left, and raised again by the parent
             if self.link is not None:
                 self.link.report(error)
             outcome = wire.pack({"error": failures.encode(error)})
@@ -174,18 +159,17 @@ class ForkedRank:
         if self.transport is not None:
             self.transport.close()
         flush_output()
-        with contextlib.suppress(OSError):                  # the parent may have given up
-            self.pipe.sendall(_LENGTH.pack(len(outcome)) + outcome)
+        with self.job.files[self.rank] as file:
+            file.write(outcome)
         return 0
 
     def _call(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         job = self.job
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = MonitorClient.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
-        self.link.limit = job.limit
+        self.link = MonitorClient(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
-        self.link.attach(self.transport)
+        self.link.attach(self.transport.waits, self.transport.abort, self.transport.lose)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)
         with account.use(account.MemoryAccount()), _only_this_process():

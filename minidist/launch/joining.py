@@ -32,11 +32,6 @@ class Joined:
     file: TokenFile | None = None
     agent: NodeAgentProcess | None = None
 
-    def forget_file(self) -> None:
-        """All ranks have met: the token is not read again."""
-        if self.file is not None:
-            self.file.remove()
-
 
 def find_monitor(launch: Launch, limit: float) -> Joined:
     """Connect to the monitor of the job that `launch` describes, starting it where that falls to us.
@@ -53,8 +48,7 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
 
 
 def _connect(launch: Launch, place: MonitorAddress, limit: float) -> Joined:
-    link = MonitorClient.connect(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
-    link.limit = limit
+    link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
     return Joined(link, place.token)
 
 

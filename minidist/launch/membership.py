@@ -31,6 +31,7 @@ from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.failure import LAUNCHER, Failure, say_line
 from minidist.comm.ledger import Ledger
+from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.children import flush_output
@@ -61,7 +62,8 @@ class Membership:
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
         infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
-        joined.forget_file()
+        if joined.file is not None:
+            joined.file.remove()                            # all ranks have met: the token is not read again
         if launch.by_mpirun:
             transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})
@@ -71,7 +73,7 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
-        joined.link.attach(transport)
+        joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
@@ -181,7 +183,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
         _membership = Membership(launch, name)
         if launch.alone:
-            _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
+            _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)

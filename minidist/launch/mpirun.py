@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from minidist.comm.health.process_state import exit_of
 from minidist.comm.health.rendezvous import MonitorAddress
 from minidist.errors import LaunchError
 from minidist.launch import failures
+from minidist.launch.children import Children
 from minidist.launch.launchers import clean_environment
 
 GRACE = 2.0             # seconds mpirun gets to end after a rank was lost
@@ -88,7 +88,10 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             stdin=subprocess.DEVNULL,
             env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
         try:
-            in_time = _wait(process, monitor, limit)
+            starter = Children({0: process})
+            in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)
+            if monitor.loss is not None:
+                starter.wait(GRACE)
             outcomes = _outcomes(Path(folder), size)
             if monitor.loss is not None:
                 raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
@@ -106,16 +109,6 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             monitor.end_frozen()                            # mpirun would wait for it
             _end(process)
             monitor.close()
-
-
-def _wait(process: subprocess.Popen[bytes], monitor: Monitor, limit: float) -> bool:
-    """Whether mpirun ended by itself; after a loss it gets GRACE seconds."""
-    deadline = time.monotonic() + limit
-    while process.poll() is None and time.monotonic() < deadline:
-        if monitor.loss is not None:
-            deadline = min(deadline, time.monotonic() + GRACE)
-        time.sleep(0.005)
-    return process.returncode is not None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -180,8 +173,7 @@ def _rank_main(folder: Path) -> None:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])
         member.importing = ""
-        outcome = {"result": function(world, *task["args"])}
-        packed = wire.pack(outcome)
+        packed = wire.pack({"result": function(world, *task["args"])})
     except Exception as error:
         _leave_file(folder, world.rank, wire.pack({"error": failures.encode(error)}))
         raise

@@ -71,10 +71,11 @@ class SpawnedJob:
         self.missed: set[int] = set()                       # expendable ranks that have ended
         host, port = nodes.master_addr, nodes.master_port
         if nodes.rank == 0:
-            self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
+            self.monitor = Monitor(size * nodes.count, token, host=host, port=port,
+                                   how=lambda seat: self.children.how(seat.world_rank))
             port = self.monitor.address[1]
         self.place = MonitorAddress(host, port, token)
-        self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how_rank)
+        self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how)
         self.watch = self.monitor or self.agent           # knows the job's loss
         self.tell = self.agent.tell if self.monitor is None else self.monitor.lose
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
@@ -22,7 +22,7 @@ THREADS = ("threads", "threads-unbuffered")             # ranks inside one proce
 PROCESSES = ("auto", "tcp", "shm", "mpi", "nccl")       # ranks that are processes
 PLAIN = ("plain-tcp",)                                  # the same, to read and to try: see comm/transports/plain_tcp.py
 LATER = ("sim",)                                        # named in the design, not in this version
-_MAKERS = {"auto": ("auto", "connect"), "tcp": ("tcp.transport", "connect"), "shm": ("shm.transport", "connect"),
+_MAKERS = {"auto": ("auto", "connect"), "tcp": ("tcp", "connect"), "shm": ("shm.transport", "connect"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
 
@@ -51,7 +51,7 @@ def current_name(name: str, *, speaks: bool = True) -> str:
     return "tcp"
 
 
-def load(name: str) -> Callable[..., Any]:
+def load(name: str) -> Callable[..., Transport]:
     """What makes a transport between processes; importing it costs more than calling it."""
     module, maker = _MAKERS[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
@@ -64,21 +64,15 @@ def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: i
     Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
     """
     if name == "mpi":
-        return cast(Transport, load(name)(limit))
+        return load(name)(limit)
     if name != "nccl":
-        return cast(Transport, load(name)(link, token, limit, host=link.local_host, node=node))
+        return load(name)(link, token, limit, host=link.local_host, node=node)
     host = build("auto", link, token, limit, node=node)
     try:
-        return cast(Transport, load(name)(link, host))
+        return load(name)(link, host)
     except BaseException:
         host.close()
         raise
-
-
-def alone(limit: float) -> Transport:
-    """The transport of a world of one, over which nothing ever travels."""
-    from minidist.comm.transports.progress.mailbox import loopback
-    return loopback(0, limit)
 
 
 def mpi_world(launch: Launch, limit: float) -> Any:

@@ -15,8 +15,10 @@ backward hooks run. The marker, an array of no elements, connects the two, so th
 module of token ids, which passes no gradient on. Each call of a module has its own pair.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,36 +27,21 @@ from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.device.backend import Array, array_module
 
-KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]
+"""Hooks of a module by kind ("forward_pre", "forward", "backward_pre", "backward"), in the order of registration."""
 
 
+@dataclass(eq=False)
 class HookHandle:
     """The result of registering a hook, by which it can be removed."""
 
-    def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
-        self._hooks, self._hook = hooks, hook
+    _hooks: list[Callable[..., Any]]
+    _hook: Callable[..., Any]
 
     def remove(self) -> None:
         """Remove the hook; a second call has no effect."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
-
-
-class Hooks:
-    """The hooks of one module, by kind, in the order of registration."""
-
-    def __init__(self) -> None:
-        self.by_kind: dict[str, list[Callable[..., Any]]] = {kind: [] for kind in KINDS}
-
-    def add(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
-        """Register a hook. Args: kind: one of KINDS."""
-        self.by_kind[kind].append(hook)
-        return HookHandle(self.by_kind[kind], hook)
-
-    def run(self, kind: str, module: Any) -> None:
-        """Call all hooks of a kind; each may remove itself."""
-        for hook in list(self.by_kind[kind]):
-            hook(module)
 
 
 @op
@@ -107,24 +94,28 @@ class _Passage:
     def _arrive(self, dy: Array) -> None:
         if not self.arrived:  # only for the first of several outputs
             self.arrived = True
-            self.hooks.run("backward_pre", self.module)
+            self._run("backward_pre")
 
     def _complete(self, dy: Array) -> None:
-        self.hooks.run("backward", self.module)
+        self._run("backward")
+
+    def _run(self, kind: str) -> None:
+        for hook in list(self.hooks[kind]):         # a hook may remove itself
+            hook(self.module)
 
 
 def call(module: Any, hooks: Hooks, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The result of module.run, with the hooks run around it."""
-    for hook in list(hooks.by_kind["forward_pre"]):
+    for hook in list(hooks["forward_pre"]):
         replaced = hook(module, args)
         if replaced is not None:
             args = replaced if isinstance(replaced, tuple) else (replaced,)
-    watched = is_grad_enabled() and (hooks.by_kind["backward_pre"] or hooks.by_kind["backward"])
-    passage = _Passage(module, hooks) if watched else None
-    result = module.run(*args, **options)
-    if passage is not None:
-        result = passage.leave(result)
-    for hook in list(hooks.by_kind["forward"]):
+    if is_grad_enabled() and (hooks["backward_pre"] or hooks["backward"]):
+        passage = _Passage(module, hooks)
+        result = passage.leave(module.run(*args, **options))
+    else:
+        result = module.run(*args, **options)
+    for hook in list(hooks["forward"]):
         replaced = hook(module, args, result)
         result = result if replaced is None else replaced
     return result

@@ -13,6 +13,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -55,17 +56,11 @@ class Module(ABC):
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
         """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
-        for name, part in self._parts():
-            if isinstance(part, Module):
-                yield name, part
+        return ((name, part) for name, part in self._parts() if isinstance(part, Module))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
         """(dotted path, module) of this module (its path is the prefix) and of all below, each once."""
-        seen: set[int] = set()
-        for path, module in self._walk(prefix):
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield path, module
+        return self._walk(prefix, set())
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below, each once."""
@@ -93,11 +88,13 @@ class Module(ABC):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 yield from ((f"{name}.{key}", part) for key, part in items if isinstance(part, (Module, Parameter)))
 
-    def _walk(self, path: str) -> Iterator[tuple[str, "Module"]]:
-        """(dotted path, module) of this module and all below; a module with several paths comes several times."""
-        yield path, self
-        for name, child in self.children():
-            yield from child._walk(_join(path, name))
+    def _walk(self, path: str, seen: set[int]) -> Iterator[tuple[str, "Module"]]:
+        """(dotted path, module) of this module and all below that are not in `seen`; adds them to it."""
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield path, self
+            for name, child in self.children():
+                yield from child._walk(_join(path, name), seen)
 
     # -------------------------------------------------------------------------------------------------- its state
 
@@ -130,8 +127,16 @@ class Module(ABC):
         Args:    arrays: by dotted path, as from state_dict.
         Raises:  DataError if a name is missing or unknown, or a shape or dtype differs.
         """
-        mine = dict(self.named_parameters())
-        _check_state(type(self).__name__, mine, arrays)
+        mine, model = dict(self.named_parameters()), type(self).__name__
+        missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
+        if missing or unknown:
+            raise DataError(f"{model}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
+                            f"{_some(unknown)}; load them into the model they were saved from")
+        for name, parameter in mine.items():
+            array = arrays[name]
+            if array.shape != parameter.shape or array.dtype != parameter.dtype:
+                raise DataError(f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs "
+                                f"{parameter.dtype} {parameter.shape}; cast or build the model they were saved from")
         for name, parameter in mine.items():
             parameter.name = parameter.name or name
             if isinstance(parameter, Weight) and not parameter.drawn:
@@ -183,26 +188,14 @@ class Module(ABC):
     def _add_hook(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
         """Register a hook of one kind."""
         if self._hooks is None:
-            self._hooks = Hooks()
-        return self._hooks.add(kind, hook)
+            self._hooks = defaultdict(list)
+        self._hooks[kind].append(hook)
+        return HookHandle(self._hooks[kind], hook)
 
 
 def _join(path: str, name: str) -> str:
     """The dotted path of the part `name` of the module at `path`."""
     return f"{path}.{name}" if path else name
-
-
-def _check_state(model: str, mine: Mapping[str, Parameter], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises: DataError if the arrays do not fit the parameters `mine`."""
-    missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
-    if missing or unknown:
-        raise DataError(f"{model}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
-                        f"{_some(unknown)}; load them into the model they were saved from")
-    for name, parameter in mine.items():
-        array = arrays[name]
-        if array.shape != parameter.shape or array.dtype != parameter.dtype:
-            raise DataError(f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs {parameter.dtype} "
-                            f"{parameter.shape}; cast or build the model they were saved from")
 
 
 def _some(names: list[str]) -> str:

@@ -167,11 +167,10 @@ class Mixture(Module):
         return noisy
 
     def route(self, chances: Array) -> Routing:
-        """Route each token to its k likeliest experts, after adding biases. An expert takes the first tokens of each
-        sequence, up to its capacity.
+        """Route each token to its k likeliest experts, after adding biases; `chances`: (B, T, experts), the gate's.
 
-        So no later token decides whether a token is dropped, as a causal model requires. Outside of training no token
-        is dropped. Args: chances: (B, T, experts), the gate's probabilities.
+        An expert takes the first tokens of each sequence, up to its capacity. So no later token decides whether a
+        token is dropped, as a causal model requires. Outside of training no token is dropped.
         """
         xp, config = array_module(chances), self.config
         chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)

@@ -1,1 +1,1 @@
-"""Records of a run: timeline, memory over time, overlap; the pages and figures that show them."""
+"""Records of a run: timeline, memory over time, overlap, and its pictures."""

@@ -21,9 +21,6 @@ from minidist.observe.timeline import Span, Timeline
 
 Interval = tuple[float, float]
 
-CONTAINERS = ("step",)
-"""Spans that only contain other spans."""
-
 
 @dataclass(frozen=True)
 class Overlap:
@@ -80,9 +77,9 @@ def waiting(timeline: Timeline) -> list[Span]:
 
 
 def working(timeline: Timeline) -> list[Span]:
-    """Forward, backward, optimizer and other work, including the waits inside them."""
-    return [span for span in timeline.spans if span.row == "compute" and not span.name.startswith("wait")
-            and span.name not in CONTAINERS]
+    """Forward, backward, optimizer and other work, including the waits inside them; "step" only contains these."""
+    return [span for span in timeline.spans
+            if span.row == "compute" and span.name != "step" and not span.name.startswith("wait")]
 
 
 def _window(timeline: Timeline, steps: set[int]) -> Interval:

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
+          "communication": "#8172b3", "workspace": "#9aa5b1"}
+"""The colour of each category of memory, in every picture."""
+
 
 def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
     """Write the training loss over the steps, with its running mean, and the validation loss as a line, as a picture.

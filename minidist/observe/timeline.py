@@ -105,14 +105,11 @@ class Timeline:
         gathered = gather_records(group, {"rank": self.rank, "dropped": self.dropped, "spans": spans})
         if gathered is None:
             return None
-        return [_restore(record) for record in gathered]
-
-
-def _restore(record: dict[str, Any]) -> Timeline:
-    timeline = Timeline(record["rank"])
-    timeline.spans = [Span(**span) for span in record["spans"]]
-    timeline.dropped = record["dropped"]
-    return timeline
+        timelines = [Timeline(record["rank"]) for record in gathered]
+        for timeline, record in zip(timelines, gathered, strict=True):
+            timeline.spans = [Span(**span) for span in record["spans"]]
+            timeline.dropped = record["dropped"]
+        return timelines
 
 
 def clock_offset(group: Group, *, rounds: int = 5) -> float:
@@ -135,15 +132,15 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
 
 
 def _measured_offset(group: Group, peer: int, rounds: int) -> float:
-    best_trip, best_offset = float("inf"), 0.0
+    trips = []      # (seconds there and back, offset), of which the quickest counts
     for _ in range(rounds):
         asked = time.perf_counter()
         group.send(np.zeros(1), dst=peer)
         theirs = float(group.recv(src=peer)[0])
         trip = time.perf_counter() - asked
-        if trip < best_trip:
-            best_trip, best_offset = trip, asked + trip / 2 - theirs
-    return best_offset if abs(best_offset) > best_trip / 2 else 0.0
+        trips.append((trip, asked + trip / 2 - theirs))
+    trip, offset = min(trips)
+    return offset if abs(offset) > trip / 2 else 0.0
 
 
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
@@ -154,8 +151,8 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     origin = min((span.start for timeline in timelines for span in timeline.spans), default=0.0)
     events: list[dict[str, Any]] = []
     for timeline in timelines:
-        events.extend(_names(timeline))
-        events.extend(_complete_event(timeline.rank, span, origin) for span in timeline.spans)
+        events += _names(timeline)
+        events += [_complete_event(timeline.rank, span, origin) for span in timeline.spans]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 

@@ -29,7 +29,7 @@ class Adam(Optimizer):
                  decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
         self.betas = in_range(self, "betas[0]", betas[0], 0.0, 1.0), in_range(self, "betas[1]", betas[1], 0.0, 1.0)
         self.eps = in_range(self, "eps", eps, 0.0)
-        self.scratch_blocks = 3 if weight_decay else 1
+        self.scratch_blocks = 3 if weight_decay and not self.apart else 1
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
         self._fused = FusedAdam(betas=self.betas, eps=self.eps, apart=self.apart)
 
@@ -53,22 +53,20 @@ class Adam(Optimizer):
         self._fused.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """As Optimizer.update."""
-        scale = step.scale
-        if step.decay:
-            scratch, decayed, spare = scratch[:1], scratch[1], scratch[2]
-            step.xp.multiply(g, step.constant(scale), decayed)
-            add_decay(decayed, p, spare, step)
-            g, scale = decayed, 1.0
-        self.move(p, g, scale, state, scratch[0], step)
-
-    def move(self, p: Array, g: Array, scale: float | Array, state: list[Array], s: Array, step: Step) -> None:
-        """The formulas of the class with scale · g for g, in 12 passes; s is scratch.
+        """The formulas of the class, in 12 passes without decay.
 
         The division is written  lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)),  which corrects
         both moments without an extra pass.
         """
-        xp, c, (m, v), (b1, b2) = step.xp, step.constant, state, self.betas
+        xp, c, (m, v), (b1, b2), (s, *more) = step.xp, step.constant, state, self.betas, scratch
+        scale = step.scale
+        if step.decay and self.apart:
+            xp.multiply(p, c(1.0 - step.lr * step.decay), p)
+        elif step.decay:
+            decayed, spare = more
+            xp.multiply(g, c(scale), decayed)
+            add_decay(decayed, p, spare, step)
+            g, scale = decayed, 1.0
         xp.multiply(g, c((1.0 - b1) * scale), s)
         xp.multiply(m, c(b1), m)
         xp.add(m, s, m)
@@ -96,10 +94,3 @@ class AdamW(Adam):
                  eps: float = 1e-8, weight_decay: float = 0.01,
                  decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
         super().__init__(parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay, decay=decay)
-        self.scratch_blocks = 1
-
-    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """As Optimizer.update."""
-        if step.decay:
-            step.xp.multiply(p, step.constant(1.0 - step.lr * step.decay), p)
-        self.move(p, g, step.scale, state, scratch[0], step)

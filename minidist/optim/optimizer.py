@@ -8,6 +8,7 @@ It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of man
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,12 +40,10 @@ class Optimizable(Protocol):
     @property
     def data(self) -> Array:
         """The weights, contiguous."""
-        ...
 
     @property
     def grad(self) -> Array | None:
         """The gradient, of the weights' shape; None if there is none."""
-        ...
 
 
 def at_least_two_dims(weights: Optimizable) -> bool:
@@ -68,14 +67,9 @@ class StateStore(Protocol):
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """New state arrays of one tensor, zero, by name; they may be read and written only inside walk()."""
-        ...
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
-        """Each slot in turn. Its arrays are in memory until the next slot is requested.
-
-        Args:    changes: whether values written into them are kept.
-        """
-        ...
+        """Each slot in turn, its arrays in memory until the next is requested; `changes`: what is written is kept."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +112,9 @@ class Optimizer(ABC):
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
         if not self.slots:
             raise ConfigError(f"{type(self).__name__}: no parameters to optimize; pass model.parameters()")
-        names = [slot.name for slot in self.slots]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{type(self).__name__}: two tensors are called {twice!r}; each needs a name of its own")
+        (name, count), = Counter(slot.name for slot in self.slots).most_common(1)
+        if count > 1:
+            raise ConfigError(f"{type(self).__name__}: two tensors are called {name!r}; each needs a name of its own")
         self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
@@ -155,12 +148,7 @@ class Optimizer(ABC):
                  roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
-        self.move_all(self.lr if lr is None else lr, scale)
-        for master, weights in roundings:
-            narrow(master, weights.dtype, weights)
-
-    def move_all(self, lr: float, scale: float | Array) -> None:
-        """Update every tensor that has a gradient, block by block. Args: as step's."""
+        rate = self.lr if lr is None else lr
         shared: dict[Any, Step] = {}         # tensors of one kind share their constants
         for slot in self._walk():
             data, gradient = slot.weights.data, slot.weights.grad
@@ -172,12 +160,14 @@ class Optimizer(ABC):
             key = (slot.steps, slot.decays, xp, data.dtype)
             if key not in shared:
                 decay = self.weight_decay if slot.decays else 0.0
-                shared[key] = Step(slot.steps, lr, scale, decay, xp, data.dtype)
+                shared[key] = Step(slot.steps, rate, scale, decay, xp, data.dtype)
             arrays = (data, gradient, *slot.state.values())
             for p, g, *state in blocks(arrays, BLOCK if xp is np else DEVICE_BLOCK):
                 if g.dtype != p.dtype:
                     g = widen(g)             # gradients in low precision beside float32 master weights
                 self.update(p, g, state, self._scratch_like(xp, p), shared[key])
+        for master, weights in roundings:
+            narrow(master, weights.dtype, weights)
 
     def _check(self, slot: Slot, data: Array, gradient: Array) -> None:
         """Raises: ShapeError, ConfigError as step."""

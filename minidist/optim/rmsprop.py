@@ -23,7 +23,6 @@ class RMSProp(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """As Optimizer.update."""
         xp, c = step.xp, step.constant
         (v,), (s, t) = state, scratch
         xp.multiply(g, c(step.scale), s)

@@ -23,7 +23,6 @@ class SGD(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """As Optimizer.update."""
         xp, c, s = step.xp, step.constant, scratch[0]
         u = s
         xp.multiply(g, c(step.scale), s)

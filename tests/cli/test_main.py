@@ -7,7 +7,17 @@ import sys
 import pytest
 
 from minidist.cli import COMMANDS, main
-from minidist.console import Parser, counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.console import (
+    Parser,
+    counts,
+    meant,
+    number_of_bytes,
+    positive,
+    positive_number,
+    size_text,
+    sizes,
+    write_json,
+)
 from minidist.errors import ConfigError
 
 
@@ -20,7 +30,7 @@ def refusal(capsys, *arguments):
 
 
 def test_help_is_quick_and_lists_every_command():
-    """By the processor's time of these children alone; the least of three, for who shares a core's caches slows it."""
+    """By the processor's time of these children alone; the least of three: other processes share its caches."""
     took = []
     for _ in range(3):
         with subprocess.Popen([sys.executable, "-m", "minidist", "--help"], stdout=subprocess.PIPE, text=True) as run:
@@ -110,18 +120,24 @@ def test_ranges_of_sizes():
     assert sizes("1KiB,3MB") == [1024, 3_000_000]
     assert sizes("7") == [7]
     assert counts("2,4") == [2, 4]
-    assert seconds("0.5") == 0.5
+    assert positive_number("0.5") == 0.5
 
 
 @pytest.mark.parametrize(("parse", "text"), [
     (number_of_bytes, "1 furlong"), (number_of_bytes, ""), (number_of_bytes, "-4"), (sizes, "8KiB:1KiB"),
-    (sizes, "0:4"), (positive, "0"), (positive, "-1"), (positive, "1.5"), (counts, "2,x"), (seconds, "nan"),
-    (seconds, "-1"), (seconds, "inf"), (seconds, "soon")])
+    (sizes, "0:4"), (positive, "0"), (positive, "-1"), (positive, "1.5"), (counts, "2,x"), (positive_number, "nan"),
+    (positive_number, "-1"), (positive_number, "inf"), (positive_number, "soon")])
 def test_values_that_mean_nothing(parse, text):
     parser = Parser(prog="minidist bench")
     parser.add_argument("--value", type=parse)
     with pytest.raises(ConfigError, match="argument --value: "):
         parser.parse_args([f"--value={text}"])
+
+
+@pytest.mark.parametrize("nbytes,text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (840 * 1024, "840 KiB"),
+                                         (3 * 2**20, "3 MiB"), (5 * 2**30 // 4, "1.25 GiB")])
+def test_sizes_as_text(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
 
 
 def test_meant():

@@ -159,7 +159,7 @@ def siege(count, seed, caplog):
     caplog.set_level(logging.WARNING)
     draw, monitor = random.Random(seed), Monitor(2, TOKEN)
     monitor.start()
-    links, slow = [MonitorClient.connect(monitor.address, TOKEN, 0, 2, limit=20)], []
+    links, slow = [MonitorClient(monitor.address, TOKEN, 0, 2, limit=20)], []
     try:
         for number in range(count):
             sock = socket.create_connection(monitor.address)
@@ -174,7 +174,7 @@ def siege(count, seed, caplog):
                                                                 "host": ""}))
             if number % 50 == 49:
                 caplog.clear()
-        links.append(MonitorClient.connect(monitor.address, TOKEN, 1, 2, limit=20))
+        links.append(MonitorClient(monitor.address, TOKEN, 1, 2, limit=20))
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         assert monitor.loss is None

@@ -46,7 +46,7 @@ def test_results_come_in_rank_order(transport, size):
         assert result["pair"] == (size, None)
 
 
-def test_large_results_pass_the_pipe():
+def test_large_results_come_back():
     results = md.run(lambda world: np.full(1 << 20, world.rank), size=2, transport="tcp", limit=20)
     assert [int(result.sum()) >> 20 for result in results] == [0, 1]
 

@@ -1,14 +1,13 @@
 """run over a new mpirun: functions found by name, failures with their rank and type, nothing left over."""
 
 import os
-import signal
 import sys
-import time
 
 import numpy as np
 import pytest
 from jobs import finish, start
 from leftovers import nothing_left
+from mpirun_calls import end, work
 
 import minidist as md
 from minidist.errors import LaunchError, PeerLostError, TimeoutError
@@ -19,21 +18,6 @@ from minidist.launch import mpirun
 def _clean():
     with nothing_left():
         yield
-
-
-def work(world, values, *, factor=2):
-    total = world.all_reduce(np.asarray(values) * world.rank)
-    return world.rank, total * factor, world.transport.name
-
-
-def end(world, how):
-    world.barrier()
-    if world.rank == 1:
-        {"raise": lambda: int("no number"), "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-         "exit": lambda: sys.exit(3), "sleep": lambda: time.sleep(60)}[how]()
-    if how != "sleep":
-        world.barrier()
-    return world.rank
 
 
 def test_results_come_in_rank_order():

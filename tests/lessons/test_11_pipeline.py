@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from filling import graded
+from minidist.lessons.page import Page
 
 from minidist import lessons
 from minidist.errors import ScheduleError
 from minidist.grading import load_module
 from minidist.launch import run
-from minidist.observe.page import Page
 from minidist.parallel.pipeline.instructions import Backward
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
 from minidist.parallel.pipeline.schedules import of_orders

@@ -7,10 +7,10 @@ import pytest
 from filling import graded
 from kernel_checks import needs_compiler
 from minidist.kernels import on_cpu
+from minidist.lessons.page import Page
 
 from minidist import launch, lessons
 from minidist.grading import load_module
-from minidist.observe.page import Page
 
 FOLDER = lessons.FOLDER / "22_attention_kernels"
 RIGHT = {

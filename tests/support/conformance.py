@@ -306,21 +306,21 @@ def as_mpi_has_it(world: Group) -> int:
         whole, chunk = np.empty(7 * world.size, dtype), np.empty(counts[world.rank], dtype)
         mpi.Allgather(x, whole)
         parts = mpi.alltoall(list(np.array_split(x, world.size)))
-        for verb, algorithms in ALGORITHMS.items():
-            for algorithm in filter(lambda name: name != "shared", algorithms):
-                for op, root in zip(ops, range(world.size), strict=False) if verb != "barrier" else ():
-                    full, total, summed = x.copy(), np.empty_like(x), np.empty_like(x)
-                    mpi.Bcast(full, root)
-                    mpi.Reduce(x, total, ops[op], root)
-                    mpi.Allreduce(x, summed, ops[op])
-                    mpi.Reduce_scatter(x, chunk, counts, ops[op])
-                    want, more = {"reduce": (total if world.rank == root else None, {"op": op, "root": root}),
-                                  "broadcast": (full, {"root": root}), "all_reduce": (summed, {"op": op}),
-                                  "reduce_scatter": (chunk, {"op": op}), "all_gather": (whole, {}),
-                                  "gather": (whole if world.rank == root else None, {"root": root}),
-                                  "scatter": (np.array_split(full, world.size)[world.rank], {"root": root}),
-                                  "all_to_all": (parts, {})}[verb]
-                    own = list(np.array_split(x, world.size)) if verb == "all_to_all" else x
+        for op, root in zip(ops, range(world.size), strict=False):
+            full, total, summed = x.copy(), np.empty_like(x), np.empty_like(x)
+            mpi.Bcast(full, root)
+            mpi.Reduce(x, total, ops[op], root)
+            mpi.Allreduce(x, summed, ops[op])
+            mpi.Reduce_scatter(x, chunk, counts, ops[op])
+            wanted: dict[str, tuple[Any, dict[str, Any]]] = {
+                "reduce": (total if world.rank == root else None, {"op": op, "root": root}),
+                "broadcast": (full, {"root": root}), "all_reduce": (summed, {"op": op}),
+                "reduce_scatter": (chunk, {"op": op}), "all_gather": (whole, {}),
+                "gather": (whole if world.rank == root else None, {"root": root}),
+                "scatter": (np.array_split(full, world.size)[world.rank], {"root": root}), "all_to_all": (parts, {})}
+            for verb, (want, more) in wanted.items():
+                own = list(np.array_split(x, world.size)) if verb == "all_to_all" else x
+                for algorithm in filter(lambda name: name != "shared", ALGORITHMS[verb]):
                     got = getattr(world, verb)(own, algorithm=algorithm, **more)
                     assert same(got, want), f"{verb} {algorithm} {op} {dtype}: got {got}, MPI {want}"
                     compared += 1
@@ -337,11 +337,15 @@ def bits(world: Group) -> list[bytes]:
     return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in BITS]
 
 
-def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[list[Any]], list[bytes]]:
-    """`verbs`, with what one size is enough for in the same job: on four ranks all demands, on three the bits."""
+def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[list[Any]], list[bytes], int]:
+    """`verbs`, with what one size is enough for in the same job: on four ranks all demands, on three the bits.
+
+    Over mpi also `as_mpi_has_it`.
+    """
     if world.size == 4:
         all_peaceful(world)
-    return verbs(world, cases), bits(world) if world.size == 3 else []
+    counted, compared = verbs(world, cases), as_mpi_has_it(world) if world.transport.name == "mpi" else 0
+    return counted, bits(world) if world.size == 3 else [], compared
 
 
 def aborted(world: Group) -> bool:

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from minidist.comm.transports.threads import run_threads
+
+if TYPE_CHECKING:       # ranks of an mpirun import this
+    import pytest
 
 THREADS = ("threads", "threads-unbuffered")
 MIXED = "auto, two nodes"
@@ -52,7 +53,7 @@ def nobodys_port() -> Iterator[tuple[str, int]]:
         yield holder.getsockname()
 
 
-def limit_comes(patch: pytest.MonkeyPatch, here: Callable[[], bool]) -> None:
+def limit_comes(patch: "pytest.MonkeyPatch", here: Callable[[], bool]) -> None:
     """The limit of the next run of threads comes when `here()`, whatever the clock says; seen when a rank tells."""
     looks = itertools.count()       # the first is at the start
     patch.setattr("minidist.comm.transports.threads.time", SimpleNamespace(

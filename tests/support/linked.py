@@ -19,7 +19,7 @@ from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.shm.link import ShmLink
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmTransport
-from minidist.comm.transports.tcp.link import TcpLink
+from minidist.comm.transports.tcp import TcpLink
 
 KINDS = ("tcp", "shm")
 

@@ -3,8 +3,6 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -103,6 +101,9 @@ def run(kind: Any, size: int, changes: dict[str, Any], *, transport: str = "thre
 
 def any_job(**changes: Any) -> Any:
     """Decorates a test of (size, changes, options); `changes`: strategies for a config's fields beside those of all."""
+    from hypothesis import given  # noqa: PLC0415 - ranks of an mpirun import this module
+    from hypothesis import strategies as st  # noqa: PLC0415
+
     return given(
         size=st.integers(2, 5), changes=st.fixed_dictionaries({
             "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),

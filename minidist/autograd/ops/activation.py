@@ -18,45 +18,31 @@ _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 
 
-def _gelu_block(xp: Any, x: Array, y: Array, slope: Array, s: Array, t: Array) -> None:
+def _gelu_block(xp: Any, x: Array) -> tuple[Array, Array]:
     """y = x h with h = (1 + tanh u) / 2 and u = x (c + k x²); slope = h + y (1 - h) 2 (c + 3 k x²)."""
     c, k = _GELU_IN, _GELU_IN * _GELU_CUBE
-    xp.multiply(x, x, out=s)
-    s *= k
-    s += c                           # s = c + k x²
-    xp.multiply(s, x, out=t)
-    xp.tanh(t, out=t)
-    t *= 0.5
-    t += 0.5                         # t = h
-    xp.multiply(x, t, out=y)
-    s *= 6.0
-    s -= 4.0 * c                     # s = 2 (c + 3 k x²)
-    s *= y
-    xp.multiply(s, t, out=slope)
-    xp.subtract(s, slope, out=slope)
-    slope += t
+    s = x * x * k + c
+    h = xp.tanh(s * x) * 0.5 + 0.5
+    y = x * h
+    s = (s * 6.0 - 4.0 * c) * y
+    return y, s - s * h + h
 
 
-def _silu_block(xp: Any, x: Array, y: Array, slope: Array, s: Array, t: Array) -> None:
+def _silu_block(xp: Any, x: Array) -> tuple[Array, Array]:
     """y = x h with h = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2; slope = h + y (1 - h)."""
-    xp.multiply(x, 0.5, out=t)
-    xp.tanh(t, out=t)
-    t *= 0.5
-    t += 0.5                         # t = h
-    xp.multiply(x, t, out=y)
-    xp.multiply(y, t, out=s)
-    xp.subtract(y, s, out=slope)
-    slope += t
+    h = xp.tanh(x * 0.5) * 0.5 + 0.5
+    y = x * h
+    return y, y - y * h + h
 
 
-def _value_and_slope(block: Callable[..., None], x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)
     y = xp.empty_like(wide) if bias is None else wide           # a block has read x for the last time when it writes y
     slope = xp.empty_like(wide)
-    for where, (s, t) in row_blocks(xp, wide, scratch=2):
-        block(xp, wide[where], y[where], slope[where], s, t)
+    for where in row_blocks(wide):
+        y[where], slope[where] = block(xp, wide[where])
     return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
 
 
@@ -80,7 +66,6 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
 
 @gelu.gradient("x", "bias")
 def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
-    """The gradient of x and that of the bias, its sum over all rows."""
     if node.slope is None:
         dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
     else:
@@ -150,8 +135,7 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     if fast is not None:
         y = fast(x)
         return y, saved(y=y)
-    xp = array_module(x)
-    wide = widen(x)
+    xp, wide = array_module(x), widen(x)
     top = wide.max(axis=dim, keepdims=True)
     y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)
     xp.exp(y, out=y)

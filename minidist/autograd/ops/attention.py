@@ -157,13 +157,12 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
     """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
     xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
     for i in sequences(q):
-        if heads == kv_heads:
-            _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], blocks, dy[i], dq[i], dk[i], dv[i])
-            continue
-        dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
+        own = heads == kv_heads
+        dk_all, dv_all = (dk[i], dv[i]) if own else (xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype))
         _attend_gradients(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
-        dk[i], dv[i] = sum_heads(dk_all, kv_heads), sum_heads(dv_all, kv_heads)
+        if not own:
+            dk[i], dv[i] = sum_heads(dk_all, kv_heads), sum_heads(dv_all, kv_heads)
 
 
 def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
@@ -186,8 +185,7 @@ def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
 def _gradients_by_kernel(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array) -> tuple[Array, ...]:
     """dq, dk, dv from the kernel."""
     q, k, v, y, dy = (array_module(q).ascontiguousarray(x) for x in (q, k, v, y, dy))
-    result: tuple[Array, ...] = launcher("attention_gradient")(q, k, v, y, log_total, dy, causal=True)
-    return result
+    return tuple(launcher("attention_gradient")(q, k, v, y, log_total, dy, causal=True))
 
 
 @op

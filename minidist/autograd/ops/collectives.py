@@ -37,7 +37,7 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti e
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
 
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.comm.chunks import bounds, longest
@@ -55,23 +55,18 @@ def copy_to(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, 
 
 @copy_to.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return _summed(dy, node.options)
+    return node.options["group"].all_reduce(dy, algorithm=node.options.get("algorithm", "ring"))
 
 
 @op
 def reduce_from(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
     """Megatron's g: the sum of all ranks' x, whole and equal on all ranks; the shape of x."""
-    return _summed(x, {"group": group, "algorithm": algorithm}), saved()
+    return group.all_reduce(x, algorithm=algorithm), saved()
 
 
 @reduce_from.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     return dy
-
-
-def _summed(x: Array, options: dict[str, Any]) -> Array:
-    """The sum of all ranks' x."""
-    return options["group"].all_reduce(x, algorithm=options.get("algorithm", "ring"))
 
 
 # ---------------------------------------------------------------------------------------------------- shards of a dim
@@ -134,7 +129,7 @@ def shard_of(length: int, group: Group) -> slice:
 
 def _own(x: Array, dim: int, group: Group) -> Array:
     """This rank's slice of `dim`: a view."""
-    return array_module(x).moveaxis(array_module(x).moveaxis(x, dim, 0)[shard_of(x.shape[dim], group)], 0, dim)
+    return x[(slice(None),) * (dim % x.ndim) + (shard_of(x.shape[dim], group),)]
 
 
 def _join(x: Array, dim: int, group: Group, algorithm: str) -> Array:
@@ -158,9 +153,8 @@ def _sum_and_cut(x: Array, dim: int, group: Group, algorithm: str = "ring") -> A
     most = longest(length, group.size)
     if length % group.size:
         padded = xp.zeros((group.size, most, *rows.shape[1:]), x.dtype)
-        edges = bounds(length, group.size)
-        for rank in range(group.size):
-            padded[rank, :edges[rank + 1] - edges[rank]] = rows[edges[rank]:edges[rank + 1]]
+        for slot, part in zip(padded, xp.split(rows, bounds(length, group.size)[1:-1]), strict=True):
+            slot[:len(part)] = part
         rows = padded
     chunk = group.reduce_scatter(xp.ascontiguousarray(rows), algorithm=algorithm)
     chunk = chunk.reshape(most, *x.shape[:dim % x.ndim], *x.shape[dim % x.ndim + 1:])[:own.stop - own.start]
@@ -179,9 +173,7 @@ def all_to_all(x: Array, *, split: int, join: int, group: Group, counts: Sequenc
     Raises:  ShapeError if counts do not add up to the dim.
     """
     length = x.shape[split]
-    edges = [0]
-    for count in _counts(length, group.size) if counts is None else counts:
-        edges.append(edges[-1] + count)
+    edges = bounds(length, group.size) if counts is None else (0, *accumulate(counts))
     if len(edges) != group.size + 1 or edges[-1] != length:
         raise ShapeError(f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the {length} of "
                          f"dim {split}; pass one a rank, which add up to it")
@@ -196,21 +188,10 @@ def _(node: Node, dy: Array) -> Array:
                  options.get("algorithm", "pairwise"))[0]
 
 
-def _counts(length: int, size: int) -> list[int]:
-    """The sizes of numpy.array_split's parts."""
-    edges = bounds(length, size)
-    return [edges[rank + 1] - edges[rank] for rank in range(size)]
-
-
 def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group,
           algorithm: str) -> tuple[Array, tuple[int, ...]]:
     """The slices of all ranks for this rank, joined; and the bounds of each along `join`."""
     xp = array_module(x)
-    rows = xp.moveaxis(x, split, 0)
-    pieces = [xp.ascontiguousarray(xp.moveaxis(rows[edges[rank]:edges[rank + 1]], 0, split))
-              for rank in range(group.size)]
+    pieces = [xp.ascontiguousarray(piece) for piece in xp.split(x, edges[1:-1], axis=split)]
     came = group.all_to_all(pieces, algorithm=algorithm)
-    where = [0]
-    for piece in came:
-        where.append(where[-1] + piece.shape[join])
-    return xp.concatenate(came, axis=join), tuple(where)
+    return xp.concatenate(came, axis=join), (0, *accumulate(piece.shape[join] for piece in came))

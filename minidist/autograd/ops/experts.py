@@ -7,8 +7,7 @@ multiplies each run of rows by the matrix of its expert. `from_experts` weights 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
+from itertools import accumulate
 
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.ops.gather import sum_by_id
@@ -21,9 +20,7 @@ from minidist.errors import ShapeError
 
 def top_positions(scores: Array, k: int) -> Array:
     """The positions of the k largest of each row, in descending order; ties: the first. (…, n) -> (…, k) integers."""
-    xp = array_module(scores)
-    order = xp.argsort(-widen(scores), axis=-1, kind="stable")
-    return order[..., :k]
+    return array_module(scores).argsort(-widen(scores), axis=-1, kind="stable")[..., :k]
 
 
 def places_in_runs(ids: Array) -> Array:
@@ -36,10 +33,10 @@ def places_in_runs(ids: Array) -> Array:
     return places
 
 
-def _runs(counts: Sequence[int]) -> list[slice]:
-    """The rows of each group."""
-    ends = np.cumsum([0, *counts]).tolist()
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """(group, its rows) of each group."""
+    return [(group, slice(end - count, end))
+            for group, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))]
 
 
 @op
@@ -57,18 +54,16 @@ def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array,
         raise ShapeError(f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
                          f"pass one a group, which add up to the rows")
     y = array_module(x).empty((len(x), w.shape[2]), x.dtype)
-    for group, run in enumerate(_runs(counts)):
-        if run.stop > run.start:
-            multiply(x[run], w[group], out=y[run])
+    for group, run in _runs(counts):
+        multiply(x[run], w[group], out=y[run])
     return y, saved(x=x, w=w)
 
 
 @grouped_linear.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     dx = array_module(dy).empty(node.shapes["x"], dy.dtype)
-    for group, run in enumerate(_runs(node.options["counts"])):
-        if run.stop > run.start:
-            multiply(dy[run], node.w[group].T, out=dx[run])
+    for group, run in _runs(node.options["counts"]):
+        multiply(dy[run], node.w[group].T, out=dx[run])
     return dx
 
 
@@ -76,11 +71,8 @@ def _(node: Node, dy: Array) -> Array:
 def _(node: Node, dy: Array) -> Array:
     room = node.room("w")
     dw = array_module(dy).empty(node.shapes["w"], dy.dtype) if room is None else room
-    for group, run in enumerate(_runs(node.options["counts"])):
-        if run.stop > run.start:
-            multiply(node.x[run].T, dy[run], out=dw[group])
-        else:
-            dw[group] = 0
+    for group, run in _runs(node.options["counts"]):            # of no rows: zeros
+        multiply(node.x[run].T, dy[run], out=dw[group])
     return dw
 
 

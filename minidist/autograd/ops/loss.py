@@ -49,11 +49,9 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
         return losses.sum() / losses.dtype.type(count), saved(logits=logits, ids=targets, divisor=count)
     wide, ids = rows(widen(logits)), targets.reshape(-1)
     top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
-    for where, (e,) in row_blocks(xp, wide, scratch=1):
-        wide[where].max(axis=1, keepdims=True, out=top[where])
-        xp.subtract(wide[where], top[where], out=e)
-        xp.exp(e, out=e)
-        e.sum(axis=1, keepdims=True, out=total[where])
+    for where in row_blocks(wide):
+        top[where] = wide[where].max(axis=1, keepdims=True)
+        total[where] = xp.exp(wide[where] - top[where]).sum(axis=1, keepdims=True)
     losses = xp.log(total[:, 0]) + (top[:, 0] - wide[xp.arange(len(wide)), ids])
     loss = losses.sum() / losses.dtype.type(count)
     return xp.asarray(loss), saved(logits=logits, ids=ids, top=top, total=total, divisor=count)
@@ -79,10 +77,7 @@ def logits_gradient(logits: Array, top: Array, total: Array, places: tuple[Array
     """
     xp, wide = array_module(logits), rows(widen(logits))
     dx, scale = xp.empty(wide.shape, wide.dtype), widen(dy) / wide.dtype.type(divisor)
-    for where, _ in row_blocks(xp, wide):
-        d = dx[where]
-        xp.subtract(wide[where], top[where], out=d)
-        xp.exp(d, out=d)
-        d *= scale / total[where]
+    for where in row_blocks(wide):
+        dx[where] = xp.exp(wide[where] - top[where]) * (scale / total[where])
     dx[places] -= scale
     return narrow(dx.reshape(logits.shape), logits.dtype)

@@ -26,20 +26,11 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     n = wide.shape[1]
     y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
     average = xp.full((n, 1), 1.0 / n, wide.dtype)     # x @ average is the mean of each row, by BLAS
-    for where, _ in row_blocks(xp, wide):
-        h, z = hat[where], y[where]
-        if b is None:
-            h[...] = wide[where]
-        else:
-            xp.subtract(wide[where], wide[where] @ average, out=h)
-        xp.multiply(h, h, out=z)
-        variance = z @ average
-        variance += eps
-        xp.divide(1.0, xp.sqrt(variance), out=scale[where])
-        h *= scale[where]
-        xp.multiply(h, w_wide, out=z)
-        if b is not None:
-            z += widen(b)
+    for where in row_blocks(wide):
+        centred = wide[where] if b is None else wide[where] - wide[where] @ average
+        scale[where] = 1.0 / xp.sqrt((centred * centred) @ average + eps)
+        hat[where] = centred * scale[where]
+        y[where] = hat[where] * w_wide if b is None else hat[where] * w_wide + widen(b)
     return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 
@@ -51,10 +42,10 @@ def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Arra
     """
     _check("layer_norm", x, w=w, b=b)
     fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
-    if fast is not None:
-        y, mean, scale = fast(x, w, b, eps=eps)
-        return y, saved(x=x, w=w, mean=mean, scale=scale, hat=None)
-    return _normalize(x, w, b, eps)
+    if fast is None:
+        return _normalize(x, w, b, eps)
+    y, *sums = fast(x, w, b, eps=eps)               # the mean and the scale of each row
+    return y, saved(x=x, w=w, sums=sums, hat=None)
 
 
 @op
@@ -65,10 +56,10 @@ def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """
     _check("rms_norm", x, w=w)
     fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
-    if fast is not None:
-        y, scale = fast(x, w, eps=eps)
-        return y, saved(x=x, w=w, mean=None, scale=scale, hat=None)
-    return _normalize(x, w, None, eps)
+    if fast is None:
+        return _normalize(x, w, None, eps)
+    y, scale = fast(x, w, eps=eps)
+    return y, saved(x=x, w=w, sums=[scale], hat=None)
 
 
 @rms_norm.gradient("x", "w")
@@ -80,26 +71,19 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     """
     xp = array_module(dy)
     if node.hat is None:
-        dy, name = xp.ascontiguousarray(dy), "rms_norm_gradient" if node.mean is None else "layer_norm_gradient"
-        sums = [node.scale] if node.mean is None else [node.mean, node.scale]
-        gradients: tuple[Array, ...] = launcher(name)(node.x, node.w, dy, *sums)
-        return gradients
+        return tuple(launcher(f"{node.op.name}_gradient")(node.x, node.w, xp.ascontiguousarray(dy), *node.sums))
     wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
     dw, db = xp.zeros((1, n), wide.dtype), xp.zeros((1, n), wide.dtype)
-    for where, (product,) in row_blocks(xp, wide, scratch=1):
-        g, h, d = wide[where], hat[where], dx[where]
-        xp.multiply(g, h, out=product)
-        ones = xp.ones((1, len(g)), g.dtype)
+    for where in row_blocks(wide):
+        g, h = wide[where], hat[where]
+        product, ones = g * h, xp.ones((1, len(g)), g.dtype)
         dw += ones @ product
-        along = product @ share                         # mean(dy w hat) of each row
-        xp.multiply(h, along, out=product)
-        xp.multiply(g, w, out=d)
-        d -= product
+        d = g * w - h * (product @ share)               # product @ share is mean(dy w hat) of each row
         if node.centre:
             db += ones @ g
             d -= g @ share
-        d *= scale[where]
+        dx[where] = d * scale[where]
     kind = dy.dtype
     return narrow(dx.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)

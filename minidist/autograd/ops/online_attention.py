@@ -17,7 +17,6 @@ Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,20 +34,13 @@ from minidist.autograd.ops.attention import (
 from minidist.device.backend import Array, array_module, matmul
 
 
-@dataclass
 class OnlineSoftmax:
-    """The state of all queries after some blocks of keys: y (B, H, T, D), and top and total (B, H, 1, T)."""
+    """The state of all queries q (B, H, T, D) after some blocks of keys: y (B, H, T, D), top and total (B, H, 1, T)."""
 
-    y: Array
-    top: Array
-    total: Array
-
-    @staticmethod
-    def of(q: Array) -> "OnlineSoftmax":
-        """The state before the first block, for q (B, H, T, D)."""
-        xp = array_module(q)
-        row = (*q.shape[:2], 1, q.shape[2])
-        return OnlineSoftmax(xp.zeros(q.shape, q.dtype), xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype))
+    def __init__(self, q: Array) -> None:
+        xp, row = array_module(q), (*q.shape[:2], 1, q.shape[2])
+        self.y: Array = xp.zeros(q.shape, q.dtype)
+        self.top, self.total = xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype)
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
         """Add a block of keys and values to the state of some queries.
@@ -86,27 +78,18 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
     top[...] = now
 
 
-@dataclass
 class OnlineGradients:
     """Gradients block by block, in any order of the blocks.
 
-    Attributes: q, dy     (B, H, T, D): the scaled queries, the gradient of the result
-                log_total, row   (B, H, 1, T): log(sum(exp(scores))) and Σ dy y of each query
-                dq        (B, H, T, D): the sum of the gradients of the unscaled queries so far
+    Args:    q: scaled queries (B, H, T, D); y, log_total: from OnlineSoftmax.finish; dy: the gradient of y.
+    Attributes: row   (B, H, 1, T): Σ dy y of each query
+                dq    (B, H, T, D): the sum of the gradients of the unscaled queries so far
     """
 
-    q: Array
-    dy: Array
-    log_total: Array
-    row: Array
-    dq: Array
-
-    @staticmethod
-    def of(q: Array, y: Array, log_total: Array, dy: Array) -> "OnlineGradients":
-        """The state before the first block. Args: q: scaled; y, log_total: from OnlineSoftmax.finish; dy: of y."""
-        xp = array_module(q)
-        row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
-        return OnlineGradients(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
+    def __init__(self, q: Array, y: Array, log_total: Array, dy: Array) -> None:
+        self.q, self.dy, self.log_total = q, dy, log_total
+        self.row = array_module(q).einsum("...td,...td->...t", dy, y)[..., None, :]
+        self.dq: Array = array_module(q).zeros(q.shape, q.dtype)
 
     def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
         """Add to dq, dk and dv the gradients of some queries and a block of keys.

@@ -33,10 +33,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     mine = (ids >= 0) & (ids < wide.shape[1])
     places = beside(array_module(ids).flatnonzero(mine), wide), beside(ids[mine], wide)
     partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
-    for where, (e,) in row_blocks(xp, wide, scratch=1):
-        xp.subtract(wide[where], highest[where, None], out=e)
-        xp.exp(e, out=e)
-        partial[0, where] = e.sum(axis=1)
+    for where in row_blocks(wide):
+        partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
     partial[1, places[0]] = wide[places]
     total, target = group.all_reduce(partial, algorithm=algorithm)
     loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)

@@ -32,13 +32,13 @@ Work = Callable[[], Any]
 
 
 class CudaGpu:
-    """The current GPU, through CuPy (or its stand-in): timing.TimingGpu.
+    """The current GPU, through CuPy (or its stand-in).
 
     Args:    cache: bytes of the buffer that is read before each run (default: READ_CACHES second-level caches).
     Raises:  DeviceError without CuPy or a GPU.
     """
 
-    device = "cuda"
+    device = "cuda"     # as backend.to_device names it
 
     def __init__(self, *, cache: int | None = None) -> None:
         try:

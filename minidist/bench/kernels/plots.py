@@ -4,6 +4,8 @@ needed share of the bytes that each rung fetches. matplotlib is loaded on first 
 from pathlib import Path
 from typing import Any
 
+from minidist.bench.plots import new_figure
+
 INK, SOFT = "#1f2933", "#616e7c"
 RUNGS = ("#c44e52", "#e08e3c", "#d9b64a", "#5b9a68", "#3b6fb6")     # from naive to fast
 PEERS = {"PyTorch eager": ("#9aa5b1", "D"), "torch.compile": ("#8172b3", "s")}
@@ -17,12 +19,10 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
 
 def _draw_times(path: Path, result: dict[str, Any]) -> None:
     """Two panels: each contender of the kernels that move bytes, as a fraction of a copy; all under the roofs."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in result["rows"] if row["seconds"]]
     moving = [row for row in rows if row["held"] == "copy"]
     kernels = list(dict.fromkeys(row["kernel"] for row in moving))
-    figure = Figure(figsize=(15.0, max(5.0, 1.6 + 0.27 * len(kernels))), layout="constrained")
+    figure = new_figure(15.0, max(5.0, 1.6 + 0.27 * len(kernels)))
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for row in moving:
         colour, marker = _look(row, rows)
@@ -95,11 +95,9 @@ def _legend(ax: Any) -> None:
 
 def _draw_counts(path: Path, result: dict[str, Any]) -> None:
     """For each rung of each kernel, the needed share of the fetched bytes."""
-    from matplotlib.figure import Figure
-
     rows = result["counts"]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    figure = Figure(figsize=(9.5, 1.6 + 0.3 * len(kernels)), layout="constrained")
+    figure = new_figure(9.5, 1.6 + 0.3 * len(kernels))
     ax = figure.subplots()
     for line, kernel in enumerate(kernels):
         rungs = [row for row in rows if row["kernel"] == kernel]

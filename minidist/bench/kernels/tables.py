@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 
 from minidist.bench.kernels.case import COPY, EAGER
-from minidist.bench.tables import new_table
+from minidist.bench.tables import new_table, notes, sizes
 
 
 def show_kernels(result: dict[str, Any], console: Console) -> None:
@@ -16,9 +16,9 @@ def show_kernels(result: dict[str, Any], console: Console) -> None:
 def _show_times(result: dict[str, Any], console: Console) -> None:
     """A row for each contender: time, rate, fraction of the ceiling, beside eager, and the last rung's verdict."""
     gpu, ceilings = result["gpu"], result["ceilings"]
-    table = new_table(f"kernels at the sizes of a step of GPT-2 124M, {gpu['name']}, medians of {result['rounds']}")
-    for column in ("kernel", "", "dtype", "µs", "rate", "of a copy", "of cuBLAS", "beside eager", "aim"):
-        table.add_column(column, justify="left" if column in ("kernel", "", "dtype", "aim") else "right")
+    table = new_table(f"kernels at the sizes of a step of GPT-2 124M, {gpu['name']}, medians of {result['rounds']}",
+                      "kernel", "", "dtype", "µs", "rate", "of a copy", "of cuBLAS", "beside eager", "aim", left=3)
+    table.columns[-1].justify = "left"
     rows = result["rows"]
     for index, row in enumerate(rows):
         first = index == 0 or rows[index - 1]["kernel"] != row["kernel"]
@@ -27,12 +27,11 @@ def _show_times(result: dict[str, Any], console: Console) -> None:
                       end_section=last)
     console.print(table)
     matrix = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {kind}" for kind, rate in ceilings["matrix"].items())
-    console.print(f"measured: a copy of 1 GiB {ceilings['copy'] / 1e9:,.0f} GB/s, read and written; cuBLAS {matrix}; "
-                  f"driver {gpu['driver'] or '?'}, CuPy {gpu['cupy']}", style="dim", markup=False)
+    notes(console, [f"measured: a copy of 1 GiB {ceilings['copy'] / 1e9:,.0f} GB/s, read and written; cuBLAS {matrix}; "
+                    f"driver {gpu['driver'] or '?'}, CuPy {gpu['cupy']}"])
     if any(row["kernel"] == "attention" and row["contender"] == EAGER for row in rows):
-        console.print("attention beside PyTorch is beside its flash backend", style="dim")
-    for line in result["left_out"]:
-        console.print(f"left out: {line}", style="dim", markup=False)
+        notes(console, ["attention beside PyTorch is beside its flash backend"])
+    notes(console, [f"left out: {line}" for line in result["left_out"]])
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
@@ -48,11 +47,9 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 def _show_counts(result: dict[str, Any], console: Console) -> None:
     """A row for each rung: bytes by formula, asked for, fetched; the needed share; shared memory."""
-    sizes = ", ".join(f"{name} {value}" for name, value in result["model"].items())
-    table = new_table(f"kernels, counted on the CPU build: {sizes}")
-    for column in ("kernel", "rung", "dtype", "launches", "least bytes", "asked for", "requests", "sectors",
-                   "asked / fetched", "needed", "shared bytes", "barriers"):
-        table.add_column(column, justify="left" if column in ("kernel", "rung", "dtype") else "right")
+    table = new_table(f"kernels, counted on the CPU build: {sizes(result)}", "kernel", "rung", "dtype", "launches",
+                      "least bytes", "asked for", "requests", "sectors", "asked / fetched", "needed", "shared bytes",
+                      "barriers", left=3)
     rows = result["counts"]
     for index, row in enumerate(rows):
         first = index == 0 or rows[index - 1]["kernel"] != row["kernel"]
@@ -62,9 +59,8 @@ def _show_counts(result: dict[str, Any], console: Console) -> None:
                       f"{row['asked'] / row['fetched']:.2f}", f"{row['needed']:.1%}", f"{row['shared']:,}",
                       f"{row['barriers']:,}", end_section=last)
     console.print(table)
-    for line in ("least bytes: each input and each output once. Sectors: of 32 bytes, that a warp's requests touch; "
+    notes(console, ["least bytes: each input and each output once. Sectors: of 32 bytes, that a warp's requests touch; "
                  "fetched: 32 bytes for each, as if there were no caches",
                  "asked / fetched: above 1 where lanes share a number. Needed: least bytes of those fetched. Small "
                  "sizes: what a block reads or writes but once weighs more here than in a step",
-                 "time needs a GPU: minidist bench kernels; registers and spills: python -m minidist.kernels"):
-        console.print(line, style="dim", markup=False)
+                 "time needs a GPU: minidist bench kernels; registers and spills: python -m minidist.kernels"])

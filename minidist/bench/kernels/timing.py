@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -50,21 +50,6 @@ STEP = MODELS["gpt2-124m"]
 
 Progress = Callable[[str], None]
 Work = Callable[[], Any]
-
-
-class TimingGpu(Protocol):
-    """The interface that timing needs of a device: CudaGpu (gpu.py), or a stand-in of the tests."""
-
-    device: str                         # as backend.to_device names it
-
-    def poisoned(self) -> Any:
-        """A context in which new arrays have all bits set."""
-
-    def free(self) -> None:
-        """Free the memory of dead arrays."""
-
-    def timer(self, work: Work) -> Callable[[], float]:
-        """Warm up. Returns: a function that returns the seconds of one run with empty caches."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,7 @@ Peers = Callable[[KernelCase, Inputs], tuple[dict[str, Work], list[str]]]
 """peers(case, inputs on the device) -> work by contender, and a line for each that was left out."""
 
 
-def measure_all(cases: list[KernelCase], model: Model, gpu: TimingGpu, ceilings: dict[str, Any], peers: Peers, *,
+def measure_all(cases: list[KernelCase], model: Model, gpu: CudaGpu, ceilings: dict[str, Any], peers: Peers, *,
                 rounds: int, seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
     """Measure every contender of every case.
 
@@ -142,7 +127,7 @@ def measure_all(cases: list[KernelCase], model: Model, gpu: TimingGpu, ceilings:
     return rows, left_out
 
 
-def _measure(case: KernelCase, model: Model, gpu: TimingGpu, ceilings: dict[str, Any], peers: Peers, rounds: int,
+def _measure(case: KernelCase, model: Model, gpu: CudaGpu, ceilings: dict[str, Any], peers: Peers, rounds: int,
              seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
     """One case: in each dtype that its rungs need, draw, check, then time in turn."""
     rows: list[KernelRow] = []
@@ -168,7 +153,7 @@ def _measure(case: KernelCase, model: Model, gpu: TimingGpu, ceilings: dict[str,
     return judged(rows, case), left_out
 
 
-def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: TimingGpu, seed: int,
+def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: CudaGpu, seed: int,
              progress: Progress) -> tuple[list[tuple[KernelRow, Work]], list[str]]:
     """Run each rung once. Returns: rows with errors, without times; and a line for each rung that does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
@@ -191,7 +176,7 @@ def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: TimingG
     return checked, left_out
 
 
-def _take_turns(works: dict[str, Work], gpu: TimingGpu, rounds: int, progress: Progress) -> dict[str, float]:
+def _take_turns(works: dict[str, Work], gpu: CudaGpu, rounds: int, progress: Progress) -> dict[str, float]:
     """Median seconds of each; every round runs each once."""
     timers = {}
     for name, work in works.items():

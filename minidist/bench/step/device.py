@@ -13,6 +13,7 @@ without --device. With --graph our step has two rows, the second captured as one
 import argparse
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, worker_arguments
 from minidist.bench.step import floor as step_floor
 from minidist.bench.step.ranks import CLIP, OURS, Model, random_batch, resident_peak
 from minidist.device import account
@@ -81,7 +82,7 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
     names = [*mine, EAGER, COMPILED] if importlib.util.find_spec("torch") else mine
     jobs: list[Job] = []
     left_out = [] if EAGER in names else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
-    try:
+    with closed_at_the_end(jobs):
         for name in names:
             progress(f"starting {name}")
             try:
@@ -91,9 +92,6 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
                     raise
                 left_out.append(f"{name} was left out: {str(error).splitlines()[-1]}")
         turns, lost = _take_turns(jobs, rounds, steps, progress)
-    finally:
-        for job in jobs:
-            job.close()
     parts = step_floor.step_parts(model, itemsize(precision))
     rows = [row_of(name, answers, model, parts, ceilings) for name, answers in turns.items()]
     return {"device": device, "precision": precision, "ceilings": ceilings, "rounds": rounds, "steps": steps,
@@ -105,10 +103,8 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
 def ceilings_of(device: str, precision: str) -> dict[str, Any]:
     """{"copy": bytes a second, "matrix": operations a second, "about": the GPU}, from a process that then ends."""
     job = _start(CEILINGS, Model(), device, precision)
-    try:
+    with closed_at_the_end([job]):
         found: dict[str, Any] = job.ask()[0]
-    finally:
-        job.close()
     return found
 
 
@@ -118,7 +114,7 @@ def itemsize(precision: str) -> int:
 
 
 def _start(name: str, model: Model, device: str, precision: str) -> Job:
-    return Job(name, 1, [*worker_command(MODULE, name), *model.arguments(), f"--device={device}",
+    return Job(name, 1, [sys.executable, "-m", MODULE, name, *model.arguments(), f"--device={device}",
                          f"--precision={precision}"])
 
 
@@ -255,11 +251,9 @@ def main() -> None:
     parser = worker_arguments()
     parser.add_argument("--device")
     parser.add_argument("--precision")
-    for name, value in vars(Model()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    Model.add_options(parser)
     options = parser.parse_args()
-    model = Model(**{name: getattr(options, name) for name in vars(Model())})
-    answer(options.meet, 0, turn_of(options, model))
+    answer(options.meet, 0, turn_of(options, Model.of(options)))
 
 
 def turn_of(options: argparse.Namespace, model: Model) -> Turn:

@@ -11,14 +11,13 @@ the same work.
 
 import importlib.util
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, join_gloo, start_workers, worker_arguments
 from minidist.bench.step.ranks import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
 from minidist.bench.step.ranks import start_job as start_ranks
 from minidist.errors import LaunchError, PeerLostError
@@ -81,13 +80,9 @@ def lacks(plan: Plan, model: Model) -> str | None:
 
 def start_job(contender: str, plan: Plan, axes: str, model: Model, transport: str) -> Job:
     """Start the ranks of ours, or of PyTorch's."""
-    command = [*worker_command(MODULE, contender), *model.arguments(), f"--plan={axes}", f"--schedule={plan.schedule}",
-               f"--transport={transport}"]
-    if plan.microbatches:
-        command.append(f"--microbatches={plan.microbatches}")
-    if contender != OURS:
-        return Job(contender, plan.size, command, once_per_rank=True)
-    return Job(contender, plan.size, [sys.executable, "-m", "minidist", "launch", "-n", str(plan.size), *command[1:]])
+    options = [*model.arguments(), f"--plan={axes}", f"--schedule={plan.schedule}", f"--transport={transport}",
+               *([f"--microbatches={plan.microbatches}"] if plan.microbatches else [])]
+    return start_workers(MODULE, contender, plan.size, options, by="launch" if contender == OURS else "rank")
 
 
 def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, transport: str,
@@ -168,8 +163,7 @@ def torch_step(model: Model, plan: Plan, folder: str, rank: int) -> Callable[[],
 
     from minidist.bench.step.plan_peers import plan_step
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=plan.size)
+    join_gloo(folder, rank, plan.size)
     gpt = GPT(model.config())
     gpt.initialize(SEED)
     step = plan_step(model.config(), plan, clip=CLIP, weights=gpt.state_dict())
@@ -184,10 +178,9 @@ def main() -> None:
     for name in ("--transport", "--plan", "--schedule"):
         parser.add_argument(name)
     parser.add_argument("--microbatches", type=int)
-    for name, value in vars(Model()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    Model.add_options(parser)
     options: Any = parser.parse_args()
-    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    model = Model.of(options)
     plan = replace(Plan.parse(options.plan), schedule=options.schedule, microbatches=options.microbatches)
     if options.contender == OURS:
         rank, step = our_step(model, plan, options.transport)

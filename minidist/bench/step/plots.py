@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.bench.plots import new_figure
 from minidist.bench.step.plan import plan_label
 from minidist.bench.step.ranks import STAGES
-from minidist.observe.lesson_figures import MEMORY
+from minidist.observe.plots import MEMORY
 
 COLOURS = {"minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c", "PyTorch eager": "#e08e3c",
            "torch.compile": "#8172b3"}
@@ -14,10 +15,8 @@ INK = "#1f2933"
 
 def draw_device(path: Path, result: dict[str, Any]) -> None:
     """Three panels: ms a step beside the floor, the floor's parts, ours by category. Raises: OSError on writing."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
-    figure = Figure(figsize=(14.0, 4.0), layout="constrained")
+    figure = new_figure(14.0, 4.0)
     speed, parts, memory = figure.subplots(1, 3)
     least = sum(part["seconds"] for part in result["parts"]) * 1e3
     bars = speed.barh([row["name"] for row in rows], [row["step_seconds"] * 1e3 for row in rows],
@@ -49,9 +48,7 @@ def _bars(panel: Any, values: dict[str, float], title: str, colours: Any) -> Non
 
 def draw_steps(path: Path, result: dict[str, Any]) -> None:
     """Two panels: tokens/s and peak memory of each contender, by rank count. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    figure = new_figure(9.0, 3.8)
     speed, memory = figure.subplots(1, 2)
     rows = result["rows"]
     labels = [f"{row['name']}\n{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}" for row in rows]
@@ -69,11 +66,9 @@ def draw_steps(path: Path, result: dict[str, Any]) -> None:
 
 def draw_stages(path: Path, result: dict[str, Any]) -> None:
     """A panel a rank count: ms a step of each ZeRO stage of ours beside its peers'. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
     counts = sorted({row["ranks"] for row in rows})
-    figure = Figure(figsize=(1.0 + 6.0 * len(counts), 4.4), layout="constrained")
+    figure = new_figure(1.0 + 6.0 * len(counts), 4.4)
     for panel, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
         shown = [row for row in rows if row["ranks"] == count]
         places: list[float] = []
@@ -97,13 +92,11 @@ def draw_stages(path: Path, result: dict[str, Any]) -> None:
 
 def draw_plans(path: Path, result: dict[str, Any]) -> None:
     """A panel a plan: tokens/s of ours, of what trains without a cut, and of PyTorch's. Raises OSError as above."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
     plans = [*dict.fromkeys(row["plan"] for row in rows)]
     across = min(2, len(plans))
     down = -(-len(plans) // across)
-    figure = Figure(figsize=(6.4 * across, 0.4 + 2.2 * down), layout="constrained")
+    figure = new_figure(6.4 * across, 0.4 + 2.2 * down)
     panels = figure.subplots(down, across, squeeze=False, sharex=True).flat
     for panel in panels[len(plans):]:
         panel.remove()

@@ -13,7 +13,6 @@ tiny model, which loads the modules of first use.
 import argparse
 import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, start_workers, worker_arguments
 from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
@@ -58,6 +57,17 @@ class Model:
         """The same, as the worker's arguments."""
         return [f"--{name}={value}" for name, value in vars(self).items()]
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Let a worker take them."""
+        for name in vars(Model()):
+            parser.add_argument(f"--{name}", type=int)
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> "Model":
+        """The model that the options describe."""
+        return Model(**{name: getattr(options, name) for name in vars(Model())})
+
 
 MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch=16, vocab=50304)}
 """Models by name. GPT-2's 50,257 tokens are rounded up to a multiple of 128, as is usual."""
@@ -84,11 +94,8 @@ class StepRow:
 
 def start_job(contender: str, ranks: int, model: Model, transport: str, zero: int = 0) -> Job:
     """Start the ranks of one contender."""
-    command = [*worker_command(MODULE, contender), *model.arguments(), f"--zero={zero}"]
-    if contender != OURS:
-        return Job(contender, ranks, command, once_per_rank=True)
-    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:], f"--transport={transport}"]
-    return Job(contender, ranks, launch)
+    options = [*model.arguments(), f"--zero={zero}", *([f"--transport={transport}"] if contender == OURS else [])]
+    return start_workers(MODULE, contender, ranks, options, by="launch" if contender == OURS else "rank")
 
 
 def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
@@ -143,16 +150,13 @@ def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int,
 def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]) -> list[Answers]:
     """Each job's steps; every round asks each job in turn. Ends the jobs."""
     taken = [Answers([], 0) for _ in jobs]
-    try:
+    with closed_at_the_end(jobs):
         for round_number in range(rounds):
             for index, job in enumerate(jobs):
                 progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
                 answers = job.ask(steps=steps)
                 slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
                 taken[index] = Answers(taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers))
-    finally:
-        for job in jobs:
-            job.close()
     return taken
 
 
@@ -192,9 +196,9 @@ def torch_rank(model: Model, folder: str, rank: int, size: int,
 
     from minidist.bench.step.peers import torch_step
 
-    torch.set_num_threads(1)
     if size > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        join_gloo(folder, rank, size)
+    torch.set_num_threads(1)
     tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
     torch_step(tiny, ranks=size, clip=CLIP, peer=peer)(*map(torch.from_numpy, random_batch(16, 1, 8)))
     floor = resident_peak()
@@ -235,10 +239,9 @@ def main() -> None:
     parser = worker_arguments()
     parser.add_argument("--transport")
     parser.add_argument("--zero", type=int)
-    for name, value in vars(Model()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    Model.add_options(parser)
     options = parser.parse_args()
-    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    model = Model.of(options)
     if options.contender in (OURS, SEPARATE):
         rank, measure = our_rank(model, options.transport, options.zero)
     else:

@@ -8,18 +8,19 @@ from rich.console import Console
 from minidist.bench.step.device import COMPILED, EAGER
 from minidist.bench.step.plan import plan_label
 from minidist.bench.step.ranks import OURS, PEER, SEPARATE, STAGES
-from minidist.bench.tables import INSTALL_GLOO, new_table
+from minidist.bench.tables import INSTALL_GLOO, new_table, notes, sizes
+
+ABOUT_SEPARATE = "separate: as many processes of ours that do not communicate: what this machine's cores give"
+WITHOUT_PYTORCH = f"PyTorch was left out: {INSTALL_GLOO}"
 
 
 def show_device(result: dict[str, Any], console: Console) -> None:
     """A row for each contender, then what the step must do at least, part by part."""
-    model, rows, cuda = result["model"], result["rows"], result["device"] == "cuda"
-    sizes = ", ".join(f"{name} {value}" for name, value in model.items())
+    rows, cuda = result["rows"], result["device"] == "cuda"
     where = result["ceilings"]["about"]["name"] if cuda else "cpu, one thread"
-    table = new_table(f"training step, {where}, {result['precision']}: {sizes}")
-    for column in ("", "ms a step", "tokens/s", "beside eager", "beside compile", "of products' rate", "of the floor",
-                   "peak MiB held" if cuda else "peak MiB above import"):
-        table.add_column(column, justify="right" if column else "left")
+    table = new_table(f"training step, {where}, {result['precision']}: {sizes(result)}", "", "ms a step", "tokens/s",
+                      "beside eager", "beside compile", "of products' rate", "of the floor",
+                      "peak MiB held" if cuda else "peak MiB above import")
     for row in rows:
         table.add_row(row["name"], f"{row['step_seconds'] * 1e3:,.2f}", f"{row['tokens_per_second']:,.0f}",
                       _beside(row, rows, EAGER), _beside(row, rows, COMPILED), f"{row['utilisation']:.1%}",
@@ -27,10 +28,8 @@ def show_device(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     _show_parts(result, console)
     held = next(row["memory"] for row in rows if row["name"] == OURS)
-    console.print("minidist's peak by category, MiB: " + ", ".join(
-        f"{name} {nbytes / 2 ** 20:,.1f}" for name, nbytes in held.items() if nbytes), style="dim")
-    for line in result["left_out"]:
-        console.print(line, style="dim", markup=False)
+    notes(console, ["minidist's peak by category, MiB: " + ", ".join(
+        f"{name} {nbytes / 2 ** 20:,.1f}" for name, nbytes in held.items() if nbytes), *result["left_out"]])
 
 
 def _beside(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> str:
@@ -42,44 +41,39 @@ def _beside(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> str:
 def _show_parts(result: dict[str, Any], console: Console) -> None:
     """The floor, part by part."""
     ceilings = result["ceilings"]
-    table = new_table("the floor: what a step computes and moves at least, at the measured rates")
-    for column in ("part", "GFLOP", "MB", "ms at least"):
-        table.add_column(column, justify="right" if column != "part" else "left")
+    table = new_table("the floor: what a step computes and moves at least, at the measured rates", "part", "GFLOP",
+                      "MB", "ms at least")
     total = {name: sum(part[name] for part in result["parts"]) for name in ("operations", "bytes", "seconds")}
     for part in [*result["parts"], {"name": "step", **total}]:
         table.add_row(part["name"], f"{part['operations'] / 1e9:,.2f}" if part["operations"] else "",
                       f"{part['bytes'] / 1e6:,.1f}", f"{part['seconds'] * 1e3:,.3f}",
                       end_section=part is result["parts"][-1])
     console.print(table)
-    console.print(f"measured: matrix products {ceilings['matrix'] / 1e12:,.3g} TFLOP/s, a copy "
-                  f"{ceilings['copy'] / 1e9:,.3g} GB/s, read and written; {result['parameters']:,} parameters",
-                  style="dim")
+    notes(console, [f"measured: matrix products {ceilings['matrix'] / 1e12:,.3g} TFLOP/s, a copy "
+                    f"{ceilings['copy'] / 1e9:,.3g} GB/s, read and written; {result['parameters']:,} parameters"])
 
 
 def show_step(result: dict[str, Any], console: Console) -> None:
     """A row for each contender at each rank count."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("", "ranks", "ms a step", "tokens/s", "of its 1 rank", "beside PyTorch", "peak MiB above import"):
-        table.add_column(column, justify="right" if column else "left")
+    rows = result["rows"]
+    table = new_table(f"training step: {sizes(result)}", "", "ranks", "ms a step", "tokens/s", "of its 1 rank",
+                      "beside PyTorch", "peak MiB above import")
     for row in rows:
         table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
                       f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=_alone(row), ranks=1),
                       _ratio(row, rows, name="PyTorch", ranks=row["ranks"]), f"{row['peak_bytes'] / 2**20:.0f}")
     console.print(table)
     if any(row["name"] == SEPARATE for row in rows):
-        console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
-                      style="dim")
+        notes(console, [ABOUT_SEPARATE])
     if not any(row["name"] == PEER for row in rows):
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+        notes(console, [WITHOUT_PYTORCH])
 
 
 def show_stages(result: dict[str, Any], console: Console) -> None:
     """A row for each contender at each rank count and stage; ours as a multiple of each peer's speed."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("stage", "", "ranks", "ms a step", "tokens/s", "ours beside it", "peak MiB above import"):
-        table.add_column(column, justify="right" if column not in ("stage", "") else "left")
+    rows = result["rows"]
+    table = new_table(f"training step: {sizes(result)}", "stage", "", "ranks", "ms a step", "tokens/s",
+                      "ours beside it", "peak MiB above import", left=2)
     for index, row in enumerate(rows):
         ours = next(other for other in rows if other["name"] == OURS and other["zero"] == row["zero"]
                     and other["ranks"] == row["ranks"])
@@ -89,18 +83,16 @@ def show_stages(result: dict[str, Any], console: Console) -> None:
         table.add_row(STAGES[row["zero"]], name, str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
                       f"{row['tokens_per_second']:,.0f}", ratio, f"{row['peak_bytes'] / 2**20:.0f}", end_section=last)
     console.print(table)
-    for line in result["left_out"]:
-        console.print(f"left out: {line}", style="dim", markup=False)
+    notes(console, [f"left out: {line}" for line in result["left_out"]])
     if all(row["name"] == OURS for row in rows) and not result["left_out"]:
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+        notes(console, [WITHOUT_PYTORCH])
 
 
 def show_plans(result: dict[str, Any], console: Console) -> None:
     """A section for each plan: ours, what trains without a cut, and PyTorch's; ours as a multiple of each."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("plan", "", "ranks", "ms a step", "tokens/s", "of its 1 rank", "ours beside it"):
-        table.add_column(column, justify="right" if column not in ("plan", "") else "left")
+    rows = result["rows"]
+    table = new_table(f"training step: {sizes(result)}", "plan", "", "ranks", "ms a step", "tokens/s",
+                      "of its 1 rank", "ours beside it", left=2)
     for row in rows:
         section = [other for other in rows if other["plan"] == row["plan"]]
         ratio = "" if row is section[0] else f"{section[0]['tokens_per_second'] / row['tokens_per_second']:.2f}×"
@@ -108,12 +100,9 @@ def show_plans(result: dict[str, Any], console: Console) -> None:
                       f"{row['step_seconds'] * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}",
                       _ratio(row, section, name=_alone(row), ranks=1), ratio, end_section=row is section[-1])
     console.print(table)
-    console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
-                  style="dim")
-    for line in result["left_out"]:
-        console.print(f"left out: {line}", style="dim", markup=False)
+    notes(console, [ABOUT_SEPARATE, *(f"left out: {line}" for line in result["left_out"])])
     if all(row["name"] != PEER for row in rows):
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+        notes(console, [WITHOUT_PYTORCH])
 
 
 def plan_line(rows: Sequence[dict[str, Any]]) -> str:

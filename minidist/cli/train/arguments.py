@@ -2,7 +2,7 @@
 
 import argparse
 
-from minidist.console import number_of_bytes, positive
+from minidist.console import fraction, not_negative, number_of_bytes, positive, positive_number
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
@@ -17,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(parser: argparse.ArgumentParser) -> None:
-    """Ranks and where they compute."""
     add = parser.add_argument_group("the job").add_argument
     add("-n", "--ranks", type=positive, metavar="N",
         help="start N ranks here (without mpirun or another launcher)")
@@ -33,7 +32,6 @@ def _job(parser: argparse.ArgumentParser) -> None:
 
 
 def _division(parser: argparse.ArgumentParser) -> None:
-    """Along which axes the job is cut, and which state is divided."""
     add = parser.add_argument_group("the plan").add_argument
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
@@ -60,7 +58,6 @@ def _division(parser: argparse.ArgumentParser) -> None:
 
 
 def _strategy(parser: argparse.ArgumentParser) -> None:
-    """Strategies with a centre: device 0, or servers."""
     add = parser.add_argument_group("other strategies").add_argument
     add("--strategy", choices=STRATEGIES, default="ddp",
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
@@ -75,7 +72,6 @@ def _strategy(parser: argparse.ArgumentParser) -> None:
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
-    """What the device keeps, recomputes, or offloads."""
     add = parser.add_argument_group("device memory").add_argument
     add("--accumulate", type=positive, default=1, metavar="A",
         help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
@@ -93,7 +89,6 @@ def _memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
-    """Text and batches."""
     add = parser.add_argument_group("the data").add_argument
     add("--data", default="python", metavar="PATH",
         help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
@@ -104,7 +99,6 @@ def _data(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
-    """Sizes and number formats."""
     add = parser.add_argument_group("the model").add_argument
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
@@ -123,7 +117,6 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _experts(parser: argparse.ArgumentParser) -> None:
-    """A mixture of experts."""
     add = parser.add_argument_group("a mixture of experts").add_argument
     add("--experts", type=positive, metavar="E",
         help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
@@ -143,7 +136,6 @@ def _experts(parser: argparse.ArgumentParser) -> None:
 
 
 def _training(parser: argparse.ArgumentParser) -> None:
-    """Steps and rates."""
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
@@ -157,37 +149,9 @@ def _training(parser: argparse.ArgumentParser) -> None:
 
 
 def _result(parser: argparse.ArgumentParser) -> None:
-    """Files and output of a run."""
     add = parser.add_argument_group("the result").add_argument
     add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
     add("--quiet", action="store_true", help="print nothing")
-
-
-def positive_number(text: str) -> float:
-    """A finite number above 0."""
-    value = not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    value = not_negative(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
-    return value

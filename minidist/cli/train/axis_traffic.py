@@ -84,8 +84,7 @@ def measured(metrics: dict[str, Any]) -> dict[str, int]:
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """All ranks' bytes in a step along each axis, without scalars."""
     steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
-    table = Table(header_style="bold")
-    table.add_column("axis")
+    table = Table("axis", header_style="bold")
     for column in ("ranks", "bytes", "formula"):
         table.add_column(column, justify="right")
     for axis, sent in measured(metrics).items():

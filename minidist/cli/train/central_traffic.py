@@ -59,16 +59,10 @@ def _by_device(trainer: Trainer, batch: Batch) -> Counts:
     return [[trainer.steps_done * nbytes, trainer.steps_done * messages] for nbytes, messages in counts]
 
 
-def optimizer_share(plan: dict[str, Any]) -> float:
-    """The share of the optimizer's state on rank 0: none if rank 0 is a worker."""
-    return 0.0 if plan["strategy"] == "parameter-server" else 1.0
-
-
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
-    table = Table(header_style="bold")
-    table.add_column("sender")
+    table = Table("sender", header_style="bold")
     for column in ("bytes", "formula", "messages", "formula"):
         table.add_column(column, justify="right")
     totals = [0, 0, 0, 0]

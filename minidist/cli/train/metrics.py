@@ -1,10 +1,10 @@
 """metrics.json of `minidist train`: everything that a run measured, beside its formulas."""
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from platform import python_version
 from typing import Any
 
 from minidist.cli.train import axis_traffic, central_traffic
@@ -32,8 +32,10 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
     args, config = settings.args, settings.config
     ranks = rank_records(trainer, world)        # first: what follows takes memory of its own
     median = statistics.median(seconds)
+    count = sum(p.size for p in GPT(config).parameters())
+    itemsize = next(trainer.model.parameters()).dtype.itemsize
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
-            "device": args.device, **parameter_counts(trainer),
+            "device": args.device, "parameters": count, "parameter_bytes": count * itemsize,
             "formula": gradient_formula(trainer, settings.training_batch(0)),
             **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
@@ -41,7 +43,8 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
             "tokens_per_second": args.batch * args.context / median, "config": asdict(config),
             "options": {name: value for name, value in vars(args).items()
                         if value is None or isinstance(value, (str, int, float))},
-            "versions": versions(), "ranks": ranks}
+            "versions": {"python": python_version(),
+                         **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}, "ranks": ranks}
 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
@@ -89,16 +92,3 @@ def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, An
     kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
     return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
             "buckets": sum(call.verb in kinds and not call.once for call in calls)}
-
-
-def parameter_counts(trainer: Trainer) -> dict[str, int]:
-    """Numbers and bytes of the whole model's parameters."""
-    itemsize = next(trainer.model.parameters()).dtype.itemsize
-    count = sum(p.size for p in GPT(trainer.config).parameters())
-    return {"parameters": count, "parameter_bytes": count * itemsize}
-
-
-def versions() -> dict[str, str]:
-    """Versions that a run's numbers may depend on."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"python": python, **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}

@@ -22,19 +22,14 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
 def moved_formula(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank should move in a step, by way."""
     plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
-    each, learning = bytes_each(trainer), sum(piece.data.size for _, piece in strategy.updated())
+    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
+    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
+    learning = sum(piece.data.size for _, piece in strategy.updated())
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
     units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
     return moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
-                         masters=plan.precision != "fp32", passes=plan.accumulate, keeps=plan.keep_gathered)
-
-
-def bytes_each(trainer: Trainer) -> Each:
-    """Bytes a parameter of the trainer's weights, gradients and optimizer."""
-    weights = next(trainer.model.parameters())
-    return Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names),
-                   masters=trainer.plan.precision != "fp32")
+                         masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
 
 
 def on_device(held: dict[str, float], offload: str, zero: int) -> dict[str, float]:
@@ -48,9 +43,9 @@ def print_offload(console: Console, metrics: dict[str, Any]) -> None:
     """Print the table of moves, and the bytes on rank 0's host and disk."""
     first, steps = metrics["ranks"][0], len(metrics["losses"])
     console.rule("what rank 0 moved in a step, in bytes, measured and by formula", style="dim", align="left")
-    table = Table(header_style="bold")
-    for column in ("way", "bytes", "formula"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    table = Table("way", header_style="bold")
+    for column in ("bytes", "formula"):
+        table.add_column(column, justify="right")
     for way, nbytes in sorted(first["moved_formula"].items()):
         table.add_row(way, f"{first['moved_bytes'].get(way, 0) // steps:,}", f"{nbytes // steps:,}")
     console.print(table)

@@ -102,7 +102,8 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
-    held["optimizer"] *= central_traffic.optimizer_share(plan)
+    if plan["strategy"] == "parameter-server":
+        held["optimizer"] = 0.0     # rank 0 is a worker
     return {category: held[category] for category in STATE}
 
 
@@ -140,8 +141,7 @@ def memory_table(metrics: Metrics) -> Table:
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]
-    table = Table(header_style="bold")
-    table.add_column("what")
+    table = Table("what", header_style="bold")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")
     for category, held in metrics["ranks"][0]["memory"].items():

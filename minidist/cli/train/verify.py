@@ -35,7 +35,6 @@ direction, so the largest difference tells nothing; but few weights have such gr
 
 A_DAY = 86400.0
 
-
 Weights = dict[str, np.ndarray]
 
 
@@ -51,9 +50,11 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
     assert alone is not None
     status = 0
     if world.rank == 0:
-        differences = compare(early, *train_alone(settings, alone), arithmetic_of(settings))
+        args = settings.args
+        differences = compare(early, *train_alone(settings, alone),
+                              args.dtype if args.precision == "fp32" else args.precision)
         metrics["verify"] = differences
-        print_differences(console, differences, min(STEPS, settings.args.steps))
+        print_differences(console, differences, min(STEPS, args.steps))
         status = 0 if differences["moved"] and differences["compared"] <= differences["bound"] else 1
     limit, world.transport.limit = world.transport.limit, A_DAY
     try:
@@ -75,15 +76,10 @@ def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
         return start, serial.state_dict()
 
 
-def arithmetic_of(settings: Settings) -> str:
-    """The name of the run's bound: its precision, or for fp32 its dtype."""
-    args = settings.args
-    return str(args.dtype if args.precision == "fp32" else args.precision)
-
-
 def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> dict[str, Any]:
     """Measure the difference between two models.
 
+    Args:    arithmetic: the run's precision, or for fp32 its dtype; it chooses the bound.
     Returns: "largest", relative to the largest weight of the model; "of_the_way", the distance relative to serial's
              distance from its start; "moved": whether serial left its start; "compared": the one of the two that
              "bound" is for; "parameters": each tensor's largest difference.
@@ -117,8 +113,7 @@ def print_differences(console: Console, differences: dict[str, Any], steps: int)
                       "high, and steps that overflow are skipped; take more --steps", markup=False)
         return
     console.print(f"{verdict}: {what}; the bound is {differences['bound']:.0e} in {differences['dtype']}", markup=False)
-    table = Table(header_style="bold")
-    table.add_column("parameter (the eight that differ most)")
+    table = Table("parameter (the eight that differ most)", header_style="bold")
     table.add_column("largest difference", justify="right")
     table.add_column("of its own largest weight", justify="right")
     for name, row in worst:

@@ -102,7 +102,6 @@ class CallWorker:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        transport.waits.workers.add(self)
 
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
@@ -110,6 +109,7 @@ class CallWorker:
         with self._changed:
             self._queue.append(pending)
             self.unfinished += 1
+            self.transport.waits.workers.add(self._thread.ident)
             self._changed.notify()
         return pending
 
@@ -120,10 +120,6 @@ class CallWorker:
 
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    def ident(self) -> int | None:
-        """The thread that carries out the calls."""
-        return self._thread.ident
 
     def close(self) -> None:
         """Carry out what is queued, then end the thread.
@@ -146,6 +142,8 @@ class CallWorker:
                 del pending     # before wait() returns: only its caller keeps the arrays then
                 with self._changed:     # both at once: idle means done, and done means idle
                     self.unfinished -= 1
+                    if not self.unfinished:
+                        self.transport.waits.workers.discard(threading.get_ident())
                     finished.set()
 
     def _next(self) -> PendingCall | None:

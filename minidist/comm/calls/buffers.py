@@ -141,7 +141,7 @@ def device_of(*arrays: Any) -> str | None:
     """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
     for array in arrays:
         if array is not None:
-            return backend.device_of(array) if backend.is_array(array) else "cpu"
+            return "cpu" if isinstance(array, np.ndarray) or not backend.is_array(array) else "cuda"
     return None
 
 
@@ -150,16 +150,15 @@ class OutputArray:
 
         result = OutputArray("all_reduce", out)
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
-        return result.deliver("cpu")            # out, or the new array, on the device asked for
+        return result.deliver(None, "cpu")      # out, or the new array, on the device asked for
 
     Attributes: out     the caller's; `target` is the same as a plain array, whatever class of array `out` is
                 device  where the algorithm works
                 side    what carries it out there, if the array is not made before that; else None
     """
 
-    def __init__(self, verb: str, out: Any = None, device: str = "cpu") -> None:
-        self.verb, self.out, self.device = verb, out, device
-        self.side: SideStream | None = None
+    def __init__(self, verb: str, out: Any = None, device: str = "cpu", side: SideStream | None = None) -> None:
+        self.verb, self.out, self.device, self.side = verb, out, device, side
         self._array: np.ndarray | None = None
         self.target: Any = out
         if out is None or (type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable):
@@ -197,8 +196,8 @@ class OutputArray:
             return self.side.allocate(lambda: backend.empty(shape, dtype, self.device))     # type: ignore[no-any-return]
         return backend.empty(shape, dtype, self.device)                                     # type: ignore[no-any-return]
 
-    def deliver(self, device: str | None) -> Any:
-        """What the caller gets: `out`, filled, or the new array on `device`."""
+    def deliver(self, _returned: Any, device: str | None) -> Any:
+        """A call's `deliver`: what the caller gets: `out`, filled, or the new array on `device`."""
         assert self._array is not None, "array() comes before deliver()"
         if self.out is None:
             return backend.to_device(self._array, device or "cpu")

@@ -12,7 +12,7 @@ let both wait for ever.
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,34 +41,42 @@ from minidist.device import account
 from minidist.errors import MismatchError
 
 Arrays = Sequence[np.ndarray]
+Work = Callable[["Call"], Any]
+Deliver = Callable[[Any, str | None], Any]
 _NOTHING = np.empty(0, np.uint8)
 
 
-def _as_returned(call: "Call", returned: Any) -> Any:
+def _as_returned(returned: Any, device: str | None) -> Any:
     return returned
+
+
+def _on_side(call: "Call", begun: Any, work: Work, deliver: Deliver) -> Any:
+    """The work of a call with a side: result and all, ordered on that stream."""
+    assert call.side is not None, "a call with a side"
+    result, call._done = call.side.carry_out(begun, lambda: deliver(work(call), call.device), call)
+    return result
 
 
 class Call(RunningCall):
     """A collective that this rank has entered, or will.
 
         with call:                                          # counted, and told to the ledger's subscribers
-            result = call.deliver(call, call.work(call))
+            result = call.deliver(call.work(call), call.device)
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
                 world_ranks of the group
                 work        `work(call)` is the algorithm with its arrays
-                deliver     `deliver(call, returned)` makes the call's result of what the algorithm returned
+                deliver     `deliver(returned, device)` makes the call's result of what the algorithm returned
                 board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
                 origin      where the array lives from which a block came; None while none has come
                 side        the stream on which the call is carried out on the GPU (device_lane.py), or None
     """
 
-    def __init__(self, group: Members, verb: str, algorithm: str, work: Callable[["Call"], Any],
-                 deliver: Callable[["Call", Any], Any] = _as_returned, *, op: str | None = None,
-                 root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
-                 device: str | None = "cpu", side: SideStream | None = None) -> None:
+    def __init__(self, group: Members, verb: str, algorithm: str, work: Work, deliver: Deliver = _as_returned, *,
+                 op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
+                 shape: Shape | None = None, device: str | None = "cpu", side: SideStream | None = None) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
@@ -102,7 +110,7 @@ class Call(RunningCall):
     def run(self) -> Any:
         """Carry the call out; its result."""
         with self:
-            return self.deliver(self, self.work(self))
+            return self.deliver(self.work(self), self.device)
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
@@ -112,16 +120,17 @@ class Call(RunningCall):
 
     # ------------------------------------------------------------------------ messages whose length both sides know
 
-    def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
+    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
                    chunk: int | None = None) -> Handle:
-        """Begin to send a contiguous array to rank `dst`, with `header` behind the signature.
+        """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and device in the header.
 
         step and chunk are told to the ledger's subscribers only.
         """
         self.count(array.nbytes)
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         peer = self.world_ranks[dst]
-        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), self._meta + header)
+        meta = self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu") if block else self._meta
+        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         if not start:
             return handle
         return ReportedSend(handle, lambda: self._publish("message", start, {
@@ -146,6 +155,11 @@ class Call(RunningCall):
 
         return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
 
+    def wait(self, handles: Iterable[Handle]) -> None:
+        """Wait for each of several transfers."""
+        for handle in handles:
+            handle.wait()
+
     def send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send and wait."""
         self.start_send(dst, array, step=step, chunk=chunk).wait()
@@ -166,9 +180,8 @@ class Call(RunningCall):
 
     def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
                          chunk: int | None = None) -> Handle:
-        """As start_send, with dtype, shape and device in the header."""
-        header = pack_block(block.dtype, block.shape, self.origin or "cpu")
-        return self.start_send(dst, block, header=header, step=step, chunk=chunk)
+        """start_send of a block."""
+        return self.start_send(dst, block, block=True, step=step, chunk=chunk)
 
     def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send_block and wait."""
@@ -253,7 +266,7 @@ class Call(RunningCall):
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum(array.nbytes for array in (*arrays, *lent)))
+        self.count(sum([array.nbytes for array in (*arrays, *lent)]))
         if lent:
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
@@ -294,18 +307,10 @@ class Call(RunningCall):
 
     def _refusal(self, error: MismatchError) -> MismatchError:
         """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
-        if self._transport.waits.disagree is not None:
-            self._transport.waits.disagree(str(error), self.world_ranks)
+        self._transport.waits.disagree(str(error), self.world_ranks)
         return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
         details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}
         self.ledger.publish(Event(kind, self.verb, start, time.perf_counter(), self.ledger.world_rank,
                                   threading.current_thread().name, details))
-
-
-def _on_side(call: Call, begun: Any, work: Callable[[Call], Any], deliver: Callable[[Call, Any], Any]) -> Any:
-    """The work of a call with a side: result and all, ordered on that stream."""
-    assert call.side is not None, "a call with a side"
-    result, call._done = call.side.carry_out(begun, lambda: deliver(call, work(call)), call)
-    return result

@@ -24,12 +24,12 @@ from minidist.errors import ConfigError, DtypeError
 UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
+@np.errstate(all="ignore")
 def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    with np.errstate(all="ignore"):
-        if loop is None:
-            ufunc(a, b, out=out)
-        else:
-            ufunc(a, b, out=out, dtype=loop, casting="same_kind")
+    if loop is None:
+        ufunc(a, b, out=out)
+    else:
+        ufunc(a, b, out=out, dtype=loop, casting="same_kind")
 
 
 class Reduction(NamedTuple):

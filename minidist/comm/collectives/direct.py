@@ -36,15 +36,11 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements, and n more in low
              precision (float32), or in place on ranks from 2 on.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     values = {src: call.workspace(len(x), x.dtype) for src in range(call.size) if src != call.rank}
     others = [(call.rank - step) % call.size for step in range(1, call.size)]
     received = [call.start_recv(src, values[src]) for src in others]
     sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(reversed(others))]
-    for handle in received + sent:
-        handle.wait()
+    call.wait(received + sent)
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added
     total = call.workspace(len(x), op.total) if spoils_x or op.total != out.dtype else out

@@ -96,9 +96,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     _agree(call)
     core, cut = core_of(call), bounds(len(x), call.size)
     values = fold(call, core, x, out, op)
@@ -119,9 +116,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
              Workspace: n elements, on core ranks. One copy of a chunk.
     Rounding: as all_reduce.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     _agree(call)
     core, cut = core_of(call), bounds(len(x), call.size)
     if core.surplus:
@@ -189,9 +183,6 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
              the whole array. Workspace: n elements; a copy of the array at the end of every second step count.
     Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     _agree(call)
     core = core_of(call)
     values = fold(call, core, x, out, op)

@@ -161,8 +161,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         op.finish(total, target)
         if rank != call.rank:
             sent.append(call.start_send(rank, target, chunk=rank))
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
@@ -192,8 +191,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         sent = [across.start_send_block(across.next_rank, blocks[rank], chunk=rank) for rank in here.nodes[outgoing]]
         for rank in here.nodes[outgoing - 1]:
             blocks[rank] = across.recv_block(across.prev_rank, rows.place(rank))
-        for handle in sent:
-            handle.wait()
+        call.wait(sent)
     return tree.broadcast(here.inside, rows.join([blocks[rank] for rank in range(call.size)]), rows.place_whole,
                           here.root)
 

@@ -169,8 +169,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     if call.rank == 0:
         return _relay(call, parts, place)
     sent = [call.start_send_block(0, parts[dst], chunk=dst) for dst in _others(call.size, call.rank)]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     return [parts[src] if src == call.rank else call.recv_block(0, place(src)) for src in range(call.size)]
 
 

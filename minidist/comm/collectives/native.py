@@ -6,8 +6,7 @@ rank that meets another call raises MismatchError before it enters the library, 
 other rank of the group raise it, too: no rank waits in the library for one that will not come.
 
 The ledger cannot see into the library. It counts the messages of this module, and the bytes that a rank hands to the
-library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes). A
-group of one rank sends nothing.
+library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes).
 
 Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min
 is its affair, too.
@@ -37,11 +36,10 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    A + P messages; P*nbytes handed over.
     """
-    if call.size > 1:
-        dissemination.barrier(call)
-        call.count(x.nbytes)
-        call.native().all_reduce(x, out, op.op)
-    op.finish(x if call.size == 1 else out, out)
+    dissemination.barrier(call)
+    call.count(x.nbytes)
+    call.native().all_reduce(x, out, op.op)
+    op.finish(out, out)
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
@@ -50,12 +48,11 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
     Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    A + P messages; P*nbytes handed over.
     """
-    if call.size > 1:
-        dissemination.barrier(call)
-        call.count(x.nbytes)
-        call.native().reduce(x, out, op.op, root)
+    dissemination.barrier(call)
+    call.count(x.nbytes)
+    call.native().reduce(x, out, op.op, root)
     if out is not None:
-        op.finish(x if call.size == 1 else out, out)
+        op.finish(out, out)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -64,9 +61,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     Args:    x (n,), contiguous, only read; out: chunk `rank`; may be that part of x, which is then copied first.
     Cost:    A + P messages; P*nbytes handed over.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     dissemination.barrier(call)
     call.count(x.nbytes)
     apart = x.copy() if array_module(x).may_share_memory(x, out) else x
@@ -85,10 +79,9 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     if call.side is not None and call.origin == "cpu":
         return tree.broadcast(call, x, place, root)         # the root's array turns out to be on the host
     array = place(shape, dtype) if x is None else x
-    if call.size > 1:
-        if call.rank == root:
-            call.count(array.nbytes)
-        call.native().broadcast(bytes_view(array), root)
+    if call.rank == root:
+        call.count(array.nbytes)
+    call.native().broadcast(bytes_view(array), root)
     return array
 
 
@@ -109,9 +102,8 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
         part = place((mine.stop - mine.start, *shape[1:]), dtype)
         call.native().scatter(None, counts, bytes_view(part), root)
         return part
-    if call.size > 1:
-        call.count(x.nbytes)
-        call.native().scatter(bytes_view(x), counts, None, root)
+    call.count(x.nbytes)
+    call.native().scatter(bytes_view(x), counts, None, root)
     return x[mine]
 
 
@@ -122,9 +114,6 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     Returns: at the root all blocks, one after the other in rank order; elsewhere None.
     Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its own first.
     """
-    if call.size == 1:
-        assert rows is not None, "the root has a place for the blocks"
-        return rows.join([own])
     lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
     call.count(own.nbytes)
     if rows is None:
@@ -143,8 +132,6 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     Returns: all blocks, one after the other in rank order.
     Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. A rank copies its own first.
     """
-    if call.size == 1:
-        return rows.join([own])
     lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
     mine = own.copy()
     whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
@@ -161,8 +148,6 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and 8 for each dim of
              it. Two copies of every part.
     """
-    if call.size == 1:
-        return list(parts)
     dissemination.barrier(call)
     if call.side is not None:
         return _all_to_all_on_gpu(call, parts, place)
@@ -208,17 +193,13 @@ def barrier(call: Call) -> None:
 
     Cost:    A + P messages of 0 bytes.
     """
-    if call.size > 1:
-        dissemination.barrier(call)
-        call.count(0)
-        call.native().barrier()
+    dissemination.barrier(call)
+    call.count(0)
+    call.native().barrier()
 
 
 def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the root's array, after all ranks have agreed: P-1 messages of 0 bytes."""
-    if call.size == 1:
-        assert x is not None, "the root has the array"
-        return x.shape, x.dtype
     dissemination.barrier(call)
     told = tree.broadcast(call, None if x is None else np.empty((*x.shape, 0), x.dtype), np.empty, root)
     return told.shape[:-1], told.dtype

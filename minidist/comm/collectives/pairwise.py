@@ -55,8 +55,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     for src, (handle, arrived) in receiving.items():
         handle.wait()
         received[src] = arrived[0]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     return [received[src] for src in range(call.size)]
 
 
@@ -74,8 +73,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     chunks = split(x, call.size)
     sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
     total = add_from(call, _before(call), chunks[call.rank], out, op)
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     op.finish(total, out)
 
 
@@ -92,8 +90,7 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
     received = [call.start_recv(src, chunks[src]) for src in _before(call)]
     sent = [call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
             for step, dst in enumerate(_after(call))]
-    for handle in received + sent:
-        handle.wait()
+    call.wait(received + sent)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:

@@ -105,9 +105,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              or not P divides n. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     length = STRETCH_BYTES // x.itemsize
     for number, start in enumerate(range(0, max(len(x), 1), length)):
         sums, step = split(out[start:start + length], call.size), 2 * number * (call.size - 1)
@@ -124,9 +121,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks (none at P = 2).
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     reduce_chunks(call, split(x, call.size), out, op)
     if op.op == "mean":
         op.finish(out, out)
@@ -197,8 +191,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     for child in children:
         sent += [call.start_send_block(child.rank, np.empty((*x.shape, 0), x.dtype), step=child.cut - 1),
                  call.start_send(child.rank, flat[cut[child.first]:cut[child.behind]], step=child.cut - 1)]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     _pass_around_from(call, root, split(flat, call.size), first_step=(call.size - 1).bit_length())
     return x
 
@@ -210,5 +203,4 @@ def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first
         handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]
         if call.next_rank != root:
             handles.append(call.start_send(call.next_rank, chunks[outgoing], step=first_step + step, chunk=outgoing))
-        for handle in handles:
-            handle.wait()
+        call.wait(handles)

@@ -54,6 +54,19 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
                 "shared": shared_memory.barrier},
 }
 
+ALONE: dict[str, Callable[..., Any]] = {
+    "broadcast": lambda call, x, place, root: x,
+    "reduce": lambda call, x, out, op, root: op.finish(x, out),
+    "all_reduce": lambda call, x, out, op: op.finish(x, out),
+    "gather": lambda call, own, rows, root: rows.join([own]),
+    "all_gather": lambda call, own, rows: rows.join([own]),
+    "scatter": lambda call, x, place, root: x,
+    "reduce_scatter": lambda call, x, out, op: op.finish(x, out),
+    "all_to_all": lambda call, parts, place: list(parts),
+    "barrier": lambda call: None,
+}
+"""What a group of one rank does, whatever the algorithm: the others begin with two ranks."""
+
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",
           "reduce_scatter": "ring", "all_to_all": "pairwise", "barrier": "dissemination"}
 _BY_LEADERS = ("broadcast", "reduce", "all_reduce")     # the others send as many bytes between nodes, or further ones

@@ -30,7 +30,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import SharingGroup
-from minidist.comm.collectives.packed_shapes import labels_of, shapes_in
+from minidist.comm.collectives.packed_shapes import PackedShapes, labels_of, shapes_in
 from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
@@ -55,9 +55,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
               Workspace: what a rank adds, in float32, in low precision.
     Rounding: low precision is added in float32 and rounded once.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
     for start in range(0, max(len(x), 1), length):
@@ -72,9 +69,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
               over all ranks, exactly. Workspace: what a rank adds, in float32, in low precision.
     Rounding: low precision is added in float32 and rounded once.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     chunks = split(x, call.size)
     step = piece_bytes(call.size) // x.itemsize
     for start in range(0, max(len(chunks[0]), 1), step):
@@ -92,8 +86,6 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a piece and rank; the
              bytes of all blocks once, exactly.
     """
-    if call.size == 1:
-        return rows.join([own])
     data = bytes_view(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told = call.show_block(own, *([] if lent else [data[:SHOWN_BYTES]]), lent=lent)
@@ -103,7 +95,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         assert theirs is not None, "every rank has a block"
         blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
         if call.lends and _is_long(blocks[rank].nbytes):
-            call.read(rank, _addresses(shown)[0], blocks[rank])
+            call.read(rank, _address(shown), blocks[rank])
         else:
             bytes_view(blocks[rank])[:len(shown)] = shown
     longest = max(block.nbytes for block in blocks.values())
@@ -123,8 +115,6 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     Cost:    1 message a piece and rank; nbytes once, exactly.
     """
     data = _NOTHING if x is None else bytes_view(x)
-    if call.size == 1 and x is not None:
-        return x
     block, part = call.show_block(x, data[:SHOWN_BYTES])[root]
     assert block is not None, "the root has an array"
     array = place(block.shape, block.dtype) if x is None else x
@@ -151,28 +141,26 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
              bytes. Every part once, but those that stay; 8 bytes for each part, 8 for each of its dims.
     """
     received = {call.rank: parts[call.rank]}
-    if call.size == 1:
-        return [received[call.rank]]
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
     data, labels = [bytes_view(part) for part in others], labels_of(others)
     long = _is_long(len(labels) + sum(map(len, data)))
     lent = [_lendable(call, part) for part in data] if long and call.lends else []
-    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize)
-               for shown in call.show(labels, *([] if long else data), lent=lent)]
-    longest = max(max(bundle.lengths) if bundle.long else 0 for bundle in bundles)
+    shown = call.show(labels, *([] if long else data), lent=lent)
+    told = [shapes_in(theirs, call.size - 1, parts[0].itemsize) for theirs in shown]
+    longest = max(max(bundle.lengths) if _is_long(bundle.starts[-1]) else 0 for bundle in told)
     try:
         for src in _others(call):
-            mine = call.rank - (call.rank > src)
-            received[src] = place(src)(bundles[src].shapes[mine], parts[0].dtype)
-            if not bundles[src].long:
-                bytes_view(received[src])[...] = bundles[src].part(mine)
+            mine, bundle = call.rank - (call.rank > src), told[src]
+            received[src] = place(src)(bundle.shapes[mine], parts[0].dtype)
+            if not _is_long(bundle.starts[-1]):
+                bytes_view(received[src])[...] = shown[src][bundle.starts[mine]:bundle.starts[mine + 1]]
             elif call.lends:
-                call.read(src, bundles[src].address(mine), received[src])
+                call.read(src, _address(shown[src][bundle.starts[0]:], mine), received[src])
     finally:
         if longest and call.lends:
             call.show(_NOTHING)     # also after an error: others may still be reading what this rank lent
     if longest and not call.lends:
-        _all_to_all_in_pieces(call, data if long else [_NOTHING], bundles, received, longest)
+        _all_to_all_in_pieces(call, data if long else [_NOTHING], told, received, longest)
     return [received[src] for src in range(call.size)]
 
 
@@ -181,8 +169,7 @@ def barrier(call: Call) -> None:
 
     Cost: 1 message of 0 bytes per rank.
     """
-    if call.size > 1:
-        call.show(_NOTHING)
+    call.show(_NOTHING)
 
 
 def piece_bytes(size: int) -> int:
@@ -224,35 +211,15 @@ def _add(call: Call, values: Sequence[np.ndarray], out: np.ndarray, op: Reductio
     op.finish(total, out)
 
 
-class _Bundle:
-    """What a rank shows first in an all_to_all: its parts for the others, or their addresses, behind their shapes.
-
-    Attributes: shapes, lengths   of the parts, in elements and in bytes
-                long              whether they are more than what is shown at a time
-    """
-
-    def __init__(self, shown: np.ndarray, count: int, itemsize: int) -> None:
-        self._shown = shown
-        self.shapes, self.lengths, self._starts = shapes_in(shown, count, itemsize)
-        self.long = _is_long(self._starts[-1])
-
-    def part(self, number: int) -> np.ndarray:
-        start = self._starts[number]
-        return self._shown[start:start + self.lengths[number]]
-
-    def address(self, number: int) -> int:
-        return _addresses(self._shown[self._starts[0]:])[number]
-
-
-def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], bundles: Sequence[_Bundle],
+def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], told: Sequence[PackedShapes],
                           received: Mapping[int, np.ndarray], longest: int) -> None:
     """Every rank shows a piece of all its parts, as often as the longest needs it."""
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
         shown = call.show(*(part[start:start + step] for part in data))
         for src in _others(call):
-            if bundles[src].long:
-                pieces = [min(max(length - start, 0), step) for length in bundles[src].lengths]
+            if _is_long(told[src].starts[-1]):
+                pieces = [min(max(length - start, 0), step) for length in told[src].lengths]
                 mine = call.rank - (call.rank > src)
                 begin = sum(pieces[:mine])
                 bytes_view(received[src])[start:start + pieces[mine]] = shown[src][begin:begin + pieces[mine]]
@@ -277,5 +244,6 @@ def _others(call: Call) -> list[int]:
     return [(call.rank + step) % call.size for step in range(1, call.size)]
 
 
-def _addresses(shown: np.ndarray) -> list[int]:
-    return shown.view(np.uint64).tolist()  # type: ignore[no-any-return]
+def _address(shown: np.ndarray, number: int = 0) -> int:
+    """One of the addresses of what a rank lends."""
+    return int(shown.view(np.uint64)[number])

@@ -14,7 +14,6 @@ import numpy as np
 from minidist.comm.calls.buffers import Place
 from minidist.comm.calls.call import Call
 from minidist.comm.handle import Handle
-from minidist.comm.signature import pack_block
 from minidist.comm.transport import Reduce
 
 
@@ -27,15 +26,10 @@ class SubsetCall(Call):
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.signature, self.world_ranks = call.signature, call.world_ranks
 
-    def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
+    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
                    chunk: int | None = None) -> Handle:
         step = None if step is None else self._first_step + step
-        return self._whole.start_send(self._ranks[dst], array, header=header, step=step, chunk=chunk)
-
-    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
-                         chunk: int | None = None) -> Handle:
-        header = pack_block(block.dtype, block.shape, self._whole.origin or "cpu")
-        return self.start_send(dst, block, header=header, step=step, chunk=chunk)
+        return self._whole.start_send(self._ranks[dst], array, block=block, step=step, chunk=chunk)
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         return self._whole.start_recv(self._ranks[src], into, reduce)

@@ -75,9 +75,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
     Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     call.agree()
     form = grid(call.size)
     row = SubsetCall(call, form.row_of(call.rank))
@@ -100,9 +97,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
              Workspace: at most three times the chunks of a row.
     Rounding: as all_reduce.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     call.agree()
     form, cut = grid(call.size), bounds(len(x), call.size)
     row, column = SubsetCall(call, form.row_of(call.rank), form.rows - 1), SubsetCall(call, form.column_of(call.rank))

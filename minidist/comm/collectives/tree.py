@@ -84,8 +84,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
         x = call.recv_block(parent, place)
     assert x is not None, "the root has the array"
     sent = [call.start_send_block(child, x, step=_step(child, root, call.size)) for child in reversed(children)]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     return x
 
 
@@ -127,8 +126,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         call.recv(parent, out)
     first = (call.size - 1).bit_length()
     sent = [call.start_send(child, out, step=first + _step(child, 0, call.size)) for child in reversed(children)]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
 
 
 class Twig(NamedTuple):
@@ -213,8 +211,7 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
         kept = place(part.shape, part.dtype)
         kept[...] = part
         part = kept
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     return part
 
 

@@ -46,14 +46,14 @@ class Case:
         return self.size - 1
 
     @property
-    def log(self) -> int:
-        """ceil(log2 P)."""
-        return self.others.bit_length()
-
-    @property
     def core(self) -> int:
         """Q."""
         return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def total(self) -> int:
+        """N."""
+        return sum(self.blocks)
 
     @property
     def leaders(self) -> list[int]:
@@ -68,20 +68,31 @@ class Case:
         return rows, self.size // rows
 
     @property
-    def surplus(self) -> list[int]:
-        """The ranks that halving and doubling fold into the ones before them."""
-        return [2 * pair + 1 for pair in range(self.size - self.core)]
+    def folded(self) -> int:
+        """Bytes of the P-Q ranks that halving and doubling fold into the ones before them: 1, 3, 5, ..."""
+        return sum(self.blocks[1:2 * (self.size - self.core):2])
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Messages and bytes of one algorithm, to read and to compute; `steps`: how many messages wait for each other."""
+    """Messages and bytes of one algorithm among two ranks or more, to read and to compute; one rank sends nothing.
+
+    Attributes: steps   how many messages wait for each other
+    """
 
     messages: str
-    messages_of: Callable[[Case], int]
+    count: Callable[[Case], int]
     nbytes: str
-    bytes_of: Callable[[Case], int]
+    volume: Callable[[Case], int]
     steps: str
+
+    def messages_of(self, case: Case) -> int:
+        """Messages of all ranks."""
+        return 0 if case.size == 1 else self.count(case)
+
+    def bytes_of(self, case: Case) -> int:
+        """Bytes that all ranks send."""
+        return 0 if case.size == 1 else self.volume(case)
 
 
 def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
@@ -90,29 +101,23 @@ def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
     return [(stop - start) * itemsize for start, stop in zip(edges[:-1], edges[1:], strict=True)]
 
 
-def _but_root(case: Case) -> int:
-    return sum(case.blocks) - case.blocks[case.root]
+def _travelling(case: Case) -> list[tuple[int, int, int]]:
+    """(src, dst, bytes) of the parts that do not stay where they are."""
+    return [(src, dst, part) for src, row in enumerate(case.parts) for dst, part in enumerate(row) if src != dst]
 
 
 def _leaving(case: Case) -> int:
-    """Parts that do not stay where they are."""
-    return sum(part for src, row in enumerate(case.parts) for dst, part in enumerate(row) if src != dst)
+    return sum(part for _, _, part in _travelling(case))
 
 
 def _by_rank_0(case: Case) -> int:
     """Every part that leaves, once to rank 0 unless it is there, once from it unless it is for it."""
-    return sum(part * ((src != 0) + (dst != 0))
-               for src, row in enumerate(case.parts) for dst, part in enumerate(row) if src != dst)
+    return sum(part * ((src != 0) + (dst != 0)) for src, dst, part in _travelling(case))
 
 
 def _halvings(case: Case) -> int:
     """Messages of the core that halves or doubles once, and of fold and unfold."""
-    return case.core * (case.core.bit_length() - 1) + 2 * len(case.surplus)
-
-
-def _surplus_twice(case: Case, whole: int) -> int:
-    """P-1 times the whole, and the surplus ranks' blocks once more: folded in, or handed on."""
-    return case.others * whole + sum(case.blocks[rank] for rank in case.surplus)
+    return case.core * (case.core.bit_length() - 1) + 2 * (case.size - case.core)
 
 
 def _depths(head: int, first: int, behind: int) -> list[int]:
@@ -131,17 +136,12 @@ def _by_depth(case: Case) -> int:
 
 def _jumps(case: Case) -> int:
     """Every part and its label, as often as the way it has to go has binary ones."""
-    return sum((part + 8 + 8 * case.dims) * bin((dst - src) % case.size).count("1")
-               for src, row in enumerate(case.parts) for dst, part in enumerate(row))
-
-
-def _to_and_from_leaders(case: Case) -> int:
-    """Messages between other ranks and their leaders, to and fro, and of every block from each leader to the next."""
-    return 2 * (case.size - len(case.leaders)) + case.size * (len(case.leaders) - 1)
+    return sum((part + 8 + 8 * case.dims) * ((dst - src) % case.size).bit_count()
+               for src, dst, part in _travelling(case))
 
 
 def _not_leaders(case: Case) -> int:
-    return sum(case.blocks) - sum(case.blocks[leader] for leader in case.leaders)
+    return case.total - sum(case.blocks[leader] for leader in case.leaders)
 
 
 _ONE_EACH = ("P-1", lambda case: case.others)
@@ -149,11 +149,12 @@ _TWO_EACH = ("2(P-1)", lambda case: 2 * case.others)
 _RING = ("P(P-1)", lambda case: case.size * case.others)
 _WHOLE = ("(P-1)n", lambda case: case.others * case.nbytes)
 _TWICE = ("2(P-1)n", lambda case: 2 * case.others * case.nbytes)
-_BLOCKS = ("N - b_root", _but_root)
-_LEADERS = ("2(P-M) + P(M-1)", _to_and_from_leaders)
+_BLOCKS = ("N - b_root", lambda case: case.total - case.blocks[case.root])
+_TO_ALL = ("(P-1)N", lambda case: case.others * case.total)
+_LEADERS = ("2(P-M) + P(M-1)", lambda case: 2 * (case.size - len(case.leaders)) + case.size * (len(case.leaders) - 1))
 _GRID = ("P(R+C-2)", lambda case: case.size * (sum(case.grid) - 2))
 _DEEP = ("sum of b_r times r's depth in the tree of halves", _by_depth)
-_LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.log)
+_LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.others.bit_length())
 _HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
 
@@ -170,17 +171,13 @@ def _torus(case: Case) -> int:
     return 2 * case.size * (columns - 1) + sum(2 * rows * (rows - 1) * _stretches(chunk) for chunk in chunks)
 
 
-def _unless_alone(case: Case, number: int) -> int:
-    return 0 if case.size == 1 else number
-
-
 def _piece(case: Case) -> int:
-    return SHOWN_BYTES // max(case.others, 1) & -64
+    return SHOWN_BYTES // case.others & -64
 
 
 def _shown(case: Case, nbytes: int, piece: int | None = None) -> int:
     """Messages of all ranks that show `nbytes` in pieces (of SHOWN_BYTES), one at least."""
-    return _unless_alone(case, case.size * max(1, -(-nbytes // (piece or SHOWN_BYTES))))
+    return case.size * max(1, -(-nbytes // (piece or SHOWN_BYTES)))
 
 
 def _shown_blocks(case: Case) -> int:
@@ -192,32 +189,27 @@ def _shown_parts(case: Case) -> int:
     """With their labels, if they fit; else by themselves."""
     leaving = [[part for dst, part in enumerate(row) if dst != src] for src, row in enumerate(case.parts)]
     longest = max((max(parts) for parts in leaving if sum(parts) + case.others * (8 + 8 * case.dims) > SHOWN_BYTES),
-                  default=0) if case.others else 0
-    return _unless_alone(case, case.size * (1 + (min(longest, 1) if case.lends else -(-longest // _piece(case)))))
+                  default=0)
+    return case.size * (1 + (min(longest, 1) if case.lends else -(-longest // _piece(case))))
 
 
-def _shown_sums(case: Case) -> int:
-    return _shown(case, case.nbytes) * (2 if case.others * case.nbytes > SHOWN_WHOLE_BYTES else 1)
-
-
-def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],
+def _native(messages: str, count: Callable[[Case], int], nbytes: str, volume: Callable[[Case], int],
             steps: str = "ceil(log2 P) + 1") -> Formula:
     """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one rank at least."""
-    return Formula(f"A + {messages}, A = P ceil(log2 P)",
-                   lambda case: case.size * case.log + messages_of(case) if case.size > 1 else 0,
-                   nbytes, lambda case: bytes_of(case) if case.size > 1 else 0, steps)
+    return Formula(f"A + {messages}, A = P ceil(log2 P)", lambda case: _LOG_EACH[1](case) + count(case), nbytes, volume,
+                   steps)
 
 
 _FROM_EACH = ("P", lambda case: case.size, "P n", lambda case: case.size * case.nbytes)
 _TOLD = ("P", lambda case: case.size)
-_JOINED = ("2P", lambda case: 2 * case.size, "8P + N", lambda case: 8 * case.size + sum(case.blocks))
+_JOINED = ("2P", lambda case: 2 * case.size, "8P + N", lambda case: 8 * case.size + case.total)
 
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
     ("broadcast", "tree"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 P)"),
     ("broadcast", "ring"): Formula("(P-1)(P+1)", lambda case: case.others * (case.size + 1),
                                    "(P-2)n + b_root + sum of b_r times r's depth in the tree of halves",
-                                   lambda case: _WHOLE[1](case) - _but_root(case) + _by_depth(case),
+                                   lambda case: _WHOLE[1](case) - _BLOCKS[1](case) + _by_depth(case),
                                    "2 ceil(log2 P) + P-1"),
     ("broadcast", "hierarchical"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 M) + ceil(log2 L)"),
     ("reduce", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
@@ -233,7 +225,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "doubling"): Formula(*_HALVINGS, "(Q log2 Q + 2(P-Q)) n",
                                         lambda case: _halvings(case) * case.nbytes, "log2 Q, +2 if P != Q"),
     ("all_reduce", "halving-doubling"): Formula(
-        "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * len(case.surplus), *_TWICE,
+        "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * (case.size - case.core), *_TWICE,
         "2 log2 Q, +2 if P != Q"),
     ("all_reduce", "hierarchical"): Formula(
         "2(P-M) + 2M(M-1) ceil(n / 4 MiB)",
@@ -244,17 +236,16 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "2P(C-1) + 2P(R-1) ceil(n/C / 4 MiB)", _torus, *_TWICE, "2(C-1) + 2(R-1) ceil(n/C / 4 MiB)"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("gather", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
-    ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",
-                                     lambda case: case.size * sum(case.blocks) - case.blocks[0],
+    ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0", lambda case: case.size * case.total - case.blocks[0],
                                      "2(P-1)"),
-    ("all_gather", "ring"): Formula(*_RING, "(P-1)N", lambda case: case.others * sum(case.blocks), "P-1"),
+    ("all_gather", "ring"): Formula(*_RING, *_TO_ALL, "P-1"),
     ("all_gather", "halving-doubling"): Formula(*_HALVINGS, "(P-1)N + b_r of the surplus ranks",
-                                                lambda case: _surplus_twice(case, sum(case.blocks)),
+                                                lambda case: case.others * case.total + case.folded,
                                                 "log2 Q, +2 if P != Q"),
     ("all_gather", "hierarchical"): Formula(
         *_LEADERS, "(P-1)N + b_r of all but leaders",
-        lambda case: case.others * sum(case.blocks) + _not_leaders(case), "L-1 + P - P/M + ceil(log2 L)"),
-    ("all_gather", "torus"): Formula(*_GRID, "(P-1)N", lambda case: case.others * sum(case.blocks), "R+C-2"),
+        lambda case: case.others * case.total + _not_leaders(case), "L-1 + P - P/M + ceil(log2 L)"),
+    ("all_gather", "torus"): Formula(*_GRID, *_TO_ALL, "R+C-2"),
     ("scatter", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("scatter", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("reduce_scatter", "naive"): Formula(*_TWO_EACH, "P n - b_0", lambda case: case.size * case.nbytes - case.blocks[0],
@@ -262,7 +253,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce_scatter", "ring"): Formula(*_RING, *_WHOLE, "P-1"),
     ("reduce_scatter", "pairwise"): Formula(*_RING, *_WHOLE, "1"),
     ("reduce_scatter", "halving-doubling"): Formula(*_HALVINGS, "(P-1)n + b_r of the surplus ranks",
-                                                    lambda case: _surplus_twice(case, case.nbytes),
+                                                    lambda case: case.others * case.nbytes + case.folded,
                                                     "log2 Q, +2 if P != Q"),
     ("reduce_scatter", "hierarchical"): Formula(
         *_LEADERS, "(P-1)n + b_r of all but leaders",
@@ -280,28 +271,28 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "native"): _native(*_FROM_EACH),
     ("gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
     ("all_gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
-    ("scatter", "native"): _native(*_TOLD, "n", lambda case: sum(case.blocks), "2 ceil(log2 P) + 1"),
+    ("scatter", "native"): _native(*_TOLD, "n", lambda case: case.total, "2 ceil(log2 P) + 1"),
     ("reduce_scatter", "native"): _native(*_FROM_EACH),
     ("all_to_all", "native"): _native(
         "2P", lambda case: 2 * case.size, "8P^2 + sum of p_rd + 8 + 8 dims over r != d",
         lambda case: _leaving(case) + 8 * case.size ** 2 + case.size * case.others * (8 + 8 * case.dims),
         "ceil(log2 P) + 2"),
     ("all_reduce", "shared"): Formula(
-        "P ceil(n / 2 MiB), or 2P ceil(n / 2 MiB) if (P-1)n > 256 KiB", _shown_sums, "Pn",
-        lambda case: _unless_alone(case, case.size * case.nbytes), "2 ceil(n / 2 MiB)"),
+        "P ceil(n / 2 MiB), or 2P ceil(n / 2 MiB) if (P-1)n > 256 KiB",
+        lambda case: (1 + (case.others * case.nbytes > SHOWN_WHOLE_BYTES)) * _shown(case, case.nbytes),
+        "Pn", lambda case: case.size * case.nbytes, "2 ceil(n / 2 MiB)"),
     ("reduce_scatter", "shared"): Formula(
         "P ceil(ceil(n/P) / (2 MiB / (P-1)))", lambda case: _shown(case, max(case.blocks), _piece(case)), "(P-1)n",
         lambda case: case.others * case.nbytes, "ceil(ceil(n/P) / (2 MiB / (P-1)))"),
     ("all_gather", "shared"): Formula(
         "P ceil(max b_r / 2 MiB), at most 2P if ranks lend", _shown_blocks, "N",
-        lambda case: _unless_alone(case, sum(case.blocks)), "ceil(max b_r / 2 MiB), at most 2 if ranks lend"),
-    ("broadcast", "shared"): Formula(
-        "P ceil(n / 2 MiB)", lambda case: _shown(case, case.nbytes), "n",
-        lambda case: _unless_alone(case, case.nbytes), "ceil(n / 2 MiB)"),
+        lambda case: case.total, "ceil(max b_r / 2 MiB), at most 2 if ranks lend"),
+    ("broadcast", "shared"): Formula("P ceil(n / 2 MiB)", lambda case: _shown(case, case.nbytes), "n",
+                                     lambda case: case.nbytes, "ceil(n / 2 MiB)"),
     ("all_to_all", "shared"): Formula(
         "P; if any rank's parts exceed 2 MiB: 2P if ranks lend, else P + P ceil(max p_rd / (2 MiB / (P-1)))",
         _shown_parts, "sum of p_rd + 8 + 8 dims over r != d",
         lambda case: _leaving(case) + case.size * case.others * (8 + 8 * case.dims), "1; 2; 1 + ceil(...)"),
-    ("barrier", "shared"): Formula("P", lambda case: _unless_alone(case, case.size), *_NO_BYTES, "1"),
+    ("barrier", "shared"): Formula("P", lambda case: case.size, *_NO_BYTES, "1"),
     ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

@@ -39,7 +39,7 @@ class Seat:
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one frame; a rank that does not take it is about to be noticed as lost by its own thread."""
+        """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost rank there."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
@@ -154,7 +154,7 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
 def _set_up(sock: socket.socket) -> None:
     """Send at once, and end the connection SILENCE seconds after the other host fell silent.
 
-    The kernels see to that, whatever the processes do: each asks the other, by empty packets, while nothing is sent.
+    The kernels do it, whatever the processes do: while nothing is sent, each asks the other by empty packets.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -41,13 +41,12 @@ def disagreement(states: States) -> Verdict | None:
     """Two ranks in the same call of a group whose signatures differ."""
     calls: dict[tuple[int, int], list[WaitingRank]] = {}
     for node in _nodes(states):
-        if node.wait.call is not None and node.wait.collective:
-            calls.setdefault((node.wait.call.group, node.wait.call.sequence), []).append(node)
-    for nodes in calls.values():
-        first = nodes[0]
-        for other in nodes[1:]:
+        if call := node.wait.collective:
+            calls.setdefault((call.group, call.sequence), []).append(node)
+    for first, *others in calls.values():
+        for other in others:
             if not _agree(first.wait, other.wait):
-                return _mismatch(first, other, _concerned(nodes))
+                return _mismatch(first, other, _concerned([first, *others]))
     return None
 
 
@@ -123,17 +122,17 @@ def _peers(node: WaitingRank) -> tuple[int, ...]:
 def _hopeless_peer(node: WaitingRank, peer: int, states: States, ended: States, nodes: set[WaitingRank],
                    strict: bool) -> bool:
     """Whether `peer` will never do what `node` waits for."""
-    known = states if peer in states else ended
-    if peer not in known:
+    mine, theirs = states[node.rank], states.get(peer, ended.get(peer))
+    if theirs is None:
         return False
-    if strict and node.wait.incoming and known[peer].sent.get(node.rank, 0) != states[node.rank].taken.get(peer, 0):
+    if strict and node.wait.incoming and theirs.sent.get(node.rank, 0) != mine.taken.get(peer, 0):
         return False                                # a message is in flight
     if peer in ended:
         return True
-    if strict and not node.wait.incoming and node.rank in states[peer].reads and (
-            states[node.rank].sent.get(peer, 0) != states[peer].taken.get(node.rank, 0)):
+    if strict and not node.wait.incoming and node.rank in theirs.reads and (
+            mine.sent.get(peer, 0) != theirs.taken.get(node.rank, 0)):
         return False                                # and is being taken
-    others = _waits_before(node, peer, states[peer], strict)
+    others = _waits_before(node, peer, theirs, strict)
     return bool(others) and nodes.issuperset(others)
 
 
@@ -142,12 +141,11 @@ def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> l
 
     The calls of a group are carried out one after the other: if `peer` is in one, no other thread of it will help.
     """
-    mine = node.wait
-    if mine.collective and mine.call is not None:
+    if mine := node.wait.collective:
         same = [WaitingRank(peer, wait) for wait in state.waits
-                if wait.collective and wait.peers and wait.call is not None and wait.call.group == mine.call.group]
+                if wait.peers and wait.collective and wait.collective.group == mine.group]
         if same:
-            together = len(mine.peers) > 1 and same[0].wait.call is not None and _agree(mine, same[0].wait)
+            together = len(node.wait.peers) > 1 and _agree(node.wait, same[0].wait)
             return [] if together else same         # it has come: another rank keeps us waiting
         if peer == node.rank:
             return []                               # our own worker is at it
@@ -160,16 +158,15 @@ def _path(nodes: list[WaitingRank], states: States, ended: States) -> tuple[list
     """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one waits."""
     path, among = [nodes[0]], set(nodes)
     while True:
-        node, onward = path[-1], None
+        node, others = path[-1], []
         for peer in _peers(node):
             if peer in ended:
                 return [each for each in path if each.wait.peers], peer
-            others = [other for other in _waits_before(node, peer, states[peer], False) if other in among] \
-                if peer in states else []
+            others = [other for other in _waits_before(node, peer, states.get(peer, State()), False) if other in among]
             if others:
-                onward = next((other for other in others if other.wait.peers), others[0])
                 break
-        assert onward is not None, "a wait is hopeless because of some peer"
+        assert others, "a wait is hopeless because of some peer"
+        onward = next((other for other in others if other.wait.peers), others[0])
         if onward in path:
             return [each for each in path[path.index(onward):] if each.wait.peers], None
         path.append(onward)
@@ -182,10 +179,9 @@ def _agree(one: Wait, other: Wait) -> bool:
 
 
 def _mismatch(one: WaitingRank, other: WaitingRank, ranks: list[int]) -> Verdict:
-    assert one.wait.call is not None
-    if other.wait.collective and other.wait.call is not None and other.wait.call.group == one.wait.call.group:
-        error = mismatch(one.wait.call, one.rank, other.wait.call, other.rank)
-        return Verdict("MismatchError", str(error), ranks)
+    mine, theirs = one.wait.collective, other.wait.collective
+    if mine and theirs and mine.group == theirs.group:
+        return Verdict("MismatchError", str(mismatch(mine, one.rank, theirs, other.rank)), ranks)
     what = "group" if other.wait.collective else "verb"
     return Verdict("MismatchError", "\n".join([
         f"ranks disagree in {what}:", *_lines([one, other]),

@@ -55,11 +55,6 @@ class Arbiter:
             self._news = True
             self._look()
 
-    def disagreed(self, found: Verdict) -> None:
-        """A rank has met a disagreement by itself, in a message's header."""
-        if not self.told:
-            self._decide(found)
-
     def left(self, rank: int, state: State) -> None:
         """A rank has ended well, and said this at last."""
         self.states.pop(rank, None)
@@ -67,6 +62,12 @@ class Arbiter:
         if rank in self._asked or rank in (self._before or ()):     # it will not answer
             self._asked, self._before = set(), None
         self._look()
+
+    def decide(self, found: Verdict) -> None:
+        """Tell the verdict, if it is the first: found here, or by a rank in a message's header."""
+        if not self.told:
+            self.told, self._asked, self._before, self._next = True, set(), None, None
+            self._tell(found)
 
     def due(self) -> float | None:
         """Seconds until tick() has something to do; None if nothing is to be done before the next state is heard."""
@@ -92,7 +93,7 @@ class Arbiter:
             return
         found = deadlock.disagreement(self.states)
         if found is not None:
-            self._decide(found)
+            self.decide(found)
         elif not self._asked and self._before is None:
             soon = time.monotonic() + PAUSE
             self._next = min(self._next or soon, soon) if self._suspects() else None
@@ -117,12 +118,8 @@ class Arbiter:
         elif before is None or not all(before[rank].same(answers[rank]) for rank in answers):
             self._before, self._next = dict(answers), time.monotonic() + PAUSE
         else:
-            self._decide(deadlock.verdict(nodes, answers, self.ended))
+            self.decide(deadlock.verdict(nodes, answers, self.ended))
 
     def _give_up(self) -> None:
         self._asked, self._before = set(), None
         self._next = time.monotonic() + (PAUSE if self._news else RETRY)
-
-    def _decide(self, found: Verdict) -> None:
-        self.told, self._asked, self._before, self._next = True, set(), None, None
-        self._tell(found)

@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 
 from minidist.errors import ConfigError, PeerLostError
 
@@ -32,33 +33,35 @@ class Failure:
     status: int = 1
 
     @classmethod
+    def here(cls, world_rank: int, how: str, traceback: str = "", status: int = 1) -> "Failure":
+        """A failure of this process."""
+        return cls(world_rank, os.getpid(), platform.node(), how, traceback, status)
+
+    @classmethod
     def by_exception(cls, error: BaseException, world_rank: int) -> "Failure":
         """This process fails with `error`."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else 1
+            return cls.here(world_rank, f"exited with status {status}", status=status)
+        if isinstance(error, KeyboardInterrupt):
+            return cls.here(world_rank, "was interrupted", status=130)
         message = str(error)[:1000]
-        match error:
-            case SystemExit():
-                status = error.code if isinstance(error.code, int) else 1
-                return cls(world_rank, os.getpid(), platform.node(), f"exited with status {status}", "", status)
-            case KeyboardInterrupt():
-                return cls(world_rank, os.getpid(), platform.node(), "was interrupted", "", 130)
-        how = f"failed with {type(error).__name__}" + (f": {message}" if message else "")
-        status = 2 if isinstance(error, ConfigError) else 1
-        return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:], status)
+        text = "".join(traceback.format_exception(error))
+        return cls.here(world_rank, f"failed with {type(error).__name__}" + (f": {message}" if message else ""),
+                        text[-_TRACEBACK_CHARS:], 2 if isinstance(error, ConfigError) else 1)
 
     @classmethod
     def by_signal(cls, number: int) -> "Failure":
         """This process, the launcher, was sent a signal."""
-        return cls(LAUNCHER, os.getpid(), platform.node(), f"was told to stop by {signal.Signals(number).name}", "",
-                   128 + number)
+        return cls.here(LAUNCHER, f"was told to stop by {signal.Signals(number).name}", status=128 + number)
 
     def __str__(self) -> str:
-        who = "the launcher" if self.world_rank == LAUNCHER else f"rank {self.world_rank}"
+        name = "the launcher" if self.world_rank == LAUNCHER else f"rank {self.world_rank}"
         where = f" (process {self.pid} on {self.host})" if self.pid else ""
-        return f"{who}{where} {self.how}"
+        return f"{name}{where} {self.how}"
 
     def error(self) -> PeerLostError:
-        """What the other ranks raise: the first line names the rank and its end, the rest is its traceback's tail."""
+        """What the other ranks raise: first a line that names the rank and its end, then the tail of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
 
@@ -81,7 +84,6 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
-def monitor_gone(world_rank: int) -> Failure:
-    """What a rank makes of a control connection that ends without a word."""
-    return Failure(world_rank, os.getpid(), platform.node(),
-                "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone or out of reach")
+def listed(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -15,10 +15,9 @@ no data.
     goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank,
-also to those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks
-and disagreements.
-The acceptor (acceptor.py) lets ranks in. Every other host has a node agent, which the monitor asks (node_agent.py).
+(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank, also to those
+that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks and
+disagreements. The acceptor (acceptor.py) lets ranks in. Every other host has a node agent (node_agent.py).
 """
 
 import dataclasses
@@ -26,14 +25,15 @@ import queue
 import selectors
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat
-from minidist.comm.health.barrier_store import BarrierStore
+from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import kill_stopped, this_system
+from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
@@ -65,14 +65,14 @@ class Monitor:
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._meetings = BarrierStore(size)
+        self._meetings: defaultdict[int, dict[int, Any]] = defaultdict(dict)     # by round: what each rank brought
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
         self._watchdog = Watchdog(size, self._present, self.lose)
 
     def start(self) -> None:
-        """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
+        """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
         self._acceptor.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
@@ -118,8 +118,9 @@ class Monitor:
     def wait(self, limit: float | None = None) -> bool:
         """Wait until every rank has said goodbye (True), or one is lost, or `limit` s have passed (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self.loss is not None or self._all_left(), limit)
-            return self.loss is None and self._all_left()
+            ended = self._changed.wait_for(lambda: self.loss is not None or all(map(self.has_left, range(self.size))),
+                                           limit)
+            return ended and self.loss is None
 
     def deserted(self) -> bool:
         """Whether every rank that ever came has gone."""
@@ -136,22 +137,17 @@ class Monitor:
     def end_frozen(self) -> None:
         """Kill a process that was lost since it is stopped: it cannot end by itself."""
         for seat in list(self._seats.values()):
-            if seat.frozen and seat.system == this_system():
-                kill_stopped(seat.pid)
-            elif seat.frozen:
+            if seat.frozen:
                 self._watchdog.end_stopped(seat)
 
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
-        return self._watchdog.final_table()
+        return self._watchdog.table()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
             return world_rank in self._seats and self._seats[world_rank].left
-
-    def _all_left(self) -> bool:
-        return len(self._seats) == self.size and all(seat.left for seat in self._seats.values())
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
         """In a thread that close() will join."""
@@ -172,7 +168,7 @@ class Monitor:
                 self._watchdog.tick()
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """After the handshake: the questions a rightful rank answers rightly."""
+        """After the handshake: give a rank that fits the job its seat, or a node agent its own."""
         peer = wire.address_of(sock)
         match hello:
             case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),
@@ -180,7 +176,10 @@ class Monitor:
                 seat = Seat(rank, pid, host, sock, system=system)
             case {"node_agent": [*ranks], "pid": int(pid), "host": str(host), "system": str(system)} if all(
                     isinstance(rank, int) for rank in ranks):
-                self._admit_agent(AgentSeat(-1, pid, host, sock, system=system, ranks=tuple(ranks)))
+                agent = AgentSeat(-1, pid, host, sock, system=system, ranks=tuple(ranks))
+                wire.send_frame(sock, {"kind": "welcome"}, 1.0)
+                self._watchdog.add(agent)
+                self._hear_from(agent)
                 return
             case _:
                 raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
@@ -199,13 +198,8 @@ class Monitor:
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._hear_from(seat)
 
-    def _admit_agent(self, post: AgentSeat) -> None:
-        wire.send_frame(post.sock, {"kind": "welcome"}, 1.0)
-        self._watchdog.add(post)
-        self._hear_from(post)
-
     def _hear_from(self, seat: Seat) -> None:
-        """From now on; and tell it of a loss that was before."""
+        """From now on; and tell it of a loss that came before."""
         if self.loss is not None:
             seat.send("lost", loss=dataclasses.asdict(self.loss))
         with self._changed:
@@ -222,21 +216,20 @@ class Monitor:
         except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
             if isinstance(seat, AgentSeat):
-                self._watchdog.lose_agent(seat, error)
-                seat.sock.close()
-            elif seat.left:
+                self._watchdog.lose_agent(seat, error)         # it has left
+            if seat.left:
                 seat.sock.close()
             else:
                 self._deaths.put((seat, error))
 
     def _record_deaths(self) -> None:
-        """In a thread of its own: find out how the ranks ended whose connections did; that may take a moment."""
+        """In a thread of its own, since it may take a moment: find out how ranks ended whose connections have ended."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
-                how = self._how_it_ended(seat) or (
-                    f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
-                    f"sent what no rank sends ({error!r})")
+                how = (self._how(seat) if seat.system == this_system() else None) or self._watchdog.how_it_ended(seat)
+                how = how or (f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
+                              f"sent what no rank sends ({error!r})")
                 self.lose(Failure(seat.world_rank, seat.pid, seat.host, how))
             with seat.sending:
                 seat.sock.close()
@@ -244,16 +237,14 @@ class Monitor:
                 seat.left = True
                 self._changed.notify_all()
 
-    def _how_it_ended(self, seat: Seat) -> str | None:
-        here = seat.system == this_system()
-        return (self._how(seat) if here else None) or self._watchdog.how_it_ended(seat, far=not here)
-
     def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
+        arbiter = self._watchdog.arbiter
         match frame["kind"]:
             case "meet":
                 self._meet(seat, frame["round"], frame["info"])
             case "missing":
-                seat.send("missing", round=frame["round"], value=self._meetings.missing(frame["round"]))
+                missing = set(range(self.size)) - set(self._meetings[frame["round"]])
+                seat.send("missing", round=frame["round"], value=sorted(missing))
             case "failed":
                 loss = Failure(**frame["loss"])
                 if frame["blames"] is None:
@@ -263,13 +254,13 @@ class Monitor:
             case "expendable":
                 seat.expendable = True
             case "waits":
-                self._watchdog.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
+                arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
             case "mismatch":
-                self._watchdog.disagreed(str(frame["text"]), [int(rank) for rank in frame["ranks"]])
+                arbiter.decide(Verdict("MismatchError", str(frame["text"]), [int(rank) for rank in frame["ranks"]]))
             case "table":
-                self._watchdog.asked(seat, State.unpacked(frame["state"]))
+                self._run(self._watchdog.send_table, seat, State.unpacked(frame["state"]))
             case "goodbye":
-                self._watchdog.left(seat, State.unpacked(frame["state"]))
+                arbiter.left(seat.world_rank, State.unpacked(frame["state"]))
                 with self._changed:
                     seat.left = True
                     self._changed.notify_all()
@@ -282,16 +273,16 @@ class Monitor:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _meet(self, seat: Seat, number: int, info: Any) -> None:
-        infos = self._meetings.arrive(number, seat.world_rank, info)
-        if infos is None:
-            return
-        with self._changed:
-            seats = list(self._seats.values())
-        for each in seats:
-            each.send("met", round=number, value=infos)
+        """When the last rank has come, each gets what all have brought."""
+        brought = self._meetings[number]
+        brought[seat.world_rank] = info
+        if len(brought) == self.size:
+            del self._meetings[number]
+            for rank in range(self.size):
+                self._seats[rank].send("met", round=number, value=[brought[rank] for rank in range(self.size)])
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
-        """A rank fails because it lost a peer: that peer's own failure is the cause; wait a moment for it."""
+        """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

@@ -1,8 +1,8 @@
 """A rank's end of the control connection: it meets the others, hears which rank died, and says how this rank ends.
 
-    link = MonitorClient.connect(address, token, world_rank, world_size)
+    link = MonitorClient(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
-    link.attach(transport)                    # from now on a death or a deadlock anywhere in the job ends its waits
+    link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a deadlock ends its waits
     link.goodbye()                            # or link.report(exception)
 
 The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads never do.
@@ -13,15 +13,14 @@ import dataclasses
 import itertools
 import os
 import platform
-import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.acceptor import connect_to_monitor
-from minidist.comm.health.failure import Failure, monitor_gone, say_line
+from minidist.comm.health.acceptor import connect_to_monitor, end_connection
+from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
@@ -31,33 +30,27 @@ CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
 
 
-class Waiting(Protocol):
-    """What the client asks of a transport: see transport.py."""
-
-    waits: Waits
-
-    def abort(self, error: CommError) -> None:
-        """Make every wait raise `error`."""
-
-    def lose(self, error: PeerLostError) -> None:
-        """Make waits for one rank raise `error`."""
-
-
 class MonitorClient:
     """One rank's connection to the job's monitor.
 
-    Attributes: world_rank, world_size
-                limit        seconds that a meeting may last
+    Attributes: limit        seconds that a meeting may last
                 address      the monitor's
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
                 loss         the Failure that ended the job, or None
     """
 
-    def __init__(self, sock: socket.socket, world_rank: int, world_size: int, *, grace: float = GRACE,
-                 end: Callable[[str], None] | None = None) -> None:
-        """Over an admitted connection; `end(message)` ends a process that is still busy `grace` s after a failure."""
-        self.world_rank, self.world_size = world_rank, world_size
-        self.limit = CONNECT_LIMIT
+    def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
+                 limit: float = CONNECT_LIMIT, grace: float = GRACE, end: Callable[[str], None] | None = None) -> None:
+        """Connect, trying again until the monitor listens.
+
+        Args:   limit: seconds until the connection must stand, and that a meeting may last.
+                end(message): ends a process that is still busy `grace` s after a failure; default end_process.
+        Raises: HandshakeError if the monitor refuses us; TimeoutError naming the address after `limit` seconds.
+        """
+        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
+                 "system": this_system()}
+        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
+        self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Failure | None = None
@@ -65,7 +58,9 @@ class MonitorClient:
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._transport: Waiting | None = None
+        self._waits: Waits | None = None                   # of the transport, once there is one; then also:
+        self._abort: Callable[[CommError], None] = lambda error: None
+        self._lose: Callable[[PeerLostError], None] = lambda error: None
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
         self._end_timer: threading.Timer | None = None
@@ -73,21 +68,8 @@ class MonitorClient:
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
         self._listener.start()
 
-    @classmethod
-    def connect(cls, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                limit: float = CONNECT_LIMIT, grace: float = GRACE,
-                end: Callable[[str], None] | None = None) -> "MonitorClient":
-        """Connect, trying again until the monitor listens.
-
-        Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
-        """
-        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
-                 "system": this_system()}
-        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
-        return cls(sock, world_rank, world_size, grace=grace, end=end)
-
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
+        """All-gather of small dicts, in world rank order. Every rank calls it equally often.
 
         Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
@@ -99,7 +81,7 @@ class MonitorClient:
             self._send({"kind": "missing", "round": number})
             missing = self._answer("missing", number, ANSWER_LIMIT)
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
-                               + (f"; {_ranks(missing)} did not come" if missing else "; the monitor does not answer"))
+                               + (f"; {listed(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
@@ -110,14 +92,12 @@ class MonitorClient:
         if loss is not None:
             callback(loss.error())
 
-    def attach(self, transport: Waiting) -> None:
-        """Tell the monitor of the transport's lasting waits; what the monitor tells of the job aborts the transport."""
-        self._transport = transport
-        transport.waits.tell = self._tell
-        transport.waits.table = self._table
-        transport.waits.disagree = self._disagree
-        transport.waits.spare = lambda: self._send({"kind": "expendable"})
-        self.on_loss(transport.abort)
+    def attach(self, waits: Waits, abort: Callable[[CommError], None], lose: Callable[[PeerLostError], None]) -> None:
+        """Tell the monitor of a transport's lasting waits, and abort the transport by what the monitor tells."""
+        self._waits, self._abort, self._lose = waits, abort, lose
+        waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
+        waits.spare = lambda: self._send({"kind": "expendable"})
+        self.on_loss(abort)
 
     def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
@@ -130,11 +110,10 @@ class MonitorClient:
             return self.loss
 
     def report(self, error: BaseException) -> bool:
-        """Tell the job that this rank fails; the others stop. Returns whether this was the job's first failure.
+        """Tell the job that this rank fails; the others stop. From now on this process has `grace` seconds to end.
 
-        The monitor knows. Where it does not say, it is the first if it has heard of no other; and of bad input, which
-        all ranks may have found alike, if it is rank 0.
-        From here on this process, too, has `grace` seconds to end.
+        Returns: whether this was the job's first failure, as the monitor says. Where it does not answer: yes, unless
+                 another is known, or the input was bad, which all ranks may have found: then only rank 0's is first.
         """
         self._expect_end(f"its own {type(error).__name__}")
         loss = Failure.by_exception(error, self.world_rank)
@@ -164,8 +143,7 @@ class MonitorClient:
             self._changed.notify_all()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)          # wakes the listener, which closes the socket
+        end_connection(self._sock)                         # wakes the listener, which closes the socket
         if threading.current_thread() is not self._listener:
             self._listener.join(1.0)
 
@@ -194,11 +172,11 @@ class MonitorClient:
         with self._sock:
             try:
                 while True:
-                    frame = wire.recv_frame(self._sock, None)
-                    self._take(frame)
+                    self._take(wire.recv_frame(self._sock, None))
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
-                    self._lost(monitor_gone(self.world_rank))
+                    self._lost(Failure.here(self.world_rank, "lost its connection to the job's monitor: "
+                                            "the launcher, or rank 0's host, is gone or out of reach"))
             with self._sending, self._changed:             # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
@@ -208,28 +186,23 @@ class MonitorClient:
             case "lost":
                 self._lost(Failure(**frame["loss"]))
             case "died":
-                if self._transport is not None:
-                    self._transport.lose(Failure(**frame["loss"]).error())
+                self._lose(Failure(**frame["loss"]).error())
             case "ask":
                 self._tell(frame["round"])
             case "verdict":
-                if self._transport is not None:
-                    self._transport.abort(getattr(errors, frame["error"])(frame["text"]))
+                self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
                 with self._changed:
                     self._answers[kind, frame.get("round", 0)] = frame["value"]
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`.
-
-        Two threads that tell at once do so one after the other, so that the newest state arrives last.
-        """
-        with self._telling, contextlib.suppress(CommError, OSError):    # without a monitor the job ends anyway
+        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`."""
+        with self._telling, contextlib.suppress(CommError, OSError):    # of two threads, the later state arrives last
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
     def _state(self) -> list[Any]:
-        return (State() if self._transport is None else self._transport.waits.state()).packed()
+        return (State() if self._waits is None else self._waits.state()).packed()
 
     def _disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
         """Have every other rank of a group raise MismatchError, too."""
@@ -271,7 +244,3 @@ def end_process(message: str) -> None:
     """Print one line and end this process at once, whatever its other threads are doing."""
     say_line(message)
     os._exit(1)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

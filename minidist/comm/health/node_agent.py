@@ -29,20 +29,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import connect_to_monitor
+from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
-ANSWER_LIMIT = 1.0      # seconds the monitor gets to say what it makes of a death
+ANSWER_LIMIT = 1.0      # seconds the monitor gets to say whether the job goes on after a death
 _TRY = 2.0              # seconds of one attempt
 
 
 class NodeAgent:
     """This host's end. `serve` runs in a thread or process of its own.
 
-    Args:       ranks: those that it is there for; none: every rank of this system.
+    Args:       ranks: those that it looks after; none: every rank of this system.
                 how(rank): what the caller knows of that rank's end; None if nothing.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
@@ -66,7 +66,7 @@ class NodeAgent:
             with self._changed:
                 self._sock = sock
                 self._changed.notify_all()
-            if self._closed:                                # meanwhile
+            if self._closed:                                # while it connected
                 self._send("goodbye")
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
@@ -76,7 +76,7 @@ class NodeAgent:
             self._changed.notify_all()
 
     def tell(self, loss: Failure) -> None:
-        """A rank here did not end well. Returns when the monitor has said what it makes of that, or does not say."""
+        """A rank here did not end well. Returns when the monitor has answered, or after ANSWER_LIMIT s."""
         with self._changed:
             self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
         self._send("ended", loss=dataclasses.asdict(loss))
@@ -91,8 +91,7 @@ class NodeAgent:
             sock = self._sock
         if sock is not None:
             self._send("goodbye")
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
         hello = {"node_agent": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
@@ -144,7 +143,7 @@ class NodeAgentProcess:
             stdin.write(token + b"\n")
 
     def close(self) -> None:
-        """Wait until it has ended: its host's last rank to go is the first one, as rank 0 is in the whole job."""
+        """Wait until it has ended. So the first rank of a host ends last there, as rank 0 does in the whole job."""
         self._process.wait()
 
 

@@ -4,15 +4,16 @@ A stopped process sends nothing and loses no connection, like one that computes 
 the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks in a row is
 frozen. If the two looks lay far apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
 
-The looks are also for processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
-rank's connections open. Two looks in a row are needed here, too: by the second, the goodbye of a rank that ended well
-has been read.
+The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
+rank's connections open. Again two looks in a row are needed: by the second, the goodbye of a rank that ended well has
+been read.
 
 The processes of another host are looked at by its node agent (node_agent.py).
 """
 
 import contextlib
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterable
@@ -90,8 +91,13 @@ def exit_of(pid: int) -> str | None:
 @lru_cache(maxsize=1)
 def this_system() -> str:
     """A name for the running system, and for the processes that are seen from here: a container may have its own."""
-    parts = [os.uname().nodename]
+    return system_and("pid")
+
+
+def system_and(namespace: str) -> str:
+    """A name that no other running system has, with that of a namespace of this process: "pid", "net"."""
+    parts = [platform.node()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(Path("/proc/self/ns/pid").readlink().name)
+        parts.append(Path(f"/proc/self/ns/{namespace}").readlink().name)
     return " ".join(parts)

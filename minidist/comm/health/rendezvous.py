@@ -11,30 +11,28 @@ The token is never on a command line and never printed. Everything listens on lo
 
 import contextlib
 import hashlib
+import json
 import os
-import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from minidist.comm import wire
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import exit_of
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
-MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
+MONITOR_START = 30.0      # seconds a monitor process gets to start
 STOP = 10.0               # seconds that the ranks get to end when one is lost
-_MESSAGE_BYTES = 1024     # of the MPI broadcast
+_MESSAGE_BYTES = 4096     # of the MPI broadcast
 
 
 @dataclass(frozen=True)
@@ -143,28 +141,23 @@ def _monitor_main(size: int, host: str, port: int) -> None:
 def share_by_mpi(place: MonitorAddress | None, limit: float, *, problem: str = "") -> MonitorAddress:
     """Rank 0 tells every rank of MPI_COMM_WORLD where the monitor is, or what kept it from starting.
 
-    Cost:    one broadcast of 1 KiB; a waiting rank sleeps between tests instead of spinning.
+    Cost:    one broadcast of 4 KiB; a waiting rank sleeps between tests instead of spinning.
     Raises:  LaunchError if rank 0 had a `problem`; TimeoutError if MPI's ranks do not come together in `limit` s.
     """
     from mpi4py import MPI
 
-    buffer = np.zeros(_MESSAGE_BYTES, np.uint8)
-    if MPI.COMM_WORLD.rank == 0:
-        words = {"problem": problem[:500]} if place is None else {"host": place.host, "port": place.port,
-                                                                  "token": place.token}
-        packed = np.frombuffer(wire.pack(words), np.uint8)
-        buffer[:2] = divmod(len(packed), 256)
-        buffer[2:2 + len(packed)] = packed
-    request = MPI.COMM_WORLD.Ibcast(buffer, root=0)
+    words = [problem[:500]] if place is None else [place.host, place.port, place.token.decode()]
+    message = bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_MESSAGE_BYTES))
+    request = MPI.COMM_WORLD.Ibcast(message, root=0)                # all but rank 0 receive into theirs
     deadline = time.monotonic() + limit
     while not request.Test():
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the monitor")
         time.sleep(0.0005)
-    words = wire.unpack(buffer[2:2 + int(buffer[0]) * 256 + int(buffer[1])].tobytes())
-    if "problem" in words:
-        raise LaunchError(words["problem"])
-    return MonitorAddress(words["host"], words["port"], words["token"])
+    words = json.loads(message)
+    if len(words) == 1:
+        raise LaunchError(words[0])
+    return MonitorAddress(words[0], words[1], words[2].encode())
 
 
 def outward_address() -> str:
@@ -194,10 +187,9 @@ class TokenFile:
         """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft = self.path.with_suffix(f".{secrets.token_hex(4)}")
-            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-                file.write(token)
-            draft.replace(self.path)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as draft:      # mode 0600
+                draft.write(token)
+            Path(draft.name).replace(self.path)
         except OSError as error:
             raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
                               "MINIDIST_TOKEN for every rank instead") from error
@@ -229,7 +221,7 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
         token = file.read()
         if token is not None:
             try:
-                return MonitorClient.connect(address, token, world_rank, world_size, limit=1.0, **options), token
+                return MonitorClient(address, token, world_rank, world_size, limit=1.0, **options), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)

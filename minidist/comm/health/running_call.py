@@ -8,7 +8,15 @@ import threading
 
 from minidist.comm.signature import Signature
 
-_stacks: dict[int, list["RunningCall"]] = {}      # by thread, outermost call first
+
+class _ThreadCalls(threading.local):
+    """The calls of one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[RunningCall] = []      # outermost first
+
+
+_here = _ThreadCalls()
 
 
 class RunningCall:
@@ -22,17 +30,12 @@ class RunningCall:
     world_ranks: tuple[int, ...]
 
     def __enter__(self) -> None:
-        _stacks.setdefault(threading.get_ident(), []).append(self)
+        _here.calls.append(self)
 
     def __exit__(self, *_: object) -> None:
-        thread = threading.get_ident()
-        stack = _stacks[thread]
-        stack.pop()
-        if not stack:
-            del _stacks[thread]
+        _here.calls.pop()
 
 
 def running_call() -> RunningCall | None:
     """The innermost call that the calling thread is in."""
-    stack = _stacks.get(threading.get_ident())
-    return stack[-1] if stack else None
+    return _here.calls[-1] if _here.calls else None

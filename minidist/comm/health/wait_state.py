@@ -18,28 +18,19 @@ takes every message before the one it has asked for.
 import itertools
 import threading
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from minidist.comm import call_site
 from minidist.comm.health.running_call import running_call
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
-QUIET = 0.1     # seconds that a wait may last before anybody is told
-
-
-class RunsCalls(Protocol):
-    """What Waits needs of a CallWorker."""
-
-    unfinished: int
-
-    def ident(self) -> int | None:
-        """The thread that carries out the calls."""
+QUIET = 0.1     # seconds that a wait may last before it is reported
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,9 @@ class Wait:
     seconds: float
 
     @property
-    def collective(self) -> bool:
-        return self.call is not None and self.call.algorithm is not None
+    def collective(self) -> Signature | None:
+        """The call, if it is a collective."""
+        return None if self.call is None or self.call.algorithm is None else self.call
 
     @property
     def where(self) -> str:
@@ -85,9 +77,8 @@ class State:
 
     def packed(self) -> list[Any]:
         """As a frame of the control connection carries it."""
-        waits = [[wait.number, None if wait.call is None else list(wait.call), list(wait.members), list(wait.peers),
-                  wait.what, wait.incoming, wait.seconds] for wait in self.waits]
-        return [waits, dict(self.sent), dict(self.taken), self.settled, self.doing, sorted(self.reads)]
+        return [[list(vars(wait).values()) for wait in self.waits], dict(self.sent), dict(self.taken), self.settled,
+                self.doing, self.reads]
 
     @classmethod
     def unpacked(cls, packed: Any) -> "State":
@@ -97,36 +88,17 @@ class State:
                    frozenset(map(int, reads)))
 
 
-def _wait(number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float) -> Wait:
-    signature = None
-    if call is not None:
-        group, sequence, verb, algorithm, op, root, dtype, shape, where = call
-        signature = Signature(int(group), int(sequence), str(verb), _text(algorithm), _text(op),
-                              None if root is None else int(root), _text(dtype),
-                              None if shape is None else _integers(shape), str(where))
-    return Wait(int(number), signature, _integers(members), _integers(peers), str(what), bool(incoming), float(seconds))
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _integers(values: Any) -> tuple[Any, ...]:
-    return tuple(None if value is None else int(value) for value in values)
-
-
 def _counts(values: Any) -> dict[int, int]:
     return {int(rank): int(count) for rank, count in dict(values).items()}
 
 
-@dataclass
-class _Lasting:
-    wait: Wait                                  # as it began
-    peers: Callable[[], tuple[int, ...]]
-    since: float
-
-    def now(self) -> Wait:
-        return replace(self.wait, peers=self.peers(), seconds=time.monotonic() - self.since)
+def _wait(number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float) -> Wait:
+    signature = None if call is None else Signature._make(call)
+    if signature is not None:                               # nonsense raises TypeError here, not in the arbiter
+        hash(signature)
+        signature.agrees(signature)
+    return Wait(int(number), signature, tuple(map(int, members)), tuple(map(int, peers)), str(what), bool(incoming),
+                float(seconds))
 
 
 class Waits:
@@ -135,64 +107,64 @@ class Waits:
     Attributes: counts   -> (sent, taken), of the rank's transport
                 reads    -> the world ranks that it reads from
                 program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
-                tell     called when a wait begins to last, and when it ends; None without a listener
-                table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
-                disagree (text, world ranks) tells every rank of a group that their calls do not match; None as tell
-                spare    asks that this rank's death be reported, and not end the job; None without a listener
                 held     each gives the destinations of messages held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
                 step     the training step that the program is in, if it says so
-                workers  those that carry out started calls
+                workers  the threads that carry out started calls now
+    A listener, if there is one, takes these over:
+                tell     called when a wait begins to last, and when it ends
+                table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
+                disagree (text, world ranks) tells every rank of a group that their calls do not match
+                spare    asks that this rank's death be reported, and not end the job
     """
 
     def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
                  reads: Callable[[], Iterable[int]] | None = None) -> None:
-        self.counts, self.reads = counts or _nothing, reads or tuple
+        self.counts, self.reads = counts or (lambda: ({}, {})), reads or tuple
         self.program: Callable[[], set[int | None]] = _program
-        self.tell: Callable[[], None] | None = None
-        self.table: Callable[[State], str] | None = None
-        self.disagree: Callable[[str, tuple[int, ...]], None] | None = None
-        self.spare: Callable[[], None] | None = None
+        self.tell: Callable[[], None] = lambda: None
+        self.table: Callable[[State], str] = lambda state: ""
+        self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
+        self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
-        self.workers: weakref.WeakSet[RunsCalls] = weakref.WeakSet()
-        self._lasting: dict[int, _Lasting] = {}
+        self.workers: set[int | None] = set()
+        self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}       # by number: the thread, and its wait now
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
         """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
-        running, thread = running_call(), threading.get_ident()
+        running = running_call()
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
-        wait = Wait(next(self._numbers), call, members, (), what, incoming, 0.0)
+        number, since = next(self._numbers), time.monotonic() - QUIET
+
+        def now() -> Wait:
+            return Wait(number, call, members, peers(), what, incoming, time.monotonic() - since)
+
         with self._lock:
-            outer = self._lasting.get(thread)
-            self._lasting[thread] = _Lasting(wait, peers, time.monotonic() - QUIET)
-        self._say()
+            self._lasting[number] = threading.get_ident(), now
+        self.tell()
         try:
             yield
         finally:
             with self._lock:
-                if outer is None:
-                    del self._lasting[thread]
-                else:
-                    self._lasting[thread] = outer
-            self._say()
+                del self._lasting[number]
+            self.tell()
 
     def state(self) -> State:
         """What this rank says of its waits, now."""
         with self._lock:
-            lasting = dict(self._lasting)
-        busy = self.program() | {worker.ident() for worker in list(self.workers) if worker.unfinished}
+            lasting = dict(self._lasting.values())          # of waits inside one another, the innermost
+        busy = self.program() | self.workers
         counted, taken = self.counts()
-        sent = dict(counted)
+        sent = Counter(counted)
         for held in list(self.held):
-            for peer in held():
-                sent[peer] = sent.get(peer, 0) + 1
+            sent.update(held())
         running = sorted(thread for thread in busy - set(lasting) if thread is not None)
-        return State(tuple(each.now() for each in lasting.values()), sent, taken, not running,
+        return State(tuple(now() for now in lasting.values()), sent, taken, not running,
                      call_site.doing(running[0]) if running else "", frozenset(self.reads()))
 
     def described(self, state: State) -> str:
@@ -200,7 +172,7 @@ class Waits:
 
         Costs up to half a second, in which this rank waits for nothing else. Empty without a listener.
         """
-        table = "" if self.table is None else self.table(state)
+        table = self.table(state)
         return f"\n{table}" if table else ""
 
     def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
@@ -213,26 +185,17 @@ class Waits:
         first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{running.signature.describe()}"
         return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
-    def _say(self) -> None:
-        if self.tell is not None:
-            self.tell()
-
-
-def _nothing() -> tuple[dict[int, int], dict[int, int]]:
-    return {}, {}
-
 
 def _program() -> set[int | None]:
     """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
     frames = call_site.frames()
     try:
         return {thread.ident for thread in threading.enumerate()
-                if not thread.daemon and not _idles(frames, thread.ident)}
+                if not thread.daemon and not _idles(frames.get(thread.ident or 0))}
     finally:
         frames.clear()      # it holds this function's own frame, and so itself: a cycle that keeps all stacks' arrays
 
 
-def _idles(frames: Mapping[int, FrameType], thread: int | None) -> bool:
-    """Whether the thread is one of concurrent.futures' that has nothing to do."""
-    frame = frames.get(thread) if thread is not None else None
+def _idles(frame: FrameType | None) -> bool:
+    """Whether this is the innermost frame of a thread of concurrent.futures that has nothing to do."""
     return frame is not None and frame.f_globals.get("__name__") == "concurrent.futures.thread"

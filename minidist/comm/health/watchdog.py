@@ -2,8 +2,8 @@
 
 The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. A rank
 whose wait has reached its limit asks for the table of all waits; the ranks that do not wait are then asked where they
-are. Every process is looked at now and then (process_state.py): those of this system from here, the others by their
-node agents (node_agent.py).
+are. Every process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by
+their node agents (node_agent.py).
 """
 
 import threading
@@ -15,8 +15,8 @@ from minidist.comm.health import deadlock
 from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
+from minidist.comm.health.failure import Failure, listed
+from minidist.comm.health.process_state import LOOK, ProcessLooks, kill_stopped, this_system
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
@@ -25,7 +25,7 @@ AGENT_WAIT = 1.0          # seconds for a node agent to come, after a rank of it
 
 
 class Watchdog:
-    """Belongs to the monitor's one thread that hears the ranks; final_table() and what concerns node agents is for any.
+    """Belongs to the monitor's thread that hears the ranks; tables, and methods about node agents, are for any thread.
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
           lose(loss): end the job for this reason.
@@ -33,63 +33,41 @@ class Watchdog:
 
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
-        self._arbiter = Arbiter(self._ask, self._tell)
+        self.arbiter = Arbiter(self._ask, self._tell)
         self._looks, self._looked = ProcessLooks(), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
-        self._table_requests: list[tuple[float, Seat, State]] = []   # when to answer which rank, and its state
-
-    def heard(self, seat: Seat, state: State, number: int) -> None:
-        """A rank has said what it waits for, in answer to question `number`, or unasked (0)."""
-        self._arbiter.heard(seat.world_rank, state, number)
-
-    def disagreed(self, text: str, ranks: list[int]) -> None:
-        """A rank has met another call than its own: every rank of the group hears of it."""
-        self._arbiter.disagreed(Verdict("MismatchError", text, ranks))
-
-    def left(self, seat: Seat, state: State) -> None:
-        """A rank has said goodbye."""
-        self._arbiter.left(seat.world_rank, state)
-
-    def asked(self, seat: Seat, state: State) -> None:
-        """A rank whose wait has reached its limit asks for the table; `state`: as it waited."""
-        self._table_requests.append((time.monotonic() + TABLE_WAIT, seat, state))
-        self._ask_idle()
+        self._overdue: dict[int, State] = {}        # of ranks whose wait has reached its limit: as they waited
 
     def due(self) -> float:
         """Seconds until tick() has something to do."""
-        now, arbiter = time.monotonic(), self._arbiter.due()
-        return min(max(0.0, self._looked + LOOK - now), LOOK if arbiter is None else arbiter,
-                   *(max(0.0, when - now) for when, *_ in self._table_requests[:1]))
+        arbiter = self.arbiter.due()
+        return min(max(0.0, self._looked + LOOK - time.monotonic()), LOOK if arbiter is None else arbiter)
 
     def tick(self) -> None:
         """Do what is due."""
-        self._arbiter.tick()
-        while self._table_requests and self._table_requests[0][0] <= time.monotonic():
-            _, seat, state = self._table_requests.pop(0)
-            others = {other.world_rank: waited for _, other, waited in self._table_requests}   # at their limits, too
-            seat.send("table", value=self._table({**others, seat.world_rank: state}))
+        self.arbiter.tick()
         if time.monotonic() - self._looked >= LOOK:
             self._look()
 
-    def final_table(self) -> str:
-        """The table, after the ranks that do not wait had time to say what they do."""
-        self._ask_idle()
+    def table(self) -> str:
+        """What every rank waits for, a line each. Takes TABLE_WAIT s, in which idle ranks say where they are."""
+        states = dict(self.arbiter.states)
+        self._ask([rank for rank in self._present() if rank not in states or not states[rank].waits], 0)
         time.sleep(TABLE_WAIT)
-        return self._table({})
+        return deadlock.table({**self.arbiter.states, **self._overdue}, dict(self.arbiter.ended), self._size)
 
-    def _table(self, said: Mapping[int, State]) -> str:
-        return deadlock.table({**self._arbiter.states, **said}, dict(self._arbiter.ended), self._size)
+    def send_table(self, seat: Seat, state: State) -> None:
+        """To a rank whose wait has reached its limit; `state`: as it waited."""
+        self._overdue[seat.world_rank] = state
+        seat.send("table", value=self.table())
+        self._overdue.pop(seat.world_rank, None)
 
     def _ask(self, ranks: list[int], number: int) -> None:
         seats = self._present()
         for rank in ranks:
             if rank in seats:
                 seats[rank].send("ask", round=number)
-
-    def _ask_idle(self) -> None:
-        states = dict(self._arbiter.states)
-        self._ask([rank for rank in self._present() if rank not in states or not states[rank].waits], 0)
 
     def _tell(self, verdict: Verdict) -> None:
         seats = self._present()
@@ -100,7 +78,7 @@ class Watchdog:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the processes of this system, and ask the node agents of others; one that does not answer is lost."""
+        """Look at the processes of this system, and ask the node agents of others; a silent agent is lost."""
         self._looked = time.monotonic()
         here = [seat for seat in self._present().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
@@ -113,7 +91,7 @@ class Watchdog:
                 agent.send("look", pids=[seat.pid for seat in self._covered(agent)])
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
-        """The ranks whose processes are frozen, or have ended (in which way), are lost."""
+        """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
             if seat.pid in frozen:
                 seat.frozen = True
@@ -140,7 +118,7 @@ class Watchdog:
             self._news.notify_all()
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
-        """A node agent has said something; see node_agent.py for what. Raises CommError for what no node agent says."""
+        """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame that is not in it."""
         agent.unanswered = 0
         match frame["kind"]:
             case "seen":
@@ -165,17 +143,11 @@ class Watchdog:
                 f"its node agent (process {agent.pid}) is gone ({error})"
             self._lose(Failure(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
 
-    def how_it_ended(self, seat: Seat, *, far: bool) -> str | None:
-        """How the process at this seat ended, as its node agent says; None if there is none, or it does not know.
-
-        Waits for a node agent to come only if the seat is `far`, on another system.
-        """
-        def its_post() -> AgentSeat | None:
-            return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)
-
+    def how_it_ended(self, seat: Seat) -> str | None:
+        """How the process at this seat ended, as its node agent says; None if there is none, or it does not know."""
+        limit = 0.0 if seat.system == this_system() else AGENT_WAIT      # another system's agent is about to come
         with self._news:
-            self._news.wait_for(its_post, AGENT_WAIT if far else 0.0)
-            agent = its_post()
+            agent = self._news.wait_for(lambda: self._agent_of(seat), limit)
         if agent is None:
             return None
         agent.send("how", rank=seat.world_rank, pid=seat.pid)
@@ -186,10 +158,14 @@ class Watchdog:
         return _out_of_reach(self._covered(agent), "its node agent does not answer")
 
     def end_stopped(self, seat: Seat) -> None:
-        """Have a stopped process of another host killed."""
-        for agent in self.agents():
-            if agent.covers(seat):
-                agent.send("end", pids=[seat.pid])
+        """Have a stopped process killed."""
+        if seat.system == this_system():
+            kill_stopped(seat.pid)
+        elif agent := self._agent_of(seat):
+            agent.send("end", pids=[seat.pid])
+
+    def _agent_of(self, seat: Seat) -> AgentSeat | None:
+        return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)
 
     def _note(self, agent: AgentSeat, rank: int, how: str) -> None:
         with self._news:
@@ -197,7 +173,7 @@ class Watchdog:
             self._news.notify_all()
 
     def _remove(self, agent: AgentSeat) -> bool:
-        """Whether it was still there."""
+        """Returns whether it was still there."""
         with self._news:
             if agent.left:
                 return False
@@ -210,5 +186,4 @@ class Watchdog:
 
 
 def _out_of_reach(seats: list[Seat], why: str) -> str:
-    ranks = ", ".join(str(seat.world_rank) for seat in seats)
-    return f"is out of reach with its whole host (rank{'s' if len(seats) > 1 else ''} {ranks}): {why}"
+    return f"is out of reach with its whole host ({listed([seat.world_rank for seat in seats])}): {why}"

@@ -3,7 +3,7 @@
     name         files                                      ranks
     threads      threads.py  progress/mailbox.py            threads of one process; also "threads-unbuffered"
     plain-tcp    plain_tcp.py  progress/mailbox.py          processes; blocking TCP, to read
-    tcp          tcp/                                       processes, over TCP alone
+    tcp          tcp.py                                     processes, over TCP alone
     shm          shm/                                       processes of one host, over shared memory
     auto         auto.py                                    processes: shm inside a host, tcp between hosts
     mpi          mpi/                                       processes that mpirun started
@@ -13,7 +13,7 @@
 throttled.py makes any of them slow.
 
 progress/ drives the links of tcp, shm and mpi. The path of a message: stream.py makes it a frame (frames.py,
-message.py) and matches it with its receive (peer.py); a link (link.py; its kinds are TcpLink, ShmLink, MpiLink) moves
+message.py) and matches it with its receive; a link (link.py; its kinds are TcpLink, ShmLink, MpiLink) moves
 its bytes; engine.py decides which thread does the work, and when it sleeps (poll_loop.py: on links that the kernel can
 watch). full_mesh.py makes the connections.
 """

@@ -1,7 +1,7 @@
 """Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by itself.
 
     node 0          node 1
-    r0 ---------- r2      ----   TCP connections (tcp/link.py): also r0 to r3, r1 to r2
+    r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
     ||            ||      ||     two rings in shared memory (shm/link.py), and boards for the groups inside a node
     r1 ---------- r3
@@ -14,19 +14,15 @@ Ranks share memory if they are on one host and their launcher counts them to one
 gives two nodes with TCP between them.
 """
 
-import platform
-import socket
-from contextlib import suppress
-from pathlib import Path
-
+from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.process_state import system_and
 from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.shm.transport import share
-from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
-from minidist.comm.transports.tcp.transport import TcpTransport
+from minidist.comm.transports.tcp import TcpLink, dial, listen, tcp_transport
 
 
-def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> Transport:
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int) -> Transport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
     Links inside a host are made first, so no two ranks wait for each other.
@@ -34,27 +30,22 @@ def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, n
     Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's.
     Raises:  HandshakeError, TimeoutError: see full_mesh.connect.
     """
-    me, tcp, unix = link.world_rank, full_mesh.listen_tcp(host, BUFFER_BYTES), full_mesh.listen_unix()
+    me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
     with full_mesh.listening(tcp, unix):
         infos = link.meet({"memory": shared_by(node), "unix": unix.getsockname(), "host": host,
                            "port": tcp.getsockname()[1]})
-
-        def dial_near(rank: int) -> socket.socket:
-            return full_mesh.dial_unix(infos[rank]["unix"], limit)
-
-        def dial_far(rank: int) -> socket.socket:
-            return full_mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
-
         memories = [info["memory"] for info in infos]
         near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
-        rings = full_mesh.connect(link, near, unix, dial_near, token, limit)
+        others = [rank for rank in range(len(infos)) if rank not in near]
+        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial_unix(infos[rank]["unix"], limit), token,
+                                  limit)
         try:
-            far = full_mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
+            far = full_mesh.connect(link, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
         except BaseException:
             full_mesh.hang_up(rings)
             raise
     if len(set(memories)) == len(memories) > 1:
-        return TcpTransport(me, limit, far)
+        return tcp_transport(me, limit, far)
     return share(me, rings, limit, {rank: TcpLink(sock) for rank, sock in far.items()},
                  name="shm" if len(set(memories)) == 1 else "shm+tcp")
 
@@ -65,8 +56,4 @@ def shared_by(node: int) -> str:
     Two containers of one host may have a network each: sockets without a file, by which memory is handed over, do not
     reach from one to the other.
     """
-    system = [platform.node()]
-    with suppress(OSError):
-        system.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        system.append(Path("/proc/self/ns/net").readlink().name)
-    return " ".join([*system, str(node)])
+    return f"{system_and('net')} {node}"

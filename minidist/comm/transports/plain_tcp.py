@@ -24,9 +24,10 @@ from contextlib import suppress
 import numpy as np
 
 from minidist.comm import wire
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Handle, Tag
-from minidist.comm.transports.progress.full_mesh import Meeting, hang_up
+from minidist.comm.transports.progress.full_mesh import hang_up
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
@@ -36,7 +37,7 @@ REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a 
 
 # --- connecting ------------------------------------------------------------------------------------------------------
 
-def connect(link: Meeting, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
     """This rank's connections to all others: dial every lower rank, admit every higher one.
 
     A silent stranger at the listener delays the job here; full_mesh.py answers each caller in a thread of its own.

@@ -14,16 +14,16 @@ notes: N4 §1.
 """
 
 import contextlib
-import hashlib
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.subgroups import derived_id
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
@@ -71,13 +71,14 @@ class Delayed(Transport):
         self.name, self.world_rank, self.world_size = inner.name, inner.world_rank, inner.world_size
         self.waits = inner.waits
         self._free_at = 0.0                 # when the port has sent all it was given
-        self._queue: deque[_Held] = deque()
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
+        self._receivers: list[int] = []     # of the messages that are held, in order
         self._aborted: CommError | None = None
-        self._closing = False
+        self._ended = threading.Event()     # an error holds no message back
         self._thread = threading.Thread(target=self._run, name=f"rank {self.world_rank} port", daemon=True)
         self._thread.start()
-        self.waits.held.append(self._held)
+        self.waits.held.append(self._receivers.copy)
         self.waits.ends.append(self._drop)
 
     @property
@@ -90,11 +91,11 @@ class Delayed(Transport):
         self.inner.limit = seconds
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        with self._changed:
+        with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + view.nbytes * self.beta
             held = _Held(self, peer, tag, view, meta, self._free_at + self.alpha)
-            self._queue.append(held)
-            self._changed.notify()
+            self._receivers.append(peer)
+            self._queue.put(held)
         return held
 
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
@@ -112,47 +113,30 @@ class Delayed(Transport):
 
     def close(self) -> None:
         """Hand on the messages still held, and end the port's thread; the transport below stays open."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._queue.put(None)
         self._thread.join()
-        self.waits.held.remove(self._held)
+        self.waits.held.remove(self._receivers.copy)
         self.waits.ends.remove(self._drop)
 
     def _drop(self, error: CommError) -> None:
         """Hold no message any longer: present and later ones raise `error`."""
-        with self._changed:
-            self._aborted = self._aborted or error
-            self._changed.notify()
-
-    def _held(self) -> list[int]:
-        """The receivers of held messages, one entry a message: no wait for them is in vain."""
-        with self._changed:
-            return [held.peer for held in self._queue]
+        self._aborted = self._aborted or error
+        self._ended.set()
 
     def _run(self) -> None:
-        while (held := self._next()) is not None:
+        """Hand on each message at its time; end when the port is closed and empty."""
+        while (held := self._queue.get()) is not None:
+            self._ended.wait(max(0.0, held.due - time.monotonic()))
             held.error = self._aborted
             if held.error is None:
                 try:
                     held.below = self.inner.start_send(held.peer, held.tag, held.view, held.meta)
                 except CommError as error:  # the sender's wait() raises it
                     held.error = error
-            with self._changed:
-                self._queue.popleft()       # only now: at no moment is it neither held nor sent
+            self._receivers.pop(0)          # only now: at no moment is it neither held nor sent
             handed = held.handed
             del held                        # else its array would live until the next message
             handed.set()
-
-    def _next(self) -> _Held | None:
-        """The oldest message, once it is due or the job has ended; None when the port is closed and empty."""
-        with self._changed:
-            while self._queue or not self._closing:
-                left = self._queue[0].due - time.monotonic() if self._queue else None
-                if left is not None and (left <= 0 or self._aborted is not None):
-                    return self._queue[0]
-                self._changed.wait(left)
-        return None
 
 
 @contextlib.contextmanager
@@ -161,10 +145,9 @@ def delayed(group: Group, *, alpha: float, beta: float) -> Iterator[Group]:
 
     Every rank of the group enters and leaves together, as with `split`.
     """
-    digest = hashlib.blake2b(f"{group.id}/delayed".encode(), digest_size=8).digest()
     transport = Delayed(group.transport, alpha=alpha, beta=beta)
     slow = Group(transport, group.ledger, group.world_ranks, axis=f"{group.axis}.delayed",
-                 id=int.from_bytes(digest, "little"), nodes=group.nodes)
+                 id=derived_id(group.id, "delayed"), nodes=group.nodes)
     try:
         yield slow
         slow.close()

@@ -60,10 +60,8 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
-
-__all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
-           "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
+from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
+from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
@@ -89,12 +87,8 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 # ------------------------------------------------------------------------------------------------------- partition
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence of `length` tokens over `size` ranks.
-
-    Returns: for each (its number among the 2P, its place among the rank's own tokens).
-    """
-    edges = bounds(length, 2 * size)
-    first, last = rank, 2 * size - 1 - rank
+    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the own tokens)."""
+    edges, first, last = bounds(length, 2 * size), rank, 2 * size - 1 - rank
     middle = edges[first + 1] - edges[first]
     return [(first, slice(0, middle)), (last, slice(middle, middle + edges[last + 1] - edges[last]))]
 
@@ -102,7 +96,7 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
     """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
-    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number in (rank, 2 * size - 1 - rank)])
+    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number, _ in own_blocks(length, rank, size)])
 
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
@@ -138,8 +132,7 @@ def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
     """
     for hop in range(group.size):
         source, after = (group.rank - hop) % group.size, (group.rank - hop - 1) % group.size
-        last = hop == group.size - 1
-        coming = None if last else pass_on(group, kv, len(zigzag(length, after, group.size)))
+        coming = pass_on(group, kv, len(zigzag(length, after, group.size))) if hop < group.size - 1 else None
         yield source, kv
         if coming is not None:
             kv = coming.wait()
@@ -165,7 +158,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     scaled = _scaled(q)
-    running = OnlineSoftmax.of(scaled)
+    running = OnlineSoftmax(scaled)
     for source, kv in around(group, _packed(k, v), length):
         keys_all, values_all = widen(kv)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
@@ -179,7 +172,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
     group, length = node.options["group"], node.options["length"]
-    backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    backward = OnlineGradients(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, kv in around(group, _packed(node.k, node.v), length):
         keys_all, values_all = widen(kv)
@@ -216,8 +209,7 @@ class RingSelfAttention(CausalSelfAttention):
     takes_packed = False
 
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
-        self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
-        self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
+        vars(self).update(vars(attention))
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

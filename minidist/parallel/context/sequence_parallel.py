@@ -71,13 +71,11 @@ class SequenceRegion(TensorRegion):
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
-        return collectives.all_gather(x, dim=TOKENS, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_gather(x, dim=TOKENS, group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands (B, T, width) -> sums (B, own, width)."""
-        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,
-                                          algorithm=self.algorithm)
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group)
 
     def sequences(self) -> Sequences:
         """A mixture's gate sees the own tokens."""
@@ -110,13 +108,12 @@ class SequenceOutput(SplitOutput):
         return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)
 
 
-def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
+def sequence_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT's layers as chapter 12 does, and the sequence between them; then `model.initialize(seed)` draws.
 
-    Args:    algorithm: of gathers and scatters; one fixed algorithm gives the same bits in every run.
     Raises:  as split_gpt.
     """
-    region = SequenceRegion(group, algorithm)
+    region = SequenceRegion(group)
     split_gpt(model, region)
     set_output(model, SequenceOutput(model.config.vocabulary, region))
     shard_dropouts(model, partial(shard_of, group=group))
@@ -129,13 +126,9 @@ class SequenceParallel(SplitModel):
 
     The step is chapter 12's. After the last backward, gradients of the weights outside the regions are all-reduced,
     because each rank has only the part of its own tokens.
-
-    Args:    as SplitModel.
     """
 
-    def outside(self) -> Group:
-        """All ranks: each has the gradients of its own tokens."""
-        return self.group
+    sums_undivided = True       # each rank has the gradients of its own tokens
 
 
 # ------------------------------------------------------------------------------------------------------------ cost

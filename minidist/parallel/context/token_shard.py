@@ -107,10 +107,7 @@ def shard_dropouts(model: GPT, own: OwnTokens) -> None:
 
 
 def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
-    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see the other tokens.
-
-    Args:    group: the ranks that have the other tokens; own: which tokens this rank has.
-    """
+    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see those of `group`."""
     model.tokens = TokenShardEmbedding(model.tokens, own)
     model.output = TokenShardOutput(group, own)
     shard_dropouts(model, own)
@@ -128,10 +125,6 @@ class ContextParallel(SplitModel):
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
     A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
-
-    Args:    as SplitModel.
     """
 
-    def outside(self) -> Group:
-        """All ranks: each has the gradients of its own tokens."""
-        return self.group
+    sums_undivided = True       # each rank has the gradients of its own tokens

@@ -42,9 +42,8 @@ from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.nn.shares import even_slices, head_shares
-from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
-
-__all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
+from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
+from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 
 
 def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
@@ -71,10 +70,9 @@ class UlyssesSelfAttention(CausalSelfAttention):
 
     takes_packed = False
 
-    def __init__(self, attention: CausalSelfAttention, group: Group, algorithm: str) -> None:
-        self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
-        self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
-        self.group, self.algorithm, self.keeps_scores = group, algorithm, attention.keeps_scores
+    def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
+        vars(self).update(vars(attention))
+        self.group = group
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H, own, D)."""
@@ -85,8 +83,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))
         y = ops.causal_attention(q, k, v, keep=self.keeps_scores)               # (B, own heads, T, D)
-        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
         """Own tokens of all heads -> all tokens of own heads: (B, H, own, D) -> (B, own heads, T, D)."""
@@ -94,13 +91,13 @@ class UlyssesSelfAttention(CausalSelfAttention):
         if len(wanted) != x.shape[HEADS]:       # a head that several ranks need is sent to each of them
             x = ops.take(x, wanted, dim=HEADS)
         return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,
-                                      counts=[len(share) for share in shares], algorithm=self.algorithm)
+                                      counts=[len(share) for share in shares])
 
 
-def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") -> OwnTokens:
+def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
     """Let a GPT's attention, in place, swap tokens for heads; returns the tokens that each rank needs.
 
-    Args, Raises: as ulysses.
+    Raises:  as ulysses.
     """
     for block in model.blocks:
         heads = block.attention.heads
@@ -108,20 +105,19 @@ def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") ->
             raise PlanError(f"all-to-all attention over {group.axis}={group.size} ranks: {heads} heads leave a rank "
                             f"without any; choose 1 to {heads} ranks, or at least {group.size} heads, or ring "
                             f"attention, which takes any number of ranks")
-        block.attention = UlyssesSelfAttention(block.attention, group, algorithm)
+        block.attention = UlyssesSelfAttention(block.attention, group)
     return partial(shard_of, group=group)
 
 
-def ulysses(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
+def ulysses(model: GPT, group: Group) -> GPT:
     """Cut a GPT's sequences between the ranks of `group`, in place, before or after its weights are drawn.
 
     Weights stay whole. The model then takes whole sequences on every rank, works on its own tokens, and returns the
     loss of all tokens; ContextParallel trains it.
 
-    Args:    algorithm: of the all-to-alls.
     Raises:  PlanError if there are more ranks than heads.
     """
-    shard_tokens(model, group, attend_by_heads(model, group, algorithm=algorithm))
+    shard_tokens(model, group, attend_by_heads(model, group))
     return model
 
 

@@ -5,23 +5,22 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.nn import GPT, Mixture
+from minidist.nn import GPT
 from minidist.nn.moe import loads, mixtures, rebalance
 
 
 class ExpertLoad:
     """The loads of the mixtures that this rank has, summed over the ranks that share the batch.
 
-    Args:    model: this rank's part of the model, with names assigned; group: the ranks that share its weights and the
-             batch.
+    Args:    model: this rank's part, with names assigned; group: the ranks that share its weights and the batch.
     Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
-                      and that it took.
-                total: the same, since the run began.
+                      and that it took; total: the same, since the run began.
                 sent: (own layers,) integers: rows that this rank gave to experts of other ranks since the run began.
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
         self.model, self.group, self.layers = model, group, mixtures(model)
+        self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)  # 3: blocks.3.mlp
         self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
 
     def settle(self) -> None:
@@ -35,17 +34,15 @@ class ExpertLoad:
             self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
         self.total = self.total + self.step
         rebalance(self.model, self.step)
-        for number, layer in enumerate(self.layers):
-            experts: Any = layer.experts
-            rows, group = getattr(experts, "sent", None), getattr(experts, "group", None)
-            if rows is not None and group is not None:
-                self.sent[number] += rows.sum() - rows[group.rank]
+        divided: list[Any] = [layer.experts for layer in self.layers]
+        for number, experts in enumerate(divided):
+            if hasattr(experts, "sent"):        # SplitExperts
+                self.sent[number] += experts.sent.sum() - experts.sent[experts.group.rank]
                 experts.clear()
 
     def sent_by(self, layer: int) -> int:
         """`sent` of one of the model's layers; 0 if another rank has the layer."""
-        return sum(int(count) for mixture, count in zip(self.layers, self.sent, strict=True)
-                   if _number(mixture) == layer)
+        return int(self.sent[self.numbers == layer].sum())
 
     def whole(self, pipeline: Group) -> np.ndarray:
         """`total` of all layers of the model, on every rank: (layers, 2, experts) integers. All ranks call it.
@@ -56,12 +53,7 @@ class ExpertLoad:
         config = self.model.config
         assert config.mixture is not None
         found = np.zeros((config.layers, 2, config.mixture.experts), np.int64)
-        for layer, counted in zip(self.layers, self.total, strict=True):
-            found[_number(layer)] = counted
+        if self.layers:
+            found[self.numbers] = self.total
         with pipeline.ledger.control():
             return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
-
-
-def _number(layer: Mixture) -> int:
-    """The number of a layer in the model: 3 of "blocks.3.mlp"."""
-    return int(layer.path.split(".")[1])

@@ -35,7 +35,6 @@ notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,11 +50,9 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
 from minidist.nn.shares import even_slices
-from minidist.nn.weight_shard import ShardIndex, WeightShard
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Optimizer
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of
+from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
 
 
@@ -87,17 +84,14 @@ class SplitExperts(Experts):
                       rows of a block that is computed again count once.
     """
 
-    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise", copies: Group | None = None,
-                 parts: Group | None = None) -> None:
-        self.own = even_slices(experts.up.shape[0], group.size)
-        holders = group if parts is None else parts
+    def __init__(self, experts: Experts, group: Group, copies: Group | None = None) -> None:
+        self.group, self.own = group, even_slices(experts.up.shape[0], group.size)
 
         def mine(weight: Weight) -> Weight:
-            inner: Sequence[ShardIndex] = weight.parts if isinstance(weight, WeightShard) else [()]
+            inner, rank = (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
             places = [(own, *part[1:]) for own in self.own for part in inner]
-            return WeightShard(weight, places, holders.rank, sharers=copies, among=holders)
+            return WeightShard(weight, places, group.rank * len(inner) + rank, sharers=copies, among=group)
 
-        self.group, self.algorithm = group, algorithm
         self.gate = None if experts.gate is None else mine(experts.gate)
         self.up, self.down = mine(experts.up), mine(experts.down)
         self.clear()
@@ -122,13 +116,11 @@ class SplitExperts(Experts):
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
         """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
-            came = self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
-                                         algorithm=self.algorithm)
-        return np.stack(came)
+            return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
+                                                  algorithm="pairwise"))
 
     def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
@@ -137,14 +129,10 @@ def _by_expert(came: np.ndarray) -> np.ndarray:
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, parts: Group | None = None,
-                    algorithm: str = "pairwise") -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None) -> GPT:
     """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
 
     Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
-             parts: if tensor parallelism has cut the experts, the ranks of `group` and of the tensor axis together,
-             the tensor axis innermost: each has its part of its experts.
-             algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
     layers = mixtures(model)
@@ -159,7 +147,7 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, pa
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, algorithm, copies, parts)
+        layer.experts = SplitExperts(layer.experts, group, copies)
     model.assign_names()
     return model
 
@@ -174,63 +162,51 @@ class ExpertParallel(SplitModel):
         strategy = ExpertParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as SplitModel; everyone: the ranks that share the batch, if that is several groups, each with all experts
-             (default: `group`). Ranks with the same experts are the `copies` of expert_parallel.
+    Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with the same ones are the
+             `copies` of expert_parallel.
     Attributes: loads: (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert, and
                        that it took.
                 routed: (layers, P) integers: rows that this rank gave each rank in the last step, itself included.
     """
 
-    def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
-                 algorithm: str = "ring", precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.everyone = group if everyone is None else everyone
-        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
+    sums_undivided = True       # each rank has the gradients of its own rows
+
+    def __init__(self, model: GPT, group: Group, **options: Any) -> None:
+        super().__init__(model, group, **options)
         self.layers = mixtures(model)
         self.loads = loads(model)
         self.routed = np.zeros((len(self.layers), group.size), np.int64)
 
-    def outside(self) -> Group:
-        """All ranks that share the batch: each has the gradients of its own rows."""
-        return self.everyone
-
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+        """As SplitModel.step; the loss includes balance losses.
 
-        The loss includes balance losses. A rank without rows takes part, because its experts get tokens of others.
-
-        Args:    as SplitModel.step.
+        A rank without rows takes part, because its experts get tokens of others.
         """
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
-        self._balance()
-        with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
-            return float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
-
-    def _balance(self) -> None:
-        """Sum the loads over the ranks, and move the biases by them."""
         with self.everyone.ledger.control():
-            self.loads = self.everyone.all_reduce(loads(self.model), algorithm=self.algorithm)
+            self.loads = self.everyone.all_reduce(loads(self.model), algorithm="ring")
+            loss = float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
         rebalance(self.model, self.loads)
         for number, layer in enumerate(self.layers):
             experts: Any = layer.experts
             self.routed[number] = experts.sent
             experts.clear()
+        return loss
 
 
 # ------------------------------------------------------------------------------------------------------------ cost
 
-def elements_sent(model: GPT, *, ranks: int, rows: int, copies: int = 1, recomputed: bool = False) -> int:
-    """Numbers that all ranks together send in a step, without `control`: the cost above.
+def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:
+    """Numbers that all ranks together send in a step, without `control`, if one group holds all experts and no block
+    is computed again: the cost above.
 
-    Args:    ranks: that share the batch; rows: R, summed over all layers; copies: D; recomputed: whether blocks run
-             twice.
+    Args:    ranks: that share the batch; rows: R, summed over all layers.
     """
-    experts = sum(math.prod(parameter.whole) for parameter in model.parameters() if isinstance(parameter, WeightShard))
     dense = sum(parameter.size for parameter in model.parameters()
                 if parameter.requires_grad and not isinstance(parameter, WeightShard))
-    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense + 2 * (copies - 1) * experts
+    return 4 * rows * model.config.width + 2 * (ranks - 1) * dense

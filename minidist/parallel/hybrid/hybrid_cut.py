@@ -37,9 +37,10 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
     if plan.tp > 1:
         load("sequence" if plan.sequence_parallel else "tensor")(model, tp)
     if plan.ep > 1:
-        load("experts")(model, mesh["ep"], parts=mesh["ep", "tp"])
-        for parameter in (p for layer in mixtures(model) for p in layer.experts.parameters()):
-            parameter.shared_by = mesh.experts
+        load("experts")(model, mesh["ep"])
+        shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
+        for parameter in shards:
+            parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
     tokens: OwnTokens = _divide_tokens(model, mesh["cp"], plan.attention) if plan.cp > 1 else all_tokens
     return Cut(tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens)
 

@@ -53,17 +53,12 @@ class DataPipeline(Pipeline):
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
-        self.of, self.tp = of, tp
+        self.precision, self.tp = of, tp        # not before: the data axis makes the masters
         self.data_axis: DataAxis
 
     def cut(self, model: GPT, rank: int) -> TokenStages:
         """As Pipeline's; the stages may work on a shard of the tokens."""
         return TokenStages(model, self.layers, range(rank, len(self.layers), self.group.size))
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in backward."""
-        return self.of.scale
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""

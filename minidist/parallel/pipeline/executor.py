@@ -10,7 +10,7 @@ needs arrives during the present compute, and results leave during the next one:
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
@@ -57,7 +57,6 @@ class Executor:
     """Runs a rank's list.
 
     Args:    schedule: checked (make_schedule, schedule_checker.check), and for as many ranks as `group` has.
-             recorder: is told what runs when.
     Raises:  ScheduleError if the schedule is for another number of ranks, or not checked.
     """
 
@@ -74,25 +73,28 @@ class Executor:
         self._leaving: list[Pending] = []
 
     def run(self, work: StageWork) -> None:
-        """Run the list once. Returns when everything is computed and sent."""
+        """Run the list once, until everything is computed and sent."""
         self._run(work, self.schedule.lists[self.group.rank])
 
     def run_forwards(self, work: StageWork) -> None:
-        """Run only the forwards of the list and their messages, to evaluate: a right schedule, too."""
+        """Run only the list's forwards and their messages, to evaluate; they are a right schedule, too."""
         self._run(work, [instruction for instruction in self.schedule.lists[self.group.rank]
                          if isinstance(instruction, (Forward, SendActivation, RecvActivation))])
 
     def _run(self, work: StageWork, whole: Sequence[Instruction]) -> None:
         instructions = [instruction for instruction in whole if not work.skips(instruction.microbatch)]
-        for place, instruction in enumerate(instructions):
+        self._start_receives(work, instructions)
+        for number, instruction in enumerate(instructions, start=1):
+            details: dict[str, Any] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
             if isinstance(instruction, COMPUTES):
-                self._start_receives(work, instructions[place + 1:])
-                with self.recorder.span(instruction.word, stage=instruction.stage, microbatch=instruction.microbatch):
+                self._start_receives(work, instructions[number:])
+                with self.recorder.span(instruction.word, **details):
                     self._compute(work, instruction)
             elif isinstance(instruction, SENDS):
                 self._start_send(instruction)
             else:
-                self._receive(work, instruction)
+                with self.recorder.span(f"wait: {instruction.word}", **details):
+                    self._values[instruction] = self._arriving.pop(instruction).wait()
         self._end_sends(wait=True)
 
     def _compute(self, work: StageWork, instruction: Instruction) -> None:
@@ -110,29 +112,19 @@ class Executor:
             work.backward_weights(stage, microbatch)
 
     def _start_send(self, send: Instruction) -> None:
-        receive = received_as(send)
         self._end_sends()
+        receive = received_as(send)
         self._leaving.append(self.group.start_send(self._values.pop(receive), dst=self.schedule.rank_of(receive.stage)))
 
     def _end_sends(self, *, wait: bool = False) -> None:
         """Drop the sends that are complete; `wait`: wait for all of them."""
-        gone = [pending for pending in self._leaving if wait or pending.done()]
-        self._leaving = [pending for pending in self._leaving if pending not in gone]
-        for pending in gone:
+        for pending in [pending for pending in self._leaving if wait or pending.done()]:
             pending.wait()
+            self._leaving.remove(pending)
 
     def _start_receives(self, work: StageWork, following: Sequence[Instruction]) -> None:
-        """Start the receives before the next compute."""
+        """Start the receives that come before the next compute."""
         for instruction in takewhile(lambda other: not isinstance(other, COMPUTES), following):
             if isinstance(instruction, RECEIVES):
-                self._start_receive(work, instruction)
-
-    def _start_receive(self, work: StageWork, receive: Instruction) -> None:
-        self._arriving[receive] = self.group.start_recv(self.schedule.rank_of(sent_as(receive).stage),
-                                                        out=work.room(receive))
-
-    def _receive(self, work: StageWork, receive: Instruction) -> None:
-        if receive not in self._arriving:
-            self._start_receive(work, receive)
-        with self.recorder.span(f"wait: {receive.word}", stage=receive.stage, microbatch=receive.microbatch):
-            self._values[receive] = self._arriving.pop(receive).wait()
+                source = self.schedule.rank_of(sent_as(instruction).stage)
+                self._arriving[instruction] = self.group.start_recv(source, out=work.room(instruction))

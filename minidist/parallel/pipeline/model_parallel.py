@@ -36,10 +36,9 @@ from typing import Any
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.optim import Optimizer
 from minidist.parallel.pipeline.stage_model import StageModel
 from minidist.parallel.pipeline.stages import ArrivedActivation
-from minidist.parallel.step.step import Batch, Part, micro_parts
+from minidist.parallel.step.step import Part
 
 
 def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Group, inputs: Array, targets: Array,
@@ -83,7 +82,7 @@ class ModelParallel(StageModel):
         return x, y
 
     def backward(self, x: ArrivedActivation | None, y: Tensor) -> None:
-        """Add this rank's gradients, and send the gradient of its input to the previous rank. Args: as of forward."""
+        """Add this rank's gradients; send that of its input to the previous rank. Args: what forward returned."""
         dy = None
         if not self.last:
             with self.recorder.span("wait for the gradient"):
@@ -93,18 +92,11 @@ class ModelParallel(StageModel):
         if x is not None:
             self.group.send(x.grad, dst=self.group.rank - 1)
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    as Single.step; clip bounds the norm of the gradient of all ranks together.
-        """
-        optimizer.zero_grad()
-        share = 0.0
-        for part in micro_parts(Part(*batch, first=0), accumulate):
-            if len(part.inputs):
-                x, y = self.forward(part, divisor=batch[1].size)
-                share += float(y.item()) if self.last else 0.0
-                self.backward(x, y)
-        self.update(optimizer, lr=lr, clip=clip)
-        return self.sum_shares(share)
+    def run(self, part: Part, *, divisor: int) -> float:
+        """Forward and backward of some rows; returns the last rank's loss, 0 on others and without rows."""
+        if not len(part.inputs):
+            return 0.0
+        x, y = self.forward(part, divisor=divisor)
+        share = float(y.item()) if self.last else 0.0
+        self.backward(x, y)
+        return share

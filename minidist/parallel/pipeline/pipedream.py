@@ -27,6 +27,7 @@ from minidist.nn import GPT
 from minidist.optim import Optimizer
 from minidist.parallel.pipeline.instructions import BackwardInput, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline, PipelinePass
+from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
 
@@ -69,7 +70,7 @@ class PipeDream(Pipeline):
         work = StashingPass(self, micro_parts(Part(*batch, first=0), self.schedule.microbatches), optimizer, lr)
         self.executor.run(work)
         self.updates = work.updates
-        return self.sum_shares(work.total / batch[1].size)
+        return sum_in_order(self.group, work.total / batch[1].size)
 
 
 class StashingPass(PipelinePass):

@@ -47,7 +47,6 @@ from minidist.device import account, backend
 from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
-from minidist.optim import Optimizer
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
 from minidist.parallel.pipeline.stage_model import StageModel
@@ -97,16 +96,11 @@ class Pipeline(StageModel):
         super().__init__(model, group, seed=seed, stages=schedule.stages, layers=layers, device=device, key=key,
                          precision=precision, recorder=recorder)
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in backward."""
-        return self.precision.scale
-
     def run(self, part: Part, *, divisor: int) -> float:
         """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.
 
         The share is the sum of the rows' token losses over `divisor` on the rank of the last stage, and on each rank
-        the balance losses of its mixtures.
+        the balance losses of its mixtures. `accumulate` of a step is how often the schedule runs.
         """
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)
@@ -122,28 +116,12 @@ class Pipeline(StageModel):
         return work.total
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """Backward of a stage's output y from its gradient dy (None: y is the loss); unless `whole`, returns deferred
-        gradients of weights.
-        """
+        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred gradients of weights."""
         return self.precision.backward(y, dy, defer_weights=not whole)
 
     def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
         """Compute the gradients that `go_back` of a stage deferred."""
         self.precision.backward_weights(deferred)
-
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    as Single.step; clip bounds the norm of the gradient of all stages together.
-                 accumulate: how often the schedule runs, each time on as many microbatches.
-        """
-        optimizer.zero_grad()
-        share = 0.0
-        for part in micro_parts(Part(*batch, first=0), accumulate):
-            share += self.run(part, divisor=batch[1].size)
-        self.update(optimizer, lr=lr, clip=clip)
-        return self.sum_shares(share)
 
 
 class PipelinePass:
@@ -154,8 +132,8 @@ class PipelinePass:
     """
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
-        self.pipeline, self.stages, self.config = pipeline, pipeline.stages, pipeline.config
-        self.key, self.parts, self.divisor, self.total = pipeline.key, parts, divisor, 0.0
+        self.pipeline, self.stages, self.parts, self.divisor = pipeline, pipeline.stages, parts, divisor
+        self.total = 0.0
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}    # from forward to backward: x, y
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
 
@@ -168,14 +146,14 @@ class PipelinePass:
         shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
         category = "activations" if isinstance(receive, RecvActivation) else "communication"
         device = backend.device_of(next(self.stages.model.parameters()).data)
-        return account.current().hold(backend.empty(shape, backend.dtype(self.config.dtype), device), category)
+        return account.current().hold(backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category)
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
         """A stage's forward; only the shape of its output is kept."""
         part = self.parts[microbatch]
         start = None if x is None else ArrivedActivation(x)
         y = self.stages.forward(stage, part.inputs if start is None else start, targets=part.targets,
-                                divisor=self.divisor, key=self.key(part))
+                                divisor=self.divisor, key=self.pipeline.key(part))
         last = stage == self.stages.last
         self.total += of_stage(self.stages.mixtures(stage), self.divisor)
         if last:
@@ -188,7 +166,7 @@ class PipelinePass:
         """A stage's backward; unless `whole`, the gradients of weights are deferred."""
         start, y = self._kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
-            layer.balance_scale = self.pipeline.loss_scale / self.divisor
+            layer.balance_scale = self.pipeline.precision.scale / self.divisor
         deferred = self.pipeline.go_back(stage, y, dy, whole=whole)
         if not whole:
             self._deferred[stage, microbatch] = deferred

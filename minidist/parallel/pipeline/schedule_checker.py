@@ -8,8 +8,8 @@
     check_spans(clock.spans)                            # also for spans of a drawn chart, or of a measured timeline
 
 A schedule is right if each microbatch goes once forward and once backward through every stage, and nothing is used
-before it has arrived. It ends if no ranks wait for each other. Sends never wait, so one play of the lists decides that:
-each rank goes on while it can, until all have ended or none can go on.
+before it has arrived. It ends if no ranks wait for each other. Sends never wait, so one play of the lists decides that
+(clock_of): each rank goes on while it can, until all have ended or none can go on.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def check(schedule: Schedule) -> Schedule:
         _check_list(schedule, rank)
     _check_complete(schedule)
     _check_links(schedule)
-    _Play(schedule).run()
+    clock_of(schedule)
     return replace(schedule, checked=True)
 
 
@@ -188,48 +188,32 @@ class Clock:
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
     """The computes of all ranks in time, if each rank goes on as soon as it can.
 
-    Raises:  ScheduleError in a deadlock.
+    Raises:  ScheduleError in a deadlock, with the receives that the ranks wait at.
     """
-    play = _Play(schedule, times or Times())
-    play.run()
-    return Clock(schedule.ranks, tuple(play.spans))
+    lasting, spans = times or Times(), list[ComputeSpan]()
+    arrives: dict[Instruction, float] = {}          # send -> when its message arrives
 
-
-class _Play:
-    """Plays the lists: each rank goes on while it can."""
-
-    def __init__(self, schedule: Schedule, times: Times | None = None) -> None:
-        self.schedule, self.times = schedule, times or Times()
-        self.spans: list[ComputeSpan] = []
-        self._next = [0] * schedule.ranks               # of each rank: its place in its list
-        self._now = [0.0] * schedule.ranks
-        self._arrives: dict[Instruction, float] = {}    # send -> when its message arrives
-
-    def run(self) -> None:
-        """Play to the end. Raises ScheduleError if ranks are stuck, with the receives that they wait at."""
-        while sum(self._go_on(rank) for rank in range(self.schedule.ranks)):
-            pass
-        stuck = {rank: instructions[place] for rank, (instructions, place) in
-                 enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)}
-        if stuck:
-            raise ScheduleError(_deadlock(self.schedule, stuck))
-
-    def _go_on(self, rank: int) -> bool:
-        """Run this rank as far as possible; returns whether it moved."""
-        before, instructions = self._next[rank], self.schedule.lists[rank]
-        while self._next[rank] < len(instructions):
-            instruction, now = instructions[self._next[rank]], self._now[rank]
+    def play(rank: int) -> Iterator[Instruction]:
+        """Run a rank's list; yields a receive whenever its message was not sent yet."""
+        now = 0.0
+        for instruction in schedule.lists[rank]:
             if isinstance(instruction, COMPUTES):
-                self._now[rank] = now + self.times.of(instruction)
-                self.spans.append(ComputeSpan(rank, instruction, now, self._now[rank]))
+                start, now = now, now + lasting.of(instruction)
+                spans.append(ComputeSpan(rank, instruction, start, now))
             elif isinstance(instruction, SENDS):
-                self._arrives[instruction] = now + self.times.message
-            elif sent_as(instruction) in self._arrives:
-                self._now[rank] = max(now, self._arrives[sent_as(instruction)])
+                arrives[instruction] = now + lasting.message
             else:
-                break
-            self._next[rank] += 1
-        return self._next[rank] > before
+                while sent_as(instruction) not in arrives:
+                    yield instruction
+                now = max(now, arrives[sent_as(instruction)])
+
+    ranks = [play(rank) for rank in range(schedule.ranks)]
+    before: dict[int, Instruction] = {}
+    while (waiting := {rank: at for rank, playing in enumerate(ranks) if (at := next(playing, None))}) != before:
+        before = waiting
+    if waiting:     # no rank has moved
+        raise ScheduleError(_deadlock(schedule, waiting))
+    return Clock(schedule.ranks, tuple(spans))
 
 
 def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:

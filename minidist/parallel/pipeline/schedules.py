@@ -34,24 +34,25 @@ notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行, 调度策略
 Source:  Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero bubble).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from minidist.errors import ScheduleError
 from minidist.parallel.pipeline.instructions import (
+    RECEIVES,
     Backward,
     BackwardInput,
     BackwardWeights,
     Forward,
     Instruction,
-    RecvActivation,
-    RecvGradient,
     Schedule,
     SendActivation,
     SendGradient,
     received_as,
     sent_as,
 )
-from minidist.parallel.pipeline.schedule_checker import check
+from minidist.parallel.pipeline.schedule_checker import check, needs
 
 # ------------------------------------------------------------------------------------- orders: what a rank computes
 # Each is (rank, number of ranks, number of microbatches) -> the rank's computes in order; of_orders adds the messages.
@@ -141,43 +142,32 @@ def of_orders(name: str, orders: Sequence[Iterable[Instruction]]) -> Schedule:
     the same rank sent earlier.
     """
     computes = [list(order) for order in orders]
-    ranks, everything = len(computes), [instruction for order in computes for instruction in order]
+    everything = [instruction for order in computes for instruction in order]
     stages = max((instruction.stage for instruction in everything), default=-1) + 1
-    chunks = max(1, -(-stages // ranks))
-    last = ranks * chunks - 1
-    links: dict[tuple[int, int], list[Instruction]] = {}        # (from, to) -> sends, in order
+    microbatches = max((instruction.microbatch for instruction in everything), default=-1) + 1
+    empty = Schedule(name, len(computes), microbatches, max(1, -(-stages // len(computes))), ())
+    links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)     # (from, to) -> receives in order of sends
     for rank, order in enumerate(computes):
-        for send in (send for instruction in order for send in _sends(instruction, ranks, last)):
-            links.setdefault((rank, received_as(send).stage % ranks), []).append(send)
+        for send in (send for compute in order for send in _sends(compute, empty)):
+            receive = received_as(send)
+            links[rank, empty.rank_of(receive.stage)].append(receive)
     lists = []
     for rank, order in enumerate(computes):
-        received: dict[int, int] = {}                           # source rank -> number of messages
         instructions: list[Instruction] = []
-        for instruction in order:
-            for receive in _receives(instruction, ranks, last):
-                send = sent_as(receive)
-                source = send.stage % ranks
-                link, done = links.get((source, rank), []), received.get(source, 0)
-                until = link.index(send) + 1 if send in link else done
-                instructions += [received_as(earlier) for earlier in link[done:until]]
-                received[source] = max(done, until)
-            instructions += [instruction, *_sends(instruction, ranks, last)]
+        for compute in order:
+            for receive in (needed for needed in needs(compute, empty) if isinstance(needed, RECEIVES)):
+                coming = links[empty.rank_of(sent_as(receive).stage), rank]
+                count = coming.index(receive) + 1 if receive in coming else 0
+                instructions += coming[:count]
+                del coming[:count]
+            instructions += [compute, *_sends(compute, empty)]
         lists.append(tuple(instructions))
-    microbatches = max((instruction.microbatch for instruction in everything), default=-1) + 1
-    return Schedule(name, ranks, microbatches, chunks, tuple(lists))
+    return replace(empty, lists=tuple(lists))
 
 
-def _sends(compute: Instruction, ranks: int, last: int) -> Iterator[Instruction]:
+def _sends(compute: Instruction, schedule: Schedule) -> Iterator[Instruction]:
     """The messages that leave the rank after this compute."""
-    if ranks > 1 and isinstance(compute, Forward) and compute.stage < last:
+    if schedule.ranks > 1 and isinstance(compute, Forward) and compute.stage < schedule.stages - 1:
         yield SendActivation(compute.stage, compute.microbatch)
-    if ranks > 1 and isinstance(compute, (Backward, BackwardInput)) and compute.stage > 0:
+    if schedule.ranks > 1 and isinstance(compute, (Backward, BackwardInput)) and compute.stage > 0:
         yield SendGradient(compute.stage, compute.microbatch)
-
-
-def _receives(compute: Instruction, ranks: int, last: int) -> Iterator[Instruction]:
-    """The messages that must arrive before this compute."""
-    if ranks > 1 and isinstance(compute, Forward) and compute.stage > 0:
-        yield RecvActivation(compute.stage, compute.microbatch)
-    if ranks > 1 and isinstance(compute, (Backward, BackwardInput)) and compute.stage < last:
-        yield RecvGradient(compute.stage, compute.microbatch)

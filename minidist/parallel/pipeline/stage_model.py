@@ -4,6 +4,7 @@ Each rank draws and updates its own layers. Together the ranks compute the loss 
 tied token table is on both ends of the model, and both ends take the sum of its two gradients.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,16 +16,15 @@ from minidist.parallel.pipeline.stages import Stages, balanced_layers
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Key, zero_unused
+from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
 
 
-class StageModel:
+class StageModel(ABC):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
 
     Args:    model: weights not yet drawn; the layers of other ranks are taken out of it.
              seed: of the weights; None: the caller draws them. stages: how many there are in all (default: one a rank).
-             layers: of each stage (default: as even as possible); key: for dropout.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             layers: of each stage (default: as even as possible); key: for dropout; precision: of weights and update.
     Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
                 first, last: whether this rank has an end of the model.
     Raises:  ShardError if the layers do not fit the stages.
@@ -51,6 +51,24 @@ class StageModel:
     def cut(self, model: GPT, rank: int) -> Stages:
         """Cut `model`, in place, to the stages of a rank."""
         return Stages(model, self.layers, range(rank, len(self.layers), self.group.size))
+
+    @abstractmethod
+    def run(self, part: Part, *, divisor: int) -> float:
+        """Forward and backward of some rows: adds gradients; returns this rank's share of the loss over `divisor`."""
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    as Single.step; clip bounds the norm of the gradient of all stages together.
+                 accumulate: in how many runs the rows are taken.
+        """
+        optimizer.zero_grad()
+        share = 0.0
+        for part in micro_parts(Part(*batch, first=0), accumulate):
+            share += self.run(part, divisor=batch[1].size)
+        self.update(optimizer, lr=lr, clip=clip)
+        return sum_in_order(self.group, share)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (in mixed precision the masters), whole, on the host, by dotted path.
@@ -92,7 +110,3 @@ class StageModel:
         """The sum of squares of the whole gradient; a tied table counts once, on rank 0."""
         twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
         return sum_in_order(self.group, sum_of_squares(p.grad for p in self.weights if p is not twice))
-
-    def sum_shares(self, share: float) -> float:
-        """The ranks' shares of the loss, added in rank order; counted under `control`."""
-        return sum_in_order(self.group, share)

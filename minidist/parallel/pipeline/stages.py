@@ -34,7 +34,13 @@ class Stages:
     """
 
     def __init__(self, model: GPT, layers: Sequence[int], own: Sequence[int]) -> None:
-        check_layers(layers, model.config.layers)
+        whole = model.config.layers
+        if sum(layers) != whole or min(layers) < 0:
+            raise ShardError(f"stages of {list(layers)} layers for a model of {whole}: they must add up to {whole}")
+        empty = [stage for stage, count in enumerate(layers[1:-1], start=1) if not count]
+        if empty:
+            raise ShardError(f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and the "
+                             f"last, which have the embedding and the output, may do without")
         edges, self.last = [0, *accumulate(layers)], len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
         cut: Any = model
@@ -54,7 +60,7 @@ class Stages:
         return [mlp for layer in self.layers[stage] if isinstance(mlp := self.model.blocks[layer].mlp, Mixture)]
 
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
-        """The shape of what is sent between stages, for `rows` sequences of `length` tokens: (rows, length, width)."""
+        """The shape of what is sent between stages, for `rows` sequences of `length` tokens."""
         return rows, length, self.model.config.width
 
     def forward(self, stage: int, x: Any, *, targets: Array, positions: Array | None = None,
@@ -98,18 +104,6 @@ def hollow(y: Tensor) -> Tensor:
         return y
     xp = array_module(y.data)
     return Tensor._of(xp.broadcast_to(xp.zeros((), y.dtype), y.shape), y.node, y.index)
-
-
-# ------------------------------------------------------------------------------------------------- layers of a stage
-
-def check_layers(layers: Sequence[int], whole: int) -> None:
-    """Raises ShardError unless `layers` add up to `whole`, and every stage has something to do."""
-    if sum(layers) != whole or min(layers) < 0:
-        raise ShardError(f"stages of {list(layers)} layers for a model of {whole}: they must add up to {whole}")
-    empty = [stage for stage, count in enumerate(layers[1:-1], start=1) if not count]
-    if empty:
-        raise ShardError(f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and the last, "
-                         f"which have the embedding and the output, may do without")
 
 
 def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:

@@ -62,17 +62,13 @@ def _to_float8_by_kernel(array: Array, kind: np.dtype, scale: float) -> tuple[Ar
 
 
 def _largest(array: Array) -> Array:
-    """The largest |element|, 0.0 if there is none: a float, of a GPU's array float32 (1,) there."""
-    if not array.size:
-        return 0.0
-    largest = array_module(array).abs(widen(array)).max()
-    return float(largest) if isinstance(array, np.ndarray) else largest.reshape(1)
+    """The largest |element|, 0 if there is none: (1,), where the array is."""
+    xp = array_module(array)
+    return xp.abs(widen(array)).max().reshape(1) if array.size else xp.zeros(1, np.float32)
 
 
 def _larger(seen: Array, largest: Array) -> Array:
     """The larger of two; infinity and NaN do not count."""
-    if isinstance(largest, float):
-        return max(seen, largest if math.isfinite(largest) else 0.0)
     xp = array_module(largest)
     return xp.maximum(seen, xp.where(xp.isfinite(largest), largest, largest.dtype.type(0)))
 
@@ -80,20 +76,18 @@ def _larger(seen: Array, largest: Array) -> Array:
 class Scales:
     """The largest elements of a linear's x, w and dy so far, and the scales that follow.
 
-    Attributes: history  of each tensor the largest |element| of recent steps, agreed by all ranks
-                seen     of each the largest of this step, on this rank; a float, or float32 (1,) on a GPU
+    Attributes: history  of each tensor the largest |element| of recent steps, agreed by all ranks; 0: no step
+                seen     of each the largest of this step, on this rank: (1,), or 0.0
     """
 
     def __init__(self) -> None:
-        self.history: dict[str, deque[float]] = {name: deque(maxlen=HISTORY) for name in FORMATS}
+        self.history = {name: deque([0.0] * HISTORY, maxlen=HISTORY) for name in FORMATS}
         self.seen: dict[str, Array] = dict.fromkeys(FORMATS, 0.0)
 
     def scale(self, name: str) -> float | None:
         """The largest power of two that keeps the history's largest element in range; None without a history."""
-        largest = max(self.history[name], default=0.0)
-        if not largest:
-            return None
-        return 2.0 ** math.floor(math.log2(LARGEST[FORMATS[name]] / largest))
+        largest = max(self.history[name])
+        return 2.0 ** math.floor(math.log2(LARGEST[FORMATS[name]] / largest)) if largest else None
 
     def store(self, name: str, array: Array) -> Array:
         """The tensor as bytes, or as it is without a history; its largest element is noted for the steps to come."""
@@ -129,13 +123,13 @@ def linear_fp8(x: Array, w: Array, b: Array | None = None, *, scales: Scales) ->
 
 def _rounded_dy(node: Node, dy: Array) -> Array:
     """dy as its e5m2 values: (rows, out)."""
-    scales: Scales = node.scales
-    return scales.read("dy", scales.store("dy", rows(dy)))
+    return node.scales.read("dy", node.scales.store("dy", rows(dy)))
 
 
 @linear_fp8.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    w = node.scales.read("w", _again(node.scales, node.w))
+    scale = node.scales.scale("w")      # the weight's bytes are not kept, because ZeRO-3 frees the weight in between
+    w = node.scales.read("w", node.w if scale is None else to_float8(node.w, FORMATS["w"], scale))
     return narrow(matmul(node.once(_rounded_dy, dy), w.T), dy.dtype).reshape(node.shapes["x"])
 
 
@@ -150,12 +144,6 @@ def _(node: Node, dy: Array) -> Array:
     return column_sums(rows(dy), out=node.room("b"))
 
 
-def _again(scales: Scales, w: Array) -> Array:
-    """The weight's bytes once more: they are not kept, since ZeRO-3 frees the weight in between."""
-    scale = scales.scale("w")
-    return w if scale is None else to_float8(w, FORMATS["w"], scale)
-
-
 class Float8:
     """All linears of a model's blocks, multiplying in fp8. Embedding and output layer stay as they are.
 
@@ -163,21 +151,23 @@ class Float8:
     """
 
     def __init__(self, model: GPT, group: Group | None) -> None:
-        self.group = group
-        self.scales: dict[int, Scales] = {}
-        for block in model.blocks:
-            for module in block.modules():
-                if isinstance(module, Linear):
-                    scales = Scales()
-                    module.product = partial(linear_fp8, scales=scales)
-                    self.scales[id(module)] = scales
+        self.group, self.scales = group, dict[int, Scales]()
+        for module in (module for block in model.blocks for module in block.modules()):
+            if isinstance(module, Linear):
+                self.scales[id(module)] = Scales()
+                module.product = partial(linear_fp8, scales=self.scales[id(module)])
 
     def agree(self) -> None:
         """End of a step: the largest elements that any rank has seen enter every rank's history.
 
-        Cost:    one all-gather of three float64 a linear, counted under `control`.
+        Cost:    one all-gather of three float64 a linear, counted under `control`; from a GPU one copy, which the host
+                 waits for.
         """
-        seen = self._seen()
+        own = [scales.seen[name] for scales in self.scales.values() for name in FORMATS]
+        xp = array_module(*own)
+        joined = to_host(xp.concatenate([xp.full(1, value, np.float32) if isinstance(value, float) else value
+                                         for value in own]))
+        seen = joined.astype(np.float64).reshape(-1, len(FORMATS))
         if self.group is not None and self.group.size > 1:
             with self.group.ledger.control():
                 every = self.group.all_gather(seen[None], algorithm="ring")
@@ -187,23 +177,12 @@ class Float8:
                 scales.history[name].append(float(value))
                 scales.seen[name] = 0.0
 
-    def _seen(self) -> np.ndarray:
-        """What this rank saw, (linears, 3) float64: from a GPU in one copy, which the host waits for."""
-        seen: Array = [scales.seen[name] for scales in self.scales.values() for name in FORMATS]
-        xp = array_module(*seen)
-        if xp is not np:
-            seen = to_host(xp.concatenate([xp.full(1, value, np.float32) if isinstance(value, float) else value
-                                           for value in seen]))
-        return np.array(seen, np.float64).reshape(-1, len(FORMATS))
-
     def state(self) -> np.ndarray:
         """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""
-        padded = [[[0.0] * (HISTORY - len(scales.history[name])) + list(scales.history[name]) for name in FORMATS]
-                  for scales in self.scales.values()]
-        return np.array(padded)
+        return np.array([[scales.history[name] for name in FORMATS] for scales in self.scales.values()])
 
     def load(self, state: np.ndarray) -> None:
         """Take over what `state` returned."""
         for scales, histories in zip(self.scales.values(), state, strict=True):
-            for name, history in zip(FORMATS, histories, strict=True):
-                scales.history[name] = deque((float(value) for value in history if value), maxlen=HISTORY)
+            for name, history in zip(FORMATS, histories.tolist(), strict=True):
+                scales.history[name].extend(history)

@@ -110,8 +110,7 @@ class Master:
     @property
     def shared_by(self) -> Group | None:
         """The parameter's."""
-        shared: Group | None = self.parameter.shared_by
-        return shared
+        return self.parameter.shared_by     # type: ignore[no-any-return]
 
     def zero_grad(self) -> None:
         """Forget the gradient."""
@@ -124,8 +123,7 @@ class LossScale:
     So it stays near the largest that does not overflow, which wastes fewest small gradients. A power of two, so that
     scaling changes no digit.
 
-    Attributes: value    this step's scale
-                good     steps since it last changed
+    Attributes: value: this step's scale; good: steps since it last changed.
     """
 
     def __init__(self, value: float = 2.0 ** 16, *, patience: int = 2000, smallest: float = 1.0) -> None:

@@ -25,17 +25,6 @@ from minidist.parallel.tensor.tensor_layers import (
 )
 
 
-def check_fits(config: GPTConfig, size: int) -> None:
-    """Check that each of `size` ranks gets something of every layer.
-
-    Raises:  PlanError, one line: what is too small, and what would fit.
-    """
-    what, count = narrowest(config)
-    if count < size:
-        raise PlanError(f"tensor parallelism over tp={size} ranks: {count} {what} leave a rank without any; "
-                        f"choose tp from 1 to {count}, or at least {size} {what}")
-
-
 def head_columns(heads: int, key_heads: int, head_width: int,
                  shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
     """The columns that each rank needs of the common weight of queries, keys and values, for `head_shares`.
@@ -86,7 +75,10 @@ def split_gpt(model: GPT, region: TensorRegion) -> None:
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
     group, config = region.group, model.config
-    check_fits(config, group.size)
+    what, count = narrowest(config)
+    if count < group.size:
+        raise PlanError(f"tensor parallelism over tp={group.size} ranks: {count} {what} leave a rank without any; "
+                        f"choose tp from 1 to {count}, or at least {group.size} {what}")
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError("tensor parallelism: the model's weights are drawn already; cut it first, so that each rank "
                           "draws its part alone")

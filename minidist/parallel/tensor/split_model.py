@@ -3,7 +3,7 @@
 After the last backward some gradients are still summands, one on each rank of a group:
 
     shards that several ranks hold (key heads, experts)                        summed over their sharers
-    undivided weights, if each rank has the gradient of own tokens or rows     summed over `outside()`
+    undivided weights, if each rank has the gradient of own tokens or rows     summed over `everyone`
 """
 
 import math
@@ -22,35 +22,32 @@ from minidist.nn.weight_shard import WeightShard, assemble, cut
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
 
 
 class SplitModel:
-    """A model divided between the ranks of a group, which all work on the same rows.
+    """A model divided between the ranks of a group.
 
     Args:    model: divided between the ranks of `group`, with weights drawn.
+             everyone: the ranks that share the batch, if these are several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
-             algorithm: of the all-reduce of gradients; precision: of weights and update (default: one dtype for all).
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all).
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
 
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.loss, self.algorithm = model, group, loss or loss_of(model), algorithm
-        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+    sums_undivided = False      # whether each rank has the gradients of its own tokens or rows alone
+
+    def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
+                 precision: Precision | None = None) -> None:
+        self.model, self.group, self.everyone = model, group, group if everyone is None else everyone
+        self.loss, self.precision = loss or loss_of(model), precision or Precision()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.summands = summands(self.weights, self.outside())
+        self.summands = summands(self.weights, self.everyone if self.sums_undivided else None)
         check_equal_replicas((p for p in model.parameters() if not isinstance(p, WeightShard)), group,
                              when="before the first step")
-
-    def outside(self) -> Group | None:
-        """The group over which gradients of undivided weights are summed; None: every rank has them whole."""
-        return None
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (in mixed precision the masters) in the serial layout, on every rank.
@@ -84,20 +81,15 @@ class SplitModel:
 
     def add_gradients(self, part: Part, divisor: int) -> float:
         """Forward and backward of some rows; returns the sum of their losses over `divisor`."""
-        with self.recorder.span("forward", rows=len(part.inputs)):
-            loss = self.loss(part, divisor)
-        with self.recorder.span("backward"):
-            self.precision.backward(loss)
+        loss = self.loss(part, divisor)
+        self.precision.backward(loss)
         return float(loss.item())
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
         """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
-        everyone = self.outside() or self.group
-        with self.recorder.span("add up", "communication"):
-            add_up(self.summands, algorithm=self.algorithm)
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, everyone), lr=lr, clip=clip)
+        add_up(self.summands)
+        self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
 
 
 # -------------------------------------------------------------------------------------------------- sums over ranks
@@ -110,20 +102,15 @@ class Summand(NamedTuple):
 
 
 def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
-    """The gradients that are summands after backward; `outside` as SplitModel.outside."""
-    found = []
-    for parameter in parameters:
-        shard = isinstance(parameter, WeightShard)
-        group = parameter.sharers if isinstance(parameter, WeightShard) else outside
-        if parameter.requires_grad and group is not None and not (shard and group.size == 1):
-            found.append(Summand(parameter, group))
-    return found
+    """The gradients that are summands after backward; those of undivided weights over `outside`, if it is given."""
+    groups = [(p, p.sharers if isinstance(p, WeightShard) else outside) for p in parameters if p.requires_grad]
+    return [Summand(p, group) for p, group in groups if group is not None and group.size > 1]
 
 
-def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
+def add_up(parts: Sequence[Summand]) -> None:
     """All-reduce summands in place; call it once a step, after the last backward.
 
-    Cost:    one all-reduce for each group and dtype, of all its gradients together, in the order of the parameters.
+    Cost:    one ring all-reduce for each group and dtype, of all its gradients, in the order of the parameters.
     Raises:  GradientError for a parameter without a gradient.
     """
     runs: dict[tuple[int, str], list[Summand]] = {}
@@ -135,7 +122,7 @@ def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
         gradients: list[Any] = [part.parameter.grad for part in run]
         xp = array_module(*gradients)
         flat = account.current().hold(xp.concatenate([grad.reshape(-1) for grad in gradients]), "communication")
-        run[0].group.all_reduce(flat, out=flat, algorithm=algorithm)
+        run[0].group.all_reduce(flat, out=flat, algorithm="ring")
         start = 0
         for grad in gradients:
             grad[...] = flat[start:start + grad.size].reshape(grad.shape)

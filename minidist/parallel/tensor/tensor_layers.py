@@ -25,21 +25,18 @@ from minidist.nn.weight_shard import ShardIndex, WeightShard
 
 
 class TensorRegion:
-    """The part of a layer in which each rank works on its own columns: what happens at its two edges.
+    """The part of a layer in which each rank of `group` works on its own columns: what happens at its two edges."""
 
-    Args:    group: the ranks that divide the columns; algorithm: of its all-reduces.
-    """
-
-    def __init__(self, group: Group, algorithm: str = "ring") -> None:
-        self.group, self.algorithm = group, algorithm
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def enter(self, x: Tensor) -> Tensor:
         """Megatron's f: x, whole on all ranks, stays as it is; backward all-reduces its gradient."""
-        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)
+        return collectives.copy_to(x, group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Megatron's g: all-reduces the ranks' summands; backward leaves the gradient as it is."""
-        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)
+        return collectives.reduce_from(x, group=self.group)
 
     def sequences(self) -> Sequences:
         """The tokens that a mixture's gate sees, which stands outside the region: all of them."""
@@ -177,10 +174,7 @@ class SplitEmbedding(Embedding):
 
 
 class SplitOutput(Output):
-    """Logits of a slice of the vocabulary: their loss without ever joining them.
-
-    Args:    vocabulary: number of token ids in all; region: whose ranks divide them.
-    """
+    """Logits of a slice of the vocabulary: their loss without ever joining them. Args: vocabulary: the whole's size."""
 
     def __init__(self, vocabulary: int, region: TensorRegion) -> None:
         self.vocabulary, self.region = vocabulary, region
@@ -189,7 +183,7 @@ class SplitOutput(Output):
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
         return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
-                                   group=self.region.group, divisor=divisor, algorithm=self.region.algorithm)
+                                   group=self.region.group, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""

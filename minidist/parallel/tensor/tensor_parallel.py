@@ -72,13 +72,12 @@ def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, g
 # sizes, and draws each rank's slice of the weights alone.
 
 
-def tensor_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
+def tensor_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT between the ranks of `group`, in place; then `model.initialize(seed)` draws this rank's part.
 
-    Args:    algorithm: of the all-reduces; one fixed algorithm gives the same bits in every run.
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
-    split_gpt(model, TensorRegion(group, algorithm))
+    split_gpt(model, TensorRegion(group))
     return model
 
 
@@ -91,8 +90,6 @@ class TensorParallel(SplitModel):
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
     The step is that of one process: forward, backward, update. Activations are sent inside forward and backward.
-
-    Args:    as SplitModel.
     """
 
 

@@ -34,7 +34,7 @@ def job(size, *, present=None, grace=60.0, end=None, how=None):
     monitor.start()
     try:
         with ThreadPoolExecutor(8) as pool:
-            connect = functools.partial(MonitorClient.connect, monitor.address, TOKEN, world_size=size, grace=grace,
+            connect = functools.partial(MonitorClient, monitor.address, TOKEN, world_size=size, grace=grace,
                                         end=end)
             links += pool.map(lambda rank: connect(world_rank=rank), range(size) if present is None else present)
         yield monitor, links
@@ -219,7 +219,7 @@ def test_a_loss_before_the_callback_or_the_connection_is_told_too():
         monitor.lose(Failure(1, 4711, "elsewhere", "exited with status 3"))
         wait_for(lambda: links[0].loss)
         assert str(losses(links[:1])[0][0][0]) == "rank 1 (process 4711 on elsewhere) exited with status 3"
-        late = MonitorClient.connect(monitor.address, TOKEN, 2, 3, grace=60)
+        late = MonitorClient(monitor.address, TOKEN, 2, 3, grace=60)
         with pytest.raises(PeerLostError, match="4711"):
             late.meet({})
         late.close()
@@ -254,7 +254,7 @@ def test_the_state_that_is_told_last_is_the_later_one():
         return own.packed()
 
     with job(1) as (monitor, [link]):
-        monitor._watchdog.heard = lambda seat, state, number: heard.append(state.doing)
+        monitor._watchdog.arbiter.heard = lambda rank, state, number: heard.append(state.doing)
         link._state = state
         first = threading.Thread(target=link._tell)
         first.start()
@@ -283,7 +283,7 @@ def test_who_does_not_end_is_ended():
 def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
     with job(2) as (_, links), ThreadPoolExecutor(2) as pool:
         with pytest.raises(HandshakeError, match=why):
-            MonitorClient.connect(links[0]._sock.getpeername(), TOKEN, rank, size, limit=SOON)
+            MonitorClient(links[0]._sock.getpeername(), TOKEN, rank, size, limit=SOON)
         assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         wait_for(lambda: why in caplog.text)
     assert "127.0.0.1:" in caplog.text
@@ -292,7 +292,7 @@ def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
 def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
     with job(2) as (monitor, links), ThreadPoolExecutor(2) as pool:
         with pytest.raises(HandshakeError, match="token"):
-            MonitorClient.connect(monitor.address, wire.new_token(), 1, 2, limit=SOON)
+            MonitorClient(monitor.address, wire.new_token(), 1, 2, limit=SOON)
         assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         wait_for(lambda: "127.0.0.1:" in caplog.text)
     assert TOKEN.decode() not in caplog.text
@@ -305,7 +305,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
     with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(socket.create_connection(monitor.address))
-        links += [MonitorClient.connect(monitor.address, TOKEN, rank, 2, limit=SOON) for rank in range(2)]
+        links += [MonitorClient(monitor.address, TOKEN, rank, 2, limit=SOON) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         assert len(monitor._acceptor.strangers) <= 8
@@ -337,7 +337,7 @@ def test_a_taken_port_is_one_line():
 
 def test_nobody_listens():
     with nobodys_port() as address, pytest.raises(TimeoutError, match="could not reach"):
-        MonitorClient.connect(address, TOKEN, 0, 1, limit=0.2)
+        MonitorClient(address, TOKEN, 0, 1, limit=0.2)
 
 
 @pytest.mark.parametrize(("status", "says"), [(-9, "was killed by SIGKILL"), (-50, "was killed by signal 50"),

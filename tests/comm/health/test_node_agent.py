@@ -57,10 +57,10 @@ def job(agent, *, pid=None):
         links = []
         with pytest.MonkeyPatch.context() as here:
             here.setattr("minidist.comm.health.monitor_client.this_system", this_system)
-            links.append(MonitorClient.connect(monitor.address, TOKEN, 0, 3, grace=60))
-        links.append(MonitorClient.connect(monitor.address, TOKEN, 1, 3, grace=60))
+            links.append(MonitorClient(monitor.address, TOKEN, 0, 3, grace=60))
+        links.append(MonitorClient(monitor.address, TOKEN, 1, 3, grace=60))
         patch.setattr("minidist.comm.health.monitor_client.os.getpid", lambda: pid or 4711)
-        links.append(MonitorClient.connect(monitor.address, TOKEN, 2, 3, grace=60))
+        links.append(MonitorClient(monitor.address, TOKEN, 2, 3, grace=60))
         for link in links:
             stack.callback(link.goodbye)
         threading.Thread(target=agent.serve, args=(monitor.address, TOKEN), daemon=True).start()

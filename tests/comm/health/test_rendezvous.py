@@ -27,7 +27,7 @@ def _clean(monkeypatch, tmp_path):
 
 
 def connect(monitor, rank, size):
-    return MonitorClient.connect(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
+    return MonitorClient(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
 
 
 def test_a_monitor_process_ends_with_the_last_goodbye():

@@ -86,7 +86,7 @@ def test_the_name_of_before_is_tcp_and_says_so_once():
 def test_ranks_that_could_not_hand_memory_over_do_not_try(monkeypatch):
     own = auto.shared_by(0)
     assert own == auto.shared_by(0) != auto.shared_by(1)
-    monkeypatch.setattr(auto.platform, "node", lambda: "elsewhere")
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
     assert own != auto.shared_by(0)
 
 

@@ -17,17 +17,16 @@ Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): th
 Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a GPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import sleep
-from typing import Any
 
 import numpy as np
 
 from minidist.comm.calls.reduction import UFUNCS
-from minidist.comm.native import Native
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Tag
-from minidist.comm.transports.gpu.staging import WORDS, Gpu, GpuSide, tell
+from minidist.comm.transports.gpu.staging import NOTHING, WORDS, Gpu, GpuNative, GpuSide, parts
 from minidist.device.backend import LOW_PRECISION, Array, array_module, widen
 from minidist.device.dispatch import kernel
 from minidist.errors import CommError, PeerLostError
@@ -43,44 +42,33 @@ LET_GO = WORDS + 1
 
 _HANDLE_BYTES = 64          # of memory and of events alike
 _TURNS = 2
-_NOTHING = np.empty(0, np.uint8)
 
 
-class Probe:
-    """Whether other processes can open this rank's GPU memory, and it theirs. `handle` is b"" if not."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._runtime, self._memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
-        self.handle = b""
-        with suppress(self._runtime.CUDARuntimeError):      # a container without the right to, or another system
-            self.handle = self._runtime.ipcGetMemHandle(self._memory.ptr)
-
-    def opens(self, handles: Sequence[bytes]) -> bool:
-        """Whether all of these can be opened; the own one is passed over."""
-        if not all(handles):
-            return False
-        try:
-            for handle in handles:
-                if handle != self.handle:
-                    self._runtime.ipcCloseMemHandle(self._runtime.ipcOpenMemHandle(handle))
-        except (self._runtime.CUDARuntimeError, ValueError):
-            return False
-        return True
-
-    def close(self) -> None:
-        """Free the memory: every rank has tried."""
-        del self._memory
+def places_and_reach(gpu: Gpu, link: MonitorClient, place: str) -> tuple[list[str], bool]:
+    """The GPU of each rank, and whether every rank can open the memory of those that share its own. `place`: ours."""
+    runtime, memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
+    own = b""
+    with suppress(runtime.CUDARuntimeError):                # a container without the right to, or another system
+        own = runtime.ipcGetMemHandle(memory.ptr)
+    infos = link.meet({"gpu": place, "ipc": own})
+    handles = [info["ipc"] for info in infos if info["gpu"] == place]
+    reaches = all(handles)
+    try:
+        for handle in handles if reaches else ():
+            if handle != own:
+                runtime.ipcCloseMemHandle(runtime.ipcOpenMemHandle(handle))
+    except (runtime.CUDARuntimeError, ValueError):
+        reaches = False
+    return [info["gpu"] for info in infos], all(info["ipc"] for info in link.meet({"ipc": reaches}))
 
 
-class IpcNative(Native):
-    """Collectives of ranks that share a GPU. Arrays are CuPy's; NumPy's are told over the host."""
+class IpcNative(GpuNative):
+    """Collectives of ranks that share a GPU."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._side, self._runtime = gpu, side, gpu.cupy.cuda.runtime
-        self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+        super().__init__(gpu, side, group, world_ranks)
+        self._runtime = gpu.cupy.cuda.runtime
         self.others = set(world_ranks) - {gpu.transport.world_rank}
-        self._tell: Callable[[np.ndarray], list[np.ndarray]] = lambda mine: tell(
-            gpu.transport, group, world_ranks, [mine] * self._size)
         self._memory = gpu.cupy.cuda.Memory(_TURNS * TURN_BYTES)
         self._recorded = [gpu.event(side.stream, interprocess=True) for _ in range(_TURNS)]
         handles = [self._runtime.ipcGetMemHandle(self._memory.ptr),
@@ -123,7 +111,7 @@ class IpcNative(Native):
         if octets.size:
             self._boards[self._rank][0][turn][:octets.size] = octets
         self._recorded[turn].record(self._side.stream)
-        self._tell(_NOTHING)                                # every rank has recorded its event
+        self._tell(NOTHING)                                  # every rank has recorded its event
         for rank, (_, events) in enumerate(self._boards):
             if rank != self._rank:
                 self._runtime.streamWaitEvent(self._side.stream.ptr, events[turn])
@@ -136,36 +124,30 @@ class IpcNative(Native):
         """
         for begin in range(0, longest, TURN_BYTES):
             end = begin + TURN_BYTES
-            shown = self._show(_NOTHING if mine is None else mine[begin:end])
+            shown = self._show(NOTHING if mine is None else mine[begin:end])
             for rank, (start, place) in wanted.items():
                 first, last = max(begin, start), min(end, start + place.size)
                 if first < last:
                     place[first - start:last - start] = shown[rank][first - begin:last - begin]
-
-    def barrier(self) -> None:
-        self._tell(_NOTHING)
 
     def broadcast(self, octets: np.ndarray, root: int) -> None:
         at_root = self._rank == root
         self._look(octets if at_root else None, octets.size, {} if at_root else {root: (0, octets)})
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
-        self._look(octets, max(counts), {} if out is None else _parts(out, counts))
+        self._look(octets, max(counts), {} if out is None else _firsts(out, counts))
 
-    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        if isinstance(octets, np.ndarray):
-            np.concatenate(self._tell(octets), out=out)
-        else:
-            self._look(octets, max(counts), _parts(out, counts))
+    def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
+        self._look(octets, max(counts), _firsts(out, counts))
 
     def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
         self._look(octets, sum(counts), {} if out is None else {root: (sum(counts[:self._rank]), out)})
 
     def all_to_all(self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]) -> None:
         table = [words.view(np.int64).tolist() for words in self._tell(np.array(leaving, np.int64).view(np.uint8))]
-        places = _parts(out, coming)
+        places = parts(out, coming)
         self._look(octets, max(map(sum, table)),
-                   {rank: (sum(row[:self._rank]), places[rank][1]) for rank, row in enumerate(table)})
+                   {rank: (sum(row[:self._rank]), places[rank]) for rank, row in enumerate(table)})
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         self._reduce(x, out, 0, op)
@@ -232,7 +214,7 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
     transport, tag = gpu.transport, Tag(0, LET_GO)
     handles = [(rank, transport.start_recv(rank, tag, lambda meta, nbytes: np.empty(nbytes, np.uint8)))
                for rank in others]
-    handles += [(rank, transport.start_send(rank, tag, _NOTHING)) for rank in others]
+    handles += [(rank, transport.start_send(rank, tag, NOTHING)) for rank in others]
     for rank, handle in handles:
         try:
             handle.wait()
@@ -244,7 +226,6 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
     return True
 
 
-def _parts(array: Any, counts: Sequence[int]) -> dict[int, tuple[int, Any]]:
-    """For each rank (0, its stretch of the array): what _look() wants of a rank's first bytes."""
-    edges = np.cumsum([0, *counts]).tolist()
-    return {rank: (0, array[start:stop]) for rank, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True))}
+def _firsts(array: Array, counts: Sequence[int]) -> dict[int, tuple[int, Array]]:
+    """What _look() wants of each rank's first bytes: they fill its part of the array."""
+    return {rank: (0, place) for rank, place in enumerate(parts(array, counts))}

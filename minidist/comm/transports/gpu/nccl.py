@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.device_lane import DeviceTransport
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
 from minidist.comm.transports.gpu import cuda_ipc
 from minidist.comm.transports.gpu.nccl_lane import Communicator, NcclLane
-from minidist.comm.transports.gpu.staging import Gpu, GpuSide, tell
-from minidist.comm.transports.progress.full_mesh import Meeting
-from minidist.device.backend import dtype_name, module_for
+from minidist.comm.transports.gpu.staging import Gpu, GpuNative, GpuSide, parts
+from minidist.device.backend import Array, dtype_name, module_for
 from minidist.errors import DeviceError, LaunchError
 
 _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32", "int64": "INT64", "uint64": "UINT64",
@@ -45,7 +45,7 @@ _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32"
 _OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
 
 
-def connect(link: Meeting, transport: Transport) -> Transport:
+def connect(link: MonitorClient, transport: Transport) -> Transport:
     """Give a connected host transport this rank's GPU, the next on its host.
 
     Raises: LaunchError without CuPy, NCCL or a GPU.
@@ -58,11 +58,7 @@ def connect(link: Meeting, transport: Transport) -> Transport:
     gpu = Gpu(transport, cupy, device_id)
     gpu.device.use()
     bus = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(device_id)}"
-    probe = cuda_ipc.Probe(gpu)
-    infos = link.meet({"gpu": bus, "ipc": probe.handle})
-    reached = link.meet({"ipc": probe.opens([info["ipc"] for info in infos if info["gpu"] == bus])})
-    probe.close()
-    transport.device = GpuDevice(gpu, library, [info["gpu"] for info in infos], all(info["ipc"] for info in reached))
+    transport.device = GpuDevice(gpu, library, *cuda_ipc.places_and_reach(gpu, link, bus))
     return transport
 
 
@@ -137,25 +133,20 @@ class GpuDevice(DeviceTransport):
         return self._sides[group]
 
 
-class NcclNative(Native):
-    """NCCL among the ranks of one group. Arrays are CuPy's; NumPy's, numbers to agree on, go over the host by `tell`.
+class NcclNative(GpuNative):
+    """NCCL among the ranks of one group.
 
     Bytes travel as NCCL_UINT8. An array without elements makes no call: CuPy's has no address.
     """
 
     def __init__(self, device: GpuDevice, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._nccl = device.gpu, device.library
-        self._side, self._group, self._world_ranks = side, group, tuple(world_ranks)
-        self._rank, self._size = self._world_ranks.index(self._gpu.transport.world_rank), len(world_ranks)
-        id = np.frombuffer(self._nccl.get_unique_id() if self._rank == 0 else b"", np.uint8)
-        id = tell(self._gpu.transport, group, self._world_ranks, [id] * self._size)[0]
+        super().__init__(device.gpu, side, group, world_ranks)
+        self._nccl = device.library
+        id = self._tell(np.frombuffer(self._nccl.get_unique_id() if self._rank == 0 else b"", np.uint8))[0]
         self._comm = self._gpu.within_limit(lambda: Communicator(
             self._gpu, self._nccl, device.one_at_a_time, side, self._size, id.tobytes(), self._rank),
             "NCCL's ranks to meet")
         self._queue = self._comm.queue
-
-    def barrier(self) -> None:
-        tell(self._gpu.transport, self._group, self._world_ranks, [np.empty(0, np.uint8)] * self._size)
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         if x.size:
@@ -176,7 +167,7 @@ class NcclNative(Native):
             return
 
         def each(comm: Any, stream: int) -> None:           # NCCL knows equal parts only
-            for root, part in enumerate(_parts(x, counts)):
+            for root, part in enumerate(parts(x, counts)):
                 if part.size:
                     comm.reduce(_at(part), _at(out if root == self._rank else part), part.size, self._kind(x),
                                 self._op(op), root, stream)
@@ -188,15 +179,13 @@ class NcclNative(Native):
             self._queue("broadcast", lambda comm, stream: comm.broadcast(
                 _at(octets), _at(octets), octets.size, self._nccl.NCCL_UINT8, root, stream))
 
-    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        if isinstance(octets, np.ndarray):
-            np.concatenate(tell(self._gpu.transport, self._group, self._world_ranks, [octets] * self._size), out=out)
-        elif out.size and len(set(counts)) == 1:
+    def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
+        if out.size and len(set(counts)) == 1:
             self._queue("all_gather", lambda comm, stream: comm.allGather(
                 _at(octets), _at(out), counts[0], self._nccl.NCCL_UINT8, stream))
         elif out.size:
             def each(comm: Any, stream: int) -> None:
-                for root, part in enumerate(_parts(out, counts)):
+                for root, part in enumerate(parts(out, counts)):
                     if part.size:
                         comm.broadcast(_at(octets if root == self._rank else part), _at(part), part.size,
                                        self._nccl.NCCL_UINT8, root, stream)
@@ -207,17 +196,17 @@ class NcclNative(Native):
         if out is None:
             self._pass_on({root: octets}, {}, "gather")
             return
-        places = dict(enumerate(_parts(out, counts)))
+        places = dict(enumerate(parts(out, counts)))
         places.pop(root)[...] = octets
         self._pass_on({}, places, "gather")
 
     def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
-        leaving = {} if octets is None else dict(enumerate(_parts(octets, counts)))
+        leaving = {} if octets is None else dict(enumerate(parts(octets, counts)))
         leaving.pop(root, None)
         self._pass_on(leaving, {} if out is None else {root: out}, "scatter")
 
     def all_to_all(self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]) -> None:
-        self._pass_on(dict(enumerate(_parts(octets, leaving))), dict(enumerate(_parts(out, coming))), "all_to_all")
+        self._pass_on(dict(enumerate(parts(octets, leaving))), dict(enumerate(parts(out, coming))), "all_to_all")
 
     def _pass_on(self, leaving: dict[int, np.ndarray], coming: dict[int, np.ndarray], what: str) -> None:
         """Sends and receives of one NCCL group, which may wait for each other in any order."""
@@ -242,9 +231,3 @@ class NcclNative(Native):
 def _at(array: Any) -> int:
     """A CuPy array's address."""
     return int(array.data.ptr)
-
-
-def _parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """Views of `counts` elements each, one after the other."""
-    edges = np.cumsum([0, *counts]).tolist()
-    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]

@@ -14,8 +14,8 @@ Not yet measured on a GPU.
 
 import queue
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,9 @@ from minidist.comm.device_lane import DeviceLane
 from minidist.comm.transport import Handle
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device.backend import Array
-from minidist.errors import CommError, TimeoutError
+from minidist.errors import CommError
 
 _STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it
-_LOOK = 0.02            # seconds between looks at whether the transport was aborted
 
 
 class Communicator:
@@ -117,7 +116,8 @@ class NcclLane(DeviceLane):
             self._last.wait_for_thread()
 
     def _put(self, array: Array) -> "_Parcel":
-        parcel = _Parcel(self._gpu, self._side, self._name, self._other, array)
+        what = f"{self._name} on the GPU; did rank {self._other} make the matching call?"
+        parcel = _Parcel(self._gpu, self._side, what, array)
         if self._last is None:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         self._last = parcel
@@ -130,10 +130,9 @@ class NcclLane(DeviceLane):
             try:
                 comm = comm or Communicator(self._gpu, self._nccl, self._lock, self._side, 2, self._id, 1 - self._peer)
                 work = partial(comm.queue, self._name, partial(self._pass, parcel.array))
-                _, parcel.mark = self._side.carry_out(parcel.begun, work, parcel.array)
+                parcel.queued.set_result(self._side.carry_out(parcel.begun, work, parcel.array)[1])
             except Exception as error:  # raised by wait()
-                parcel.error = error
-            parcel.queued.set()
+                parcel.queued.set_exception(error)
 
     def _pass(self, array: Array, comm: Any, stream: int) -> None:
         if array.size:
@@ -142,29 +141,19 @@ class NcclLane(DeviceLane):
 
 
 class _Parcel(Handle):
-    """One message in a lane."""
+    """One message in a lane; `queued` is its mark in the side's stream, once the lane's thread has put it there."""
 
-    def __init__(self, gpu: Gpu, side: GpuSide, name: str, peer: int, array: Array) -> None:
-        self._gpu, self._side, self._name, self._peer, self.array = gpu, side, name, peer, array
-        self.begun, self.mark = side.begin(), None
-        self.error: Exception | None = None
-        self.queued = threading.Event()
+    def __init__(self, gpu: Gpu, side: GpuSide, what: str, array: Array) -> None:
+        self._gpu, self._side, self._what, self.array = gpu, side, what, array
+        self.begun = side.begin()
+        self.queued: Future[Any] = Future()
 
     def wait(self) -> None:
-        self.wait_for_thread()
-        self._side.join(self.mark)
+        self._side.join(self.wait_for_thread())
 
-    def wait_for_thread(self) -> None:
-        """Return when the lane's thread has put the message into its stream's queue."""
-        transport = self._gpu.transport
-        deadline = time.monotonic() + transport.limit
-        while not self.queued.wait(_LOOK):
-            self._gpu.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for {self._name} on the "
-                                   f"GPU; did rank {self._peer} make the matching call?")
-        if self.error is not None:
-            raise self.error
+    def wait_for_thread(self) -> Any:
+        """The mark, when the lane's thread has put the message into its stream's queue."""
+        return self._gpu.outcome(self.queued, self._what)
 
     def done(self) -> bool:
-        return self.queued.is_set() or self._gpu.error is not None
+        return self.queued.done() or self._gpu.error is not None

@@ -9,13 +9,17 @@ Not yet measured on a GPU.
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.comm.device_lane import SideStream, current_stream
+from minidist.comm.native import Native
 from minidist.comm.transport import Tag, Transport
 from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
@@ -24,6 +28,7 @@ WORDS = 1 << 62
 """The tag's sequence for words about devices between a group's ranks; not counted."""
 
 _SHORTEST, _LONGEST = 0.0005, 0.02      # seconds between the watch's looks
+NOTHING = np.empty(0, np.uint8)
 
 
 class Gpu:
@@ -69,37 +74,38 @@ class Gpu:
 
         Raises: what the work raises; TimeoutError after the limit; what the transport was aborted with.
         """
-        outcome: list[Any] = []
-        finished = threading.Event()
+        future: Future[Any] = Future()
 
         def carry_out() -> None:
             try:
                 with self.device:
-                    outcome.extend((work(), None))
+                    future.set_result(work())
             except Exception as error:  # raised by the waiting thread
-                outcome.extend((None, error))
-            finished.set()
+                future.set_exception(error)
 
         threading.Thread(target=carry_out, name=what, daemon=True).start()
-        deadline = time.monotonic() + self.transport.limit
-        while not finished.wait(_LONGEST):
+        return self.outcome(future, what)
+
+    def outcome(self, future: "Future[Any]", what: str) -> Any:
+        """The result of work in another thread. Raises: as within_limit()."""
+        transport = self.transport
+        deadline = time.monotonic() + transport.limit
+        while not wait([future], _LONGEST).done:
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.transport.world_rank} waited {self.transport.limit:g} s for {what}")
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
+                raise TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for {what}")
+        return future.result()
 
 
-class Flight(NamedTuple):
+@dataclass(eq=False)
+class Flight:
     """Work in a stream's queue: it may begin at event `begun` and ends at `done`; `keep` holds its arrays."""
 
     what: str
     begun: Any
     done: Any
     keep: list[Any]
-    since: list[float]      # when it was first seen begun, if it was
+    since: float | None = None      # when it was first seen begun
 
 
 class Watch:
@@ -118,7 +124,7 @@ class Watch:
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
         """Watch one more."""
         with self._changed:
-            self._flights.append(Flight(what, begun, done, keep, []))
+            self._flights.append(Flight(what, begun, done, keep))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, daemon=True,
                                                 name=f"gpu watch of rank {self._gpu.transport.world_rank}")
@@ -142,42 +148,35 @@ class Watch:
     def _run(self) -> None:
         pause = _SHORTEST
         with self._gpu.device:
-            while self._wait_for_flights():
+            while flights := self._wait_for_flights():
                 try:
-                    pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
+                    landed = [flight for flight in flights if flight.done.done]
+                    self._judge([flight for flight in flights if flight not in landed])
                 except Exception as error:                  # of CUDA: this process cannot use the GPU any more
                     transport = self._gpu.transport
                     transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
                     return
+                with self._changed:
+                    for flight in landed:
+                        self._flights.remove(flight)
+                        flight.keep.clear()
+                    self._changed.notify_all()
+                pause = _SHORTEST if landed else min(2 * pause, _LONGEST)
                 time.sleep(pause)
 
-    def _wait_for_flights(self) -> bool:
+    def _wait_for_flights(self) -> list[Flight]:
         with self._changed:
             while not self._flights and self._gpu.error is None:
                 self._changed.wait()
-            return bool(self._flights)
-
-    def _look(self) -> bool:
-        """One look at all; whether one has landed."""
-        with self._changed:
-            flights = list(self._flights)
-        landed = {id(flight) for flight in flights if flight.done.done}
-        with self._changed:
-            self._flights = [flight for flight in self._flights if id(flight) not in landed]
-            self._changed.notify_all()
-        for flight in flights:
-            if id(flight) in landed:
-                flight.keep.clear()
-        self._judge([flight for flight in flights if id(flight) not in landed])
-        return bool(landed)
+            return list(self._flights)
 
     def _judge(self, waiting: list[Flight]) -> None:
         """The clock of a flight runs from the look that finds it begun: before that its own rank's work keeps it."""
         transport, now = self._gpu.transport, time.monotonic()
         for flight in waiting:
-            if not flight.since and flight.begun.done:
-                flight.since.append(now)
-        late = [flight for flight in waiting if flight.since and now - flight.since[0] > transport.limit]
+            if flight.since is None and flight.begun.done:
+                flight.since = now
+        late = [flight for flight in waiting if flight.since and now - flight.since > transport.limit]
         failed = [text for failure in self.failures if waiting and self._gpu.error is None and (text := failure())]
         if self._gpu.error is not None:
             return
@@ -243,6 +242,37 @@ class GpuSide(SideStream):
         begun = self._gpu.event(self.stream)
         yield
         self._gpu.watch.follow(what, begun, self._gpu.event(self.stream), [])
+
+
+class GpuNative(Native):
+    """What NCCL and CUDA IPC share: arrays on the host, numbers to agree on, go over the host by tell()."""
+
+    def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
+        self._gpu, self._side, self._group, self._world_ranks = gpu, side, group, tuple(world_ranks)
+        self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+
+    def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
+        """Every rank's bytes (uint8), in rank order."""
+        return tell(self._gpu.transport, self._group, self._world_ranks, [mine] * self._size)
+
+    def barrier(self) -> None:
+        self._tell(NOTHING)
+
+    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        if isinstance(octets, np.ndarray):
+            np.concatenate(self._tell(octets), out=out)
+        else:
+            self._gather_on_gpu(octets, out, counts)
+
+    @abstractmethod
+    def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
+        """all_gather() of arrays on the GPU."""
+
+
+def parts(array: Any, counts: Sequence[int]) -> list[Any]:
+    """Views of `counts` elements each, one after the other."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def tell(transport: Transport, group: int, world_ranks: Sequence[int], mine: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -8,24 +8,21 @@ its ranks have agreed on that call; there alone MPI waits in its own way.
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from minidist.comm.calls.members import WORLD
-from minidist.comm.health.wait_state import QUIET
 from minidist.comm.native import Native
-from minidist.comm.transports.progress.engine import Engine, yield_core
-from minidist.errors import CommError, ConfigError, TimeoutError
+from minidist.comm.transport import Tag
+from minidist.comm.transports.progress.engine import Engine, Operation
+from minidist.errors import CommError, ConfigError
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _KINDS = {"i1": MPI.INT8_T, "i2": MPI.INT16_T, "i4": MPI.INT32_T, "i8": MPI.INT64_T,
           "u1": MPI.UINT8_T, "u2": MPI.UINT16_T, "u4": MPI.UINT32_T, "u8": MPI.UINT64_T,
           "f4": MPI.FLOAT, "f8": MPI.DOUBLE, "c8": MPI.C_FLOAT_COMPLEX, "c16": MPI.C_DOUBLE_COMPLEX}
-_SPINS = 50                         # tests with yielded core before sleeping
-_SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
 
 
 def check(op: str, dtype: np.dtype) -> None:
@@ -34,13 +31,30 @@ def check(op: str, dtype: np.dtype) -> None:
         raise ConfigError(f"MPI has no {op} of {dtype}; choose another algorithm than native")
 
 
-class MpiNative(Native):
-    """The collectives of one communicator; `group` is the id of the ranks' group."""
+class MpiCall(Operation):
+    """A collective under way, which MPI writes to the arrays of until it is complete."""
 
-    def __init__(self, engine: Engine, world: MPI.Intracomm, one_at_a_time: threading.Lock, group: int,
-                 world_ranks: Sequence[int]) -> None:
-        self._engine, self._mpi = engine, one_at_a_time
-        self._abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still write to their arrays
+    def __init__(self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]) -> None:
+        super().__init__(engine, engine.world_rank, Tag(0, 0))
+        self.request, self.arrays, self.others = request, arrays, others
+
+    def peers(self) -> tuple[int, ...]:
+        return () if self.finished else self.others
+
+    def in_vain(self) -> str:
+        return "in a collective of MPI's own; did every rank of the group make the call?"
+
+    def __str__(self) -> str:
+        return "the others in a collective of MPI's own"
+
+
+class MpiNative(Native):
+    """The collectives of one communicator; `group` is the id of the ranks' group, `calls` those that the engine tests.
+    """
+
+    def __init__(self, engine: Engine, world: MPI.Intracomm, one_at_a_time: threading.Lock, calls: list[MpiCall],
+                 group: int, world_ranks: Sequence[int]) -> None:
+        self._engine, self._mpi, self._calls = engine, one_at_a_time, calls
         self._others = tuple(rank for rank in world_ranks if rank != engine.world_rank)
         if group == WORLD:
             self._comm = world
@@ -86,39 +100,16 @@ class MpiNative(Native):
                                                       [out, list(coming), MPI.BYTE]), octets, out)
 
     def _carry_out(self, start: Callable[[], MPI.Request], *arrays: np.ndarray | None) -> None:
-        """Start a collective, and test until it is complete or the limit is reached; between tests yield the core."""
-        engine, begun = self._engine, time.monotonic()
+        """Start a collective, and wait for it as for a message."""
         try:
             with self._mpi:
-                request = start()
-            complete = self._complete_by(request, begun + min(QUIET, engine.limit))
-            if not complete and engine.error is None:
-                with engine.waits.lasting("the others in a collective of MPI's own", lambda: self._others):
-                    complete = self._complete_by(request, begun + engine.limit)
+                call = MpiCall(self._engine, start(), arrays, self._others)
         except MPI.Exception as error:
-            raise CommError(f"rank {engine.world_rank}: MPI: {error}") from error
-        if not complete:
-            self._abandoned.append((request, arrays))
-            raise engine.error or TimeoutError(
-                f"rank {engine.world_rank} waited {engine.limit:g} s in a collective of MPI's own; did every rank of "
-                "the group make the call?")
-
-    def _complete_by(self, request: MPI.Request, deadline: float) -> bool:
-        tests, nap = 0, _SHORTEST
-        while not self._complete(request):
-            if self._engine.error is not None or time.monotonic() >= deadline:
-                return False
-            tests += 1
-            if tests <= _SPINS:
-                yield_core()
-            else:
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST)
-        return True
-
-    def _complete(self, request: MPI.Request) -> bool:
-        with self._mpi:
-            return bool(request.Test())
+            raise CommError(f"rank {self._engine.world_rank}: MPI: {error}") from error
+        with self._engine.lock:
+            self._engine.begin()
+            self._calls.append(call)
+        call.wait()
 
 
 def _kind(dtype: np.dtype) -> str:

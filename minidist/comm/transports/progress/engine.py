@@ -16,9 +16,8 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
 
-from minidist.comm.health.wait_state import QUIET, Waits
+from minidist.comm.health.wait_state import QUIET
 from minidist.comm.transport import Handle, Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -26,13 +25,12 @@ from minidist.errors import CommError, PeerLostError, TimeoutError
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
 _LOOK = 0.02                    # seconds between looks at whether the job goes on without that peer
-_PATIENCE = 20                  # slow passes without new transfers, after which the helper sleeps
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Operation(Handle):
-    """A transfer on its way. `error` and `finished` are written once, by Engine.finish."""
+    """A transfer on its way; str() says what for. `error` and `finished` are written once, by Engine.finish."""
 
     incoming = False    # whether it is a message from the peer
 
@@ -54,8 +52,9 @@ class Operation(Handle):
         """World ranks that this waits for; each of them can keep it waiting."""
         return () if self.finished else (self.peer,)
 
-    def __str__(self) -> str:
-        return f"a transfer with rank {self.peer} (tag {self.tag.group:x}/{self.tag.sequence})"
+    def in_vain(self) -> str:
+        """What the error of a wait that outlasts the limit says of it."""
+        return f"for {self}; did rank {self.peer} make the matching call?"
 
 
 class Engine(Transport):
@@ -71,13 +70,11 @@ class Engine(Transport):
         self._aborted = threading.Event()
         self.lost: dict[int, PeerLostError] = {}    # peers that the job goes on without
         self.spins = spins
-        self.waits = Waits(self.counts, self.reads)
         self._turn = threading.Condition(self.lock)
         self._leading = self._asleep = False        # a thread leads; and is asleep, or about to be
         self._led = 0                               # times a thread has waited, or passed
         self._followers = 0
         self._unfinished = 0                        # transfers started and not finished
-        self._started = 0                           # transfers ever begun that could not be finished at once
         self._helper: threading.Thread | None = None
         self._helper_awake = False
         self._helper_call = threading.Event()
@@ -97,14 +94,6 @@ class Engine(Transport):
     def _wake(self) -> None:
         """End the leader's sleep, the present one or else the next. From any thread."""
 
-    def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Messages begun to each rank, and messages taken whole from each; the difference is in flight."""
-        return {}, {}
-
-    def reads(self) -> list[int]:
-        """Ranks whose messages are read as they come, while this rank waits for anything."""
-        return []
-
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
@@ -113,13 +102,13 @@ class Engine(Transport):
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """
         start, limit = time.monotonic(), self.limit
-        if not self._drive_until(operation, start + (QUIET if limit > QUIET else limit)):
+        if not self._drive_until(operation, start + min(QUIET, limit)):
             with self.waits.lasting(str(operation), operation.peers, incoming=operation.incoming):
                 if self._drive_until(operation, start + limit):
                     return
                 state = self.waits.state()
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; did rank "
-                               f"{operation.peer} make the matching call?{self.waits.described(state)}")
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {operation.in_vain()}"
+                               f"{self.waits.described(state)}")
 
     def _drive_until(self, operation: Operation, deadline: float) -> bool:
         """Whether `operation` finished in time. Raises what abort() was given."""
@@ -165,14 +154,11 @@ class Engine(Transport):
                 idle += 1
                 yield_core()
             else:
-                self._rest(operation, deadline)
-
-    def _rest(self, operation: Operation, deadline: float) -> None:
-        with self.lock:
-            self._asleep = not operation.finished   # from here on, starting or finishing a transfer calls _wake()
-        if self._asleep:
-            self._sleep(max(0.0, deadline - time.monotonic()))
-            self._asleep = False
+                with self.lock:
+                    self._asleep = not operation.finished   # from now on, a transfer that starts or ends calls _wake()
+                if self._asleep:
+                    self._sleep(max(0.0, deadline - time.monotonic()))
+                    self._asleep = False
 
     def _follow(self, operation: Operation, deadline: float) -> None:
         with self.lock:
@@ -199,15 +185,16 @@ class Engine(Transport):
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
 
-    def begin(self, operation: Operation) -> None:
+    def begin(self) -> None:
         """Count a transfer as begun."""
         self._unfinished += 1
 
     def attend(self) -> None:
         """A transfer was begun and could not be finished at once: a thread must move it."""
-        self._started += 1
         if not self._helper_awake:
             self._call_helper()
+        if self._asleep:
+            self._wake()
 
     def finish(self, operation: Operation, error: Exception | None = None) -> None:
         """Mark a begun transfer complete, or failed with `error`; the followers look again."""
@@ -233,23 +220,19 @@ class Engine(Transport):
             self._helper_call.set()
 
     def _help(self) -> None:
-        """Take passes while no thread leads; sleep while there is nothing to move."""
-        pause, quiet, started, led = _SLOW, 0, -1, -1
+        """Take a pass now and then while no thread waits; sleep while there is nothing to move, or a thread leads."""
+        pause, led = _SLOW, self._led
         while not self._closing:
-            self._helper_call.wait(pause)
-            unattended = self._unfinished > 0 and self._led == led and self.error is None
-            moved = unattended and not self._leading and self._step_up() and self._pass_until_still()
-            led = self._led
-            pause = _QUICK if moved else min(2 * pause, _SLOW)
-            quiet = 0 if moved or self._started != started else quiet + 1
-            started = self._started
-            if quiet > _PATIENCE and (self._leading or not self._unfinished or self.error is not None):
-                with self.lock:
-                    self._helper_awake = False
+            time.sleep(pause)
+            with self.lock:
+                self._helper_awake = self._unfinished > 0 and not self._leading and self.error is None
+            if self._helper_awake:
+                moved = self._led == led and self._step_up() and self._pass_until_still()
+                pause = _QUICK if moved else min(2 * pause, _SLOW)
+            else:
                 self._helper_call.wait()
-                with self.lock:
-                    self._helper_call.clear()
-                quiet = 0
+                self._helper_call.clear()
+            led = self._led
 
     def _pass_until_still(self) -> bool:
         moved = False

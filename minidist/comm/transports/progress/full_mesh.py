@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minidist.comm import wire
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _CALLERS = 64                   # callers that are answered at a time
@@ -31,27 +32,15 @@ _ANSWER = 10.0                  # seconds that a caller has to prove that it bel
 log = logging.getLogger("minidist.comm")
 
 
-class Meeting(Protocol):
-    """The part of MonitorClient (health/monitor_client.py) that connecting needs."""
-
-    world_rank: int
-
-    def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's info, in world rank order."""
-
-    def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
-        """Call `callback(error)` when a rank of the job is lost."""
-
-
-def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial: Callable[[dict[str, Any]], socket.socket],
-         token: bytes, limit: float) -> dict[int, socket.socket]:
+def join(link: MonitorClient, info: dict[str, Any], listener: socket.socket,
+         dial: Callable[[dict[str, Any]], socket.socket], token: bytes, limit: float) -> dict[int, socket.socket]:
     """Meet, and connect to every other rank by `dial(its info)` or at `listener`, which is closed; see connect()."""
     with listening(listener):
         infos = link.meet(info)
         return connect(link, range(len(infos)), listener, lambda rank: dial(infos[rank]), token, limit)
 
 
-def connect(link: Meeting, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
+def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
             token: bytes, limit: float) -> dict[int, socket.socket]:
     """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the higher at `listener`.
 
@@ -70,12 +59,19 @@ def connect(link: Meeting, ranks: Iterable[int], listener: socket.socket, dial: 
             wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
             connections[rank].settimeout(None)
         missing = {rank for rank in ranks if rank > world_rank}
-        callers = Admission(listener, token, set(missing))
-        link.on_loss(callers.tell)
+        news: queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError] = queue.SimpleQueue()
+        if missing:
+            threading.Thread(target=_admit, args=(listener, token, set(missing), news), daemon=True).start()
+            link.on_loss(news.put)
         while missing:
-            rank, sock = callers.next(max(0.0, deadline - time.monotonic()),
-                                      f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect")
-            connections[rank] = sock
+            try:
+                found = news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect"
+                                   ) from None
+            if isinstance(found, PeerLostError):
+                raise found
+            rank, connections[rank] = found
             missing.remove(rank)
     except BaseException:
         hang_up(connections)
@@ -89,79 +85,36 @@ def hang_up(connections: Mapping[int, socket.socket]) -> None:
         sock.close()
 
 
-class Admission:
-    """Answers the callers of a listener; next() gives those that prove to be an expected rank."""
+def _admit(listener: socket.socket, token: bytes, expected: set[int],
+           news: "queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError]") -> None:
+    """Answer callers until all expected ranks are in the news, or the listener is shut down."""
+    lock, seats = threading.Lock(), threading.BoundedSemaphore(_CALLERS)
 
-    def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
-        self.listener, self.token, self.expected = listener, token, expected
-        self.news: queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError] = queue.SimpleQueue()
-        self.lock, self.seats = threading.Lock(), threading.BoundedSemaphore(_CALLERS)
-        if expected:
-            threading.Thread(target=self.open, name="admission", daemon=True).start()
-
-    def next(self, seconds: float, late: str) -> tuple[int, socket.socket]:
-        """The next rank admitted, and its connection. Raises TimeoutError saying `late` after `seconds`."""
+    def answer(sock: socket.socket) -> None:
         try:
-            news = self.news.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError(late) from None
-        if isinstance(news, PeerLostError):
-            raise news
-        return news
-
-    def tell(self, error: PeerLostError) -> None:
-        """A rank was lost: next() raises the error."""
-        self.news.put(error)
-
-    def open(self) -> None:
-        """Take calls until the listener is shut down or all expected ranks are here."""
-        while self.expected:
-            self.seats.acquire()
-            try:
-                sock, _ = self.listener.accept()
-            except OSError:  # shut down
-                return
-            threading.Thread(target=self.answer, args=(sock,), name="answering a caller", daemon=True).start()
-
-    def answer(self, sock: socket.socket) -> None:
-        """Admit one caller, or log why not."""
-        try:
-            rank = wire.admit(sock, self.token, _ANSWER).get("world_rank")
-            with self.lock:
-                if rank not in self.expected:
-                    raise CommError(f"a caller said it is rank {rank!r}; expected are {sorted(self.expected)}")
-                self.expected.remove(rank)
+            rank = wire.admit(sock, token, _ANSWER).get("world_rank")
+            with lock:
+                if rank not in expected:
+                    raise CommError(f"a caller said it is rank {rank!r}; expected are {sorted(expected)}")
+                expected.remove(rank)
             sock.settimeout(None)
-            self.news.put((rank, sock))
+            news.put((rank, sock))
         except (CommError, OSError) as error:
             log.warning("refused a connection: %s", error)
             sock.close()
         finally:
-            self.seats.release()
+            seats.release()
+
+    while expected:
+        seats.acquire()
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # shut down
+            return
+        threading.Thread(target=answer, args=(sock,), name="answering a caller", daemon=True).start()
 
 
 # --- listening and dialling ------------------------------------------------------------------------------------------
-
-def listen_tcp(host: str, buffer_bytes: int) -> socket.socket:
-    """A listener at a free port of `host`, whose connections have socket buffers of `buffer_bytes`."""
-    listener = _tcp_socket(host, buffer_bytes)
-    listener.bind((host, 0))
-    listener.listen(128)
-    return listener
-
-
-def dial_tcp(host: str, port: int, buffer_bytes: int, limit: float) -> socket.socket:
-    """A connection to `host`:`port` whose socket buffers have `buffer_bytes`."""
-    return _connect(_tcp_socket(host, buffer_bytes), (host, port), limit)
-
-
-def _tcp_socket(host: str, buffer_bytes: int) -> socket.socket:
-    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes its window then."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-    return sock
-
 
 def listen_unix() -> socket.socket:
     """A listener for processes of this host: at a name without a file on Linux, elsewhere at a temporary file."""
@@ -171,12 +124,8 @@ def listen_unix() -> socket.socket:
     return listener
 
 
-def dial_unix(address: str | bytes, limit: float) -> socket.socket:
-    """A connection to the listener of another process of this host."""
-    return _connect(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
-
-
-def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
+def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
+    """The socket, connected to the listener at `address`."""
     try:
         sock.settimeout(limit)
         sock.connect(address)
@@ -186,6 +135,11 @@ def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
     return sock
 
 
+def dial_unix(address: str | bytes, limit: float) -> socket.socket:
+    """A connection to the listener of another process of this host."""
+    return dial(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
+
+
 @contextmanager
 def listening(*listeners: socket.socket) -> Iterator[None]:
     """Afterwards they are closed, whatever happened."""
@@ -193,14 +147,10 @@ def listening(*listeners: socket.socket) -> Iterator[None]:
         yield
     finally:
         for listener in listeners:
-            _close(listener)
-
-
-def _close(listener: socket.socket) -> None:
-    address = listener.getsockname()
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes accept(); close alone would not
-    listener.close()
-    if isinstance(address, str) and address:  # listen_unix made a file, in a folder of its own
-        Path(address).unlink()
-        Path(address).parent.rmdir()
+            address = listener.getsockname()
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept(); close alone would not
+            listener.close()
+            if isinstance(address, str) and address:  # listen_unix made a file, in a folder of its own
+                Path(address).unlink()
+                Path(address).parent.rmdir()

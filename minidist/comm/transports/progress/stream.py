@@ -20,12 +20,12 @@ from contextlib import suppress
 
 import numpy as np
 
+from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Accept, Handle, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine
 from minidist.comm.transports.progress.link import ByteLink
-from minidist.comm.transports.progress.message import Frame, Receive, Send
-from minidist.comm.transports.progress.peer import Peer
+from minidist.comm.transports.progress.message import Frame, Peer, Receive, Send
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
@@ -38,6 +38,7 @@ class StreamTransport(Engine):
 
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
+        self.waits = Waits(self.counts, self.reads)
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}         # peers with a transfer that is new or unfinished
 
@@ -60,7 +61,7 @@ class StreamTransport(Engine):
 
     def _queue(self, to: Peer, send: Send) -> None:
         """Have the leader send what the link did not take at once. Under the lock."""
-        self.begin(send)
+        self.begin()
         to.outgoing.append(send)
         while to.outgoing and self._push(to):
             pass
@@ -71,7 +72,7 @@ class StreamTransport(Engine):
         source = self._peer(peer)
         receive = Receive(self, peer, tag, accept, reduce)
         with self.lock:
-            self.begin(receive)
+            self.begin()
             source.receives.add(receive)
             early = source.unexpected.take(tag)
             if early is not None:
@@ -100,15 +101,15 @@ class StreamTransport(Engine):
         """Have the leader, or the helper, serve this peer. Under the lock."""
         self._active[peer.rank] = peer
         self.attend()
-        if self._asleep:
-            self._wake()
 
     def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Messages begun to each rank, and messages taken whole from each; the difference is in flight."""
         peers = self._peers.values()
         return ({peer.rank: peer.sent for peer in peers if peer.sent},
                 {peer.rank: peer.taken for peer in peers if peer.taken})
 
     def reads(self) -> list[int]:
+        """Ranks whose messages are read as they come, while this rank waits for anything."""
         return [peer.rank for peer in self._peers.values() if peer.reading]
 
     # --- moving ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ look at `posted`, so that the later one sees the other, and no wake-up is lost.
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
 from minidist.comm.transports.progress.engine import Engine, Operation, yield_core
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.ring_buffer import LINE, Fence
+
+if TYPE_CHECKING:
+    from minidist.comm.transports.shm.transport import ShmTransport
 
 _PAGE = 4096
 TURNS = 2
@@ -81,25 +84,6 @@ class BoardPart:
         return self._metas[turn][:meta_length].tobytes(), self._shown[turn, :length]
 
 
-class BoardKeeper(Protocol):
-    """What a board needs of its rank's transport."""
-
-    world_rank: int
-    spins: int
-
-    def ring(self, rank: int) -> None:
-        """Wake a rank that sleeps before a board."""
-
-    def await_board(self, board: "SharedBoard") -> None:
-        """Return when every rank has posted; moves messages meanwhile."""
-
-    def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill `target` (uint8) with the bytes at `address` of another rank's memory."""
-
-    def close_board(self, board: "SharedBoard", others: list[tuple[BoardPart, int]]) -> None:
-        """The board is closed; `others`: the parts of the others, and how often boards there were closed before."""
-
-
 class SharedBoard(Board):
     """A group's board, as one of its ranks sees it.
 
@@ -107,7 +91,7 @@ class SharedBoard(Board):
           lends: whether the ranks may read each other's memory.
     """
 
-    def __init__(self, transport: BoardKeeper, world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
+    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
                  closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
         self._closed, self.lends = list(closed), lends

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Board
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
@@ -39,7 +40,7 @@ ARENA_BYTES = BOARDS * PART_BYTES
 STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
 
 
-def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str = "", node: int = 0) -> "ShmTransport":
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str = "", node: int = 0) -> "ShmTransport":
     """This rank's rings to all others, which must be on the same host.
 
     Raises: HandshakeError, TimeoutError: see full_mesh.join.
@@ -169,7 +170,7 @@ class ShmTransport(PolledTransport):
         wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
         peers = [self._peers[rank] for rank in missing]
         with self.lock:
-            self.begin(wait)
+            self.begin()
             self._waits.append(wait)
             for peer in peers:
                 peer.awaited += 1

@@ -13,6 +13,7 @@ from leftovers import open_files
 
 from minidist.comm import wire
 from minidist.comm.transports.progress import full_mesh
+from minidist.comm.transports.tcp import dial, listen
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
 TOKEN = b"a token for tests"
@@ -69,7 +70,7 @@ def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, 
 
 
 def tcp(info: dict[str, Any]) -> socket.socket:
-    return full_mesh.dial_tcp(*info["address"], 1 << 16, 5.0)
+    return dial(dict(zip(("host", "port"), info["address"], strict=True)), 5.0)
 
 
 def unix(info: dict[str, Any]) -> socket.socket:
@@ -81,7 +82,7 @@ def call(listener: socket.socket) -> socket.socket:
     return tcp({"address": listener.getsockname()})
 
 
-@pytest.mark.parametrize(("listen", "dial"), [(lambda: full_mesh.listen_tcp("127.0.0.1", 1 << 16), tcp),
+@pytest.mark.parametrize(("listen", "dial"), [(lambda: listen("127.0.0.1"), tcp),
                                               (full_mesh.listen_unix, unix)], ids=["tcp", "unix"])
 def test_every_two_ranks_are_connected(listen, dial):
     before, size = open_files(), 5
@@ -100,7 +101,7 @@ def test_every_two_ranks_are_connected(listen, dial):
 
 
 def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
-    listeners = [full_mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(3)]
+    listeners = [listen("127.0.0.1") for _ in range(3)]
     silent = [call(listeners[rank]) for rank in (0, 0, 1) for _ in range(5)]
     noisy = [call(listeners[0]) for _ in range(5)]
     for number, sock in enumerate(noisy):
@@ -130,7 +131,7 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
 
 
 def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so():
-    listeners = [full_mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(2)]
+    listeners = [listen("127.0.0.1") for _ in range(2)]
     zero, one = join_all(2, listeners, tcp, {1: b"another"}, limit=1.0)
     assert isinstance(one, HandshakeError)
     assert isinstance(zero, TimeoutError)
@@ -138,7 +139,7 @@ def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so()
 
 
 def test_a_rank_that_is_not_expected_is_refused(caplog):
-    listener = full_mesh.listen_tcp("127.0.0.1", 1 << 16)
+    listener = listen("127.0.0.1")
     callers = [call(listener) for _ in range(3)]
 
     def greet(sock: socket.socket, rank: object) -> None:
@@ -167,13 +168,13 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 
 
 def test_nobody_listens():
-    listener = full_mesh.listen_tcp("127.0.0.1", 1 << 16)
+    listener = listen("127.0.0.1")
     with nobodys_port() as address, pytest.raises(CommError, match="rank 1 cannot connect to rank 0: .*refused"):
         full_mesh.join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
 
 
 def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
-    link, listener = alone(0, [{}, {}]), full_mesh.listen_tcp("127.0.0.1", 1 << 16)
+    link, listener = alone(0, [{}, {}]), listen("127.0.0.1")
     lost = PeerLostError("rank 1 was killed", 1)
 
     def tell() -> None:

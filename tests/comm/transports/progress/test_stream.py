@@ -15,7 +15,7 @@ from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
 
 from minidist.comm.transports.progress import frames, stream
 from minidist.comm.transports.progress.poll_loop import PolledTransport
-from minidist.comm.transports.tcp.link import TcpLink
+from minidist.comm.transports.tcp import TcpLink
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 BIG = 3_000_000  # elements: more than any link holds

@@ -85,14 +85,6 @@ def _cell(value: Any) -> str:
     return escape(text)
 
 
-def size_text(nbytes: float) -> str:
-    """`3.0 MiB`, `1.5 KiB`, `12 B`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + f" {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def verdict(measured: float, formula: float, tolerance: float = 0.0) -> str:
     """"ok" if `measured` is within `tolerance` (a fraction) of `formula`, else the difference: "off +12.0 %"."""
     if abs(measured - formula) <= tolerance * abs(formula):

@@ -1,4 +1,7 @@
-"""The link of TCP: one connected socket, never waited for.
+"""Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to install.
+
+One connection between every two ranks, made at the start (full_mesh.py), each proved to belong to the job. plain_tcp.py
+does the same in one short file, without an engine. Here no socket is waited for.
 
 A message leaves in one `sendmsg` of header and payload. On the other side
 
@@ -12,18 +15,61 @@ Cost of a message: one copy into the kernel and one out of it, about 3 system ca
 
 import select
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
+SPINS = 20                  # looks at the connections before sleeping
+
+
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> PolledTransport:
+    """This rank's connections to all others.
+
+    Args:    host: the address to listen at: this host's own, as the other ranks see it.
+    Raises:  HandshakeError, TimeoutError: see full_mesh.join.
+    """
+    listener = listen(host)
+    info = {"host": host, "port": listener.getsockname()[1]}
+    connections = full_mesh.join(link, info, listener, lambda info: dial(info, limit), token, limit)
+    return tcp_transport(link.world_rank, limit, connections)
+
+
+def tcp_transport(world_rank: int, limit: float, connections: Mapping[int, socket.socket]) -> PolledTransport:
+    """The transport of a rank that is connected to all others, by world rank."""
+    return PolledTransport("tcp", world_rank, limit, {rank: TcpLink(sock) for rank, sock in connections.items()}, SPINS)
+
+
+def listen(host: str) -> socket.socket:
+    """A listener at a free port of `host`."""
+    listener = _tcp_socket(host)
+    listener.bind((host, 0))
+    listener.listen(128)
+    return listener
+
+
+def dial(info: dict[str, Any], limit: float) -> socket.socket:
+    """A connection to the listener of the rank that told its "host" and "port"."""
+    return full_mesh.dial(_tcp_socket(info["host"]), (info["host"], info["port"]), limit)
+
+
+def _tcp_socket(host: str) -> socket.socket:
+    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes its window then."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    return sock
 
 
 class TcpLink(PolledLink):

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from minidist.lessons.page import Page, verdict
 from rich.console import Console
 
 from minidist.errors import ConfigError
-from minidist.observe.page import Page, size_text, verdict
 
 
 def page(rank: int = 0) -> tuple[Page, io.StringIO]:
@@ -34,12 +34,6 @@ def test_only_rank_0_prints_and_saves(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot write /proc/nowhere"):
         page()[0].save("/proc/nowhere")
-
-
-@pytest.mark.parametrize("nbytes,text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (840 * 1024, "840 KiB"),
-                                         (3 * 2**20, "3 MiB"), (5 * 2**30 // 4, "1.25 GiB")])
-def test_sizes(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
 
 
 def test_verdicts() -> None:

@@ -4,25 +4,27 @@ A colour means the same in every lesson; colour-blind readers can tell all of th
 """
 
 from pathlib import Path
-from typing import Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any
 
 from minidist.errors import ConfigError
+from minidist.observe.plots import MEMORY as MEMORY
+
+if TYPE_CHECKING:           # matplotlib takes longer to load than a lesson to run: only what draws loads it
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
-MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
-          "communication": "#8172b3", "workspace": "#9aa5b1"}
 PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8",
           "optimizer": "#5b9a68",
           "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 
 
-def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
+def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "Figure":
     """A blank figure, `width` × `height` inches, with its title at the top left."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), facecolor=PAPER)
     FigureCanvasAgg(figure)
     figure.text(0.35 / width, 1 - 0.28 / height, title, fontsize=15, fontweight="bold", color=INK, va="top")
@@ -50,8 +52,10 @@ def bare(ax: Any) -> Any:
     return ax
 
 
-def patch(color: str) -> Patch:
+def patch(color: str) -> "Patch":
     """A square of one colour, for a legend."""
+    from matplotlib.patches import Patch
+
     return Patch(facecolor=color, edgecolor="none")
 
 
@@ -60,7 +64,7 @@ def caption(ax: Any, text: str) -> None:
     ax.set_title(text, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
 
 
-def save(figure: Figure, folder: Path | str, name: str = "figure.png") -> Path:
+def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path:
     """Write the picture without date or version, so that equal pictures are equal files.
 
     Returns: its path.

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from jobs import JOB, finish, start, torchrun
 from leftovers import nothing_left
+from minidist.lessons import namespaces
+from minidist.lessons.namespaces import joined_hosts
 
 from minidist.errors import LaunchError
-from minidist.launch import namespaces
-from minidist.launch.namespaces import joined_hosts
 
 HOSTS_JOB = str(Path(__file__).parents[1] / "support" / "hosts_job.py")
 PORT = "29500"      # of a namespace of our own

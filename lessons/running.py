@@ -1,0 +1,82 @@
+"""What starts a lesson: its command line, its ranks, and the recording of its figure."""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minidist.lessons.page import Page
+from threadpoolctl import threadpool_limits
+
+from minidist.console import folder_to_write
+from minidist.errors import MinidistError
+from minidist.launch import init, run
+
+LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
+
+
+def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]]) -> argparse.ArgumentParser:
+    """The command line of a lesson, which may add its own options.
+
+    Args:    description: the lesson's docstring; its first line is shown. breaks: the README's experiments by name.
+    """
+    first = (description or "").strip().splitlines()
+    parser = argparse.ArgumentParser(description=first[0] if first else None)
+    parser.add_argument("--json", metavar="FILE", help="write the tables as JSON")
+    parser.add_argument("--break", dest="broken", choices=sorted(breaks), help="run one of the README's 'Break it'")
+    return parser
+
+
+def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], breaks: Mapping[str, Callable[[], None]],
+               *, alone: int = 4) -> None:
+    """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
+
+    With `--break NAME` run that experiment instead; its result is the error in which it ends, printed as one line.
+    """
+    if options.broken:
+        try:
+            breaks[options.broken]()
+        except MinidistError as error:
+            print(f"{type(error).__name__}: {error}")
+        return
+
+    def body(group: Any) -> None:
+        page = Page(group)
+        tour(group, page)
+        page.save(options.json)
+
+    world = init()
+    if world.size > 1:
+        body(world)
+    else:
+        with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
+            run(body, size=alone, transport="threads", limit=LIMIT)
+
+
+def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
+                transport: str = "threads") -> None:
+    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
+
+    Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the lesson's folder.
+    """
+    parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
+    folder = parser.parse_args().out
+    try:
+        recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
+    except MinidistError as error:
+        raise SystemExit(f"figure: {error}") from None
+    draw(recorded, folder)
+    if folder == home and (home / "figure.mmd").exists():
+        insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
+    kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""
+    print(f"{folder / 'figure.png'}: drawn from a run on this machine{kept}")
+
+
+def insert_mermaid(readme: Path, diagram: str) -> None:
+    """Replace the README's Mermaid block by `diagram`."""
+    text = readme.read_text(encoding="utf-8")
+    fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
+    if fresh != text:
+        readme.write_text(fresh, encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Ranks connected by TCP."""
