@@ -186,12 +186,11 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
         walk.waiting[id(loss)] = 1
     else:
         nodes = walk.survey(loss.node)
+        walk.deliver(loss.node, loss.index, dy, False)
     if surveyed is not None:
         surveyed(walk.waiting.keys())
     if loss.node is None:
         walk.add_to_leaf(loss, dy, False)
-    else:
-        walk.deliver(loss.node, loss.index, dy, False)
     with no_grad():
         while nodes:
             nodes += walk.visit(nodes.pop())

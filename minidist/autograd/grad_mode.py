@@ -5,26 +5,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 
-class _Thread(threading.local):
+class _Mode(threading.local):
     grad = True
 
 
-_thread = _Thread()
+_mode = _Mode()
 
 
 def is_grad_enabled() -> bool:
     """Whether ops called on this thread leave nodes on the tape."""
-    return _thread.grad
+    return _mode.grad
 
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """Context manager: switch recording on or off inside the block, on this thread."""
-    before, _thread.grad = is_grad_enabled(), enabled
+    before, _mode.grad = _mode.grad, enabled
     try:
         yield
     finally:
-        _thread.grad = before
+        _mode.grad = before
 
 
 def no_grad() -> AbstractContextManager[None]:

@@ -145,9 +145,7 @@ class Tensor:
                  have the bits of an ordinary backward.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
-        deferred: list[WeightGradient] = FUNCTIONS["backward"](self, dy, defer_weights=defer_weights,
-                                                               surveyed=surveyed)
-        return deferred
+        return list(FUNCTIONS["backward"](self, dy, defer_weights=defer_weights, surveyed=surveyed))
 
     def register_hook(self, hook: GradientHook) -> Callable[[], None]:
         """Call `hook(dy)` in each backward when this tensor's total gradient is known.

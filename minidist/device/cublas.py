@@ -26,16 +26,16 @@ _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}       # cudaDataType: CUDA
 _SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1                   # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
 
 
-class _Thread(threading.local):
+class _Current(threading.local):
     products: "Products | None" = None
 
 
-_thread = _Thread()
+_current = _Current()
 
 
 def current() -> "Products | None":
     """The Products that this thread uses instead of CuPy's, or None."""
-    return _thread.products
+    return _current.products
 
 
 class Products:
@@ -56,11 +56,11 @@ class Products:
     @contextmanager
     def instead(self) -> Iterator[None]:
         """Context manager: this thread's products of arrays on a GPU are computed by this object."""
-        before, _thread.products = current(), self
+        before, _current.products = _current.products, self
         try:
             yield
         finally:
-            _thread.products = before
+            _current.products = before
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
         """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is copied.

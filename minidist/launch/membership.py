@@ -137,7 +137,11 @@ class Membership:
             self.world.close()
         victim = self.joined is not None and self.joined.link.loss is not None
         if self.joined is not None:
-            self._hang_up(self.joined, victim)
+            if not self.failed and not victim:
+                self.joined.link.goodbye()
+            elif not victim:
+                self.joined.link.wait_until_released(FAREWELL)      # let the others speak before we end them
+            self.joined.link.close()
         if self.world is not None:
             self.world.transport.close()                    # after the link, so that no abort meets a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
@@ -148,13 +152,6 @@ class Membership:
             self.joined.monitor.close()
         if self.joined is not None and self.joined.agent is not None:
             self.joined.agent.close()
-
-    def _hang_up(self, joined: Joined, victim: bool) -> None:
-        if not self.failed and not victim:
-            joined.link.goodbye()
-        elif not victim:
-            joined.link.wait_until_released(FAREWELL)       # let the others speak before we end them
-        joined.link.close()
 
 
 _membership: Membership | None = None

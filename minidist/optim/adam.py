@@ -58,28 +58,28 @@ class Adam(Optimizer):
         The division is written  lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)),  which corrects
         both moments without an extra pass.
         """
-        xp, c, (m, v), (b1, b2), (s, *more) = step.xp, step.constant, state, self.betas, scratch
-        scale = step.scale
-        if step.decay and self.apart:
-            xp.multiply(p, c(1.0 - step.lr * step.decay), p)
-        elif step.decay:
+        xp, (m, v), (b1, b2), (s, *more) = step.xp, state, self.betas, scratch
+        if step.decay and not self.apart:
             decayed, spare = more
-            xp.multiply(g, c(scale), decayed)
+            step.scaled(g, decayed)
             add_decay(decayed, p, spare, step)
-            g, scale = decayed, 1.0
-        xp.multiply(g, c((1.0 - b1) * scale), s)
-        xp.multiply(m, c(b1), m)
-        xp.add(m, s, m)
-        xp.multiply(s, s, s)
-        xp.multiply(s, c((1.0 - b2) / (1.0 - b1) ** 2), s)
-        xp.multiply(v, c(b2), v)
-        xp.add(v, s, v)
+            xp.multiply(decayed, 1.0 - b1, out=s)
+        else:
+            step.scaled(g, s, factor=1.0 - b1)
+        if step.decay and self.apart:
+            p *= 1.0 - step.lr * step.decay
+        m *= b1
+        m += s
+        s *= s
+        s *= (1.0 - b2) / (1.0 - b1) ** 2
+        v *= b2
+        v += s
         correction = math.sqrt(1.0 - b2 ** step.count)
-        xp.sqrt(v, s)
-        xp.add(s, c(self.eps * correction), s)
-        xp.divide(m, s, s)
-        xp.multiply(s, c(step.lr * correction / (1.0 - b1 ** step.count)), s)
-        xp.subtract(p, s, p)
+        xp.sqrt(v, out=s)
+        s += self.eps * correction
+        xp.divide(m, s, out=s)
+        s *= step.lr * correction / (1.0 - b1 ** step.count)
+        p -= s
 
 
 class AdamW(Adam):

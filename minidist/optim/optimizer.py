@@ -10,7 +10,7 @@ It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of man
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,23 +74,18 @@ class StateStore(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of one update of one tensor. Arrays multiply faster by `constant(x)` than by x."""
+    """The numbers of one update of one tensor."""
 
     count: int                 # updates of this tensor, this one included
     lr: float
     scale: float | Array       # gradients are multiplied by it first (clipping, loss scaling)
     decay: float               # weight decay; 0 for a tensor without
     xp: Any
-    dtype: np.dtype
-    constants: dict[float, Array] = field(default_factory=dict)
 
-    def constant(self, value: float | Array) -> Array:
-        """`value` as an array without dims, made once; NumPy takes 0.4 µs to convert a number in each call."""
-        if is_array(value):
-            return value.astype(self.dtype)
-        if value not in self.constants:
-            self.constants[value] = self.xp.asarray(value, self.dtype)
-        return self.constants[value]
+    def scaled(self, g: Array, out: Array, *, factor: float = 1.0) -> None:
+        """out = g · scale · factor; the product of the numbers is rounded to g's dtype first."""
+        number = self.scale * factor
+        self.xp.multiply(g, number.astype(g.dtype) if is_array(number) else float(number), out=out)
 
 
 class Optimizer(ABC):
@@ -148,8 +143,7 @@ class Optimizer(ABC):
                  roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
-        rate = self.lr if lr is None else lr
-        shared: dict[Any, Step] = {}         # tensors of one kind share their constants
+        rate = float(self.lr if lr is None else lr)
         for slot in self._walk():
             data, gradient = slot.weights.data, slot.weights.grad
             if gradient is None:
@@ -157,15 +151,12 @@ class Optimizer(ABC):
             self._check(slot, data, gradient)
             slot.steps += 1
             xp = array_module(data)
-            key = (slot.steps, slot.decays, xp, data.dtype)
-            if key not in shared:
-                decay = self.weight_decay if slot.decays else 0.0
-                shared[key] = Step(slot.steps, rate, scale, decay, xp, data.dtype)
+            step = Step(slot.steps, rate, scale, self.weight_decay if slot.decays else 0.0, xp)
             arrays = (data, gradient, *slot.state.values())
             for p, g, *state in blocks(arrays, BLOCK if xp is np else DEVICE_BLOCK):
                 if g.dtype != p.dtype:
                     g = widen(g)             # gradients in low precision beside float32 master weights
-                self.update(p, g, state, self._scratch_like(xp, p), shared[key])
+                self.update(p, g, state, self._scratch_like(xp, p), step)
         for master, weights in roundings:
             narrow(master, weights.dtype, weights)
 
@@ -242,18 +233,15 @@ def blocks(arrays: Iterable[Array], size: int) -> Iterator[list[Array]]:
 
 
 def in_range(optimizer: object, name: str, value: float, low: float, below: float | None = None) -> float:
-    """`value` if low <= value < below.
-
-    Raises: ConfigError otherwise (also for NaN).
-    """
+    """`value` if low <= value < below. Raises: ConfigError otherwise (also for NaN)."""
     if not low <= value or (below is not None and not value < below) or value == float("inf"):
         limits = f"at least {low:g}" + (f" and below {below:g}" if below is not None else "")
         raise ConfigError(f"{type(optimizer).__name__}: {name} is {value!r}; it must be {limits}")
-    return value
+    return float(value)
 
 
 def add_decay(g: Array, p: Array, spare: Array, step: Step) -> None:
     """g += decay p: weight decay as a term of the loss, decay/2 |p|²."""
     if step.decay:
-        step.xp.multiply(p, step.constant(step.decay), spare)
-        step.xp.add(g, spare, g)
+        step.xp.multiply(p, step.decay, out=spare)
+        g += spare

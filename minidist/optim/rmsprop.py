@@ -23,16 +23,15 @@ class RMSProp(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        xp, c = step.xp, step.constant
-        (v,), (s, t) = state, scratch
-        xp.multiply(g, c(step.scale), s)
+        xp, (v,), (s, t) = step.xp, state, scratch
+        step.scaled(g, s)
         add_decay(s, p, t, step)
-        xp.multiply(v, c(self.alpha), v)
-        xp.multiply(s, s, t)
-        xp.multiply(t, c(1.0 - self.alpha), t)
-        xp.add(v, t, v)
-        xp.sqrt(v, t)
-        xp.add(t, c(self.eps), t)
-        xp.divide(s, t, s)
-        xp.multiply(s, c(step.lr), s)
-        xp.subtract(p, s, p)
+        v *= self.alpha
+        xp.multiply(s, s, out=t)
+        t *= 1.0 - self.alpha
+        v += t
+        xp.sqrt(v, out=t)
+        t += self.eps
+        xp.divide(s, t, out=s)
+        s *= step.lr
+        p -= s

@@ -23,13 +23,13 @@ class SGD(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        xp, c, s = step.xp, step.constant, scratch[0]
+        s, spare = scratch
+        step.scaled(g, s)
+        add_decay(s, p, spare, step)
         u = s
-        xp.multiply(g, c(step.scale), s)
-        add_decay(s, p, scratch[1], step)
         if state:
             u = state[0]                     # zeros before the first step, which so sets u = g
-            xp.multiply(u, c(self.momentum), u)
-            xp.add(u, s, u)
-        xp.multiply(u, c(step.lr), s)
-        xp.subtract(p, s, p)
+            u *= self.momentum
+            u += s
+        step.xp.multiply(u, step.lr, out=s)
+        p -= s

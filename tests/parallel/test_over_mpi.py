@@ -47,6 +47,10 @@ def every_job(world: Any) -> dict[str, str]:
 
 
 def test_same_bits_over_mpi() -> None:
+    """Threads equal one process, too: for the cut plans here, because no other default test has them."""
     over_threads, over_mpi = (md.run(every_job, size=4, transport=transport) for transport in ("threads", "mpi"))
     for rank in over_mpi:
         assert rank == over_threads[0]
+    for name in ("context × tensor", "pipeline × tensor"):
+        changes, options = JOBS[name][1]
+        plans.check(changes, options["plan"], steps=options["steps"])

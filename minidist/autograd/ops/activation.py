@@ -24,8 +24,11 @@ def _gelu_block(xp: Any, x: Array) -> tuple[Array, Array]:
     s = x * x * k + c
     h = xp.tanh(s * x) * 0.5 + 0.5
     y = x * h
-    s = (s * 6.0 - 4.0 * c) * y
-    return y, s - s * h + h
+    s *= 6.0
+    s -= 4.0 * c                     # s = 2 (c + 3 k x²)
+    s *= y
+    s -= s * h
+    return y, s + h
 
 
 def _silu_block(xp: Any, x: Array) -> tuple[Array, Array]:
@@ -35,7 +38,8 @@ def _silu_block(xp: Any, x: Array) -> tuple[Array, Array]:
     return y, y - y * h + h
 
 
-def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Array,
+                     bias: Array | None = None) -> tuple[Array, Array]:
     """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)

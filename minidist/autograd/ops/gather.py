@@ -31,13 +31,10 @@ class SortedIds:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the ids."""
-        shape: tuple[int, ...] = self.ids.shape
-        return shape
+        return tuple(self.ids.shape)
 
     @property
     def ndim(self) -> int:
-        """The number of dims of the ids."""
         return len(self.shape)
 
     def __len__(self) -> int:

@@ -20,11 +20,6 @@ def check_targets(name: str, logits: Array, targets: Array, vocabulary: int) -> 
                          f"which allows 0..{vocabulary - 1}; logits {logits.shape}")
 
 
-def _int64(ids: Array) -> Array:
-    """ids as int64."""
-    return ids if ids.dtype.name == "int64" else ids.astype("int64")
-
-
 @op
 def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None) -> tuple[Array, Saved]:
     """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
@@ -45,7 +40,7 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
     count = divisor if divisor is not None else targets.size
     fast = kernel("cross_entropy", logits)
     if fast is not None:
-        losses, _ = fast(logits, _int64(targets), scale=1.0, gradient=False)
+        losses, _ = fast(logits, targets.astype("int64", copy=False), scale=1.0, gradient=False)
         return losses.sum() / losses.dtype.type(count), saved(logits=logits, ids=targets, divisor=count)
     wide, ids = rows(widen(logits)), targets.reshape(-1)
     top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
@@ -62,7 +57,7 @@ def _(node: Node, dy: Array) -> Array:
     """(softmax - one-hot) dy / divisor"""
     fast = kernel("cross_entropy", node.logits)
     if fast is not None:
-        _, dx = fast(node.logits, _int64(node.ids), scale=1.0 / node.divisor, factor=widen(dy))
+        _, dx = fast(node.logits, node.ids.astype("int64", copy=False), scale=1.0 / node.divisor, factor=widen(dy))
         return dx
     ids = array_module(dy).arange(len(node.ids)), node.ids
     return logits_gradient(node.logits, node.top, node.total, ids, dy, node.divisor)

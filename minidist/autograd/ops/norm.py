@@ -77,13 +77,16 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
     dw, db = xp.zeros((1, n), wide.dtype), xp.zeros((1, n), wide.dtype)
     for where in row_blocks(wide):
-        g, h = wide[where], hat[where]
-        product, ones = g * h, xp.ones((1, len(g)), g.dtype)
-        dw += ones @ product
-        d = g * w - h * (product @ share)               # product @ share is mean(dy w hat) of each row
+        g, h, d = wide[where], hat[where], dx[where]
+        xp.multiply(g, h, out=d)
+        ones = xp.ones((1, len(g)), g.dtype)
+        dw += ones @ d
+        along = d @ share                               # mean(dy w hat) of each row
+        xp.multiply(g, w, out=d)
+        d -= h * along
         if node.centre:
             db += ones @ g
             d -= g @ share
-        dx[where] = d * scale[where]
+        d *= scale[where]
     kind = dy.dtype
     return narrow(dx.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)

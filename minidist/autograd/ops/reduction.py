@@ -81,8 +81,7 @@ def _(node: Node, dy: Array) -> Array:
 @op
 def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
     """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n). Args: as sum's."""
-    dims = _dims(dim, x.shape)
-    wide = widen(x)
+    dims, wide = _dims(dim, x.shape), widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)
     return narrow(y, x.dtype), saved(centred=centred)

@@ -1,7 +1,5 @@
 """Rotary positions: the angle between a query and a key depends on the distance of their tokens."""
 
-from typing import Any
-
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.device.dispatch import kernel
@@ -19,12 +17,6 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     return narrow(y, x.dtype)
 
 
-def _angles(xp: Any, positions: Array, width: int, base: float) -> Array:
-    """The angle of pair i at position p is p / base^(2 i / width): (T,) -> (T, width/2), float64."""
-    speeds = base ** (-2.0 / width * xp.arange(width // 2, dtype="float64"))
-    return positions.astype("float64")[..., None] * speeds
-
-
 @op
 def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array, Saved]:
     """Rotate the pairs (x[i], x[i + n/2]) by angles that grow with the global position of the token.
@@ -36,9 +28,9 @@ def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array,
     if x.ndim < 2 or x.shape[-1] % 2 or positions.shape != (x.shape[-2],):
         raise ShapeError(f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
                          f"positions (T,)")
-    xp = array_module(x)
-    angles = _angles(xp, positions, x.shape[-1], base)
-    kind = widen(x).dtype
+    xp, width, kind = array_module(x), x.shape[-1], widen(x).dtype
+    speeds = base ** (-2.0 / width * xp.arange(width // 2, dtype="float64"))
+    angles = positions.astype("float64")[..., None] * speeds        # p / base^(2 i / width): (T, width/2)
     cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
     fast = kernel("rotary", x)
     return fast(x, cos, sin) if fast is not None else _rotate(x, cos, sin), saved(cos=cos, sin=sin)

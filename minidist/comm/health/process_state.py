@@ -16,7 +16,6 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
+_STOPPED = ("T", "t")
 _LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
 
 
@@ -39,7 +39,7 @@ class ProcessLooks:
         """Those of `pids` that were stopped at this look and at the one before."""
         now = time.monotonic()
         before = self._before if now - self._last < _LATE * LOOK else set()
-        self._before, self._last = stopped(pids), now
+        self._before, self._last = {pid for pid in pids if state_of(pid) in _STOPPED}, now
         return self._before & before
 
     def ended(self, pids: set[int]) -> dict[int, str]:
@@ -53,11 +53,6 @@ def has_ended(pid: int) -> bool:
     return state_of(pid) in ("Z", "X", "") and bool(state_of(os.getpid()))
 
 
-def stopped(pids: Iterable[int]) -> set[int]:
-    """Those of `pids`, on this host, that are stopped now."""
-    return {pid for pid in pids if state_of(pid) in ("T", "t")}
-
-
 def state_of(pid: int) -> str:
     """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
     try:
@@ -68,7 +63,7 @@ def state_of(pid: int) -> str:
 
 def kill_stopped(pid: int) -> None:
     """End a process that is stopped: it cannot do so itself."""
-    if stopped({pid}):
+    if state_of(pid) in _STOPPED:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 

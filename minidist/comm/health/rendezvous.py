@@ -22,7 +22,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
@@ -176,7 +175,7 @@ def outward_address() -> str:
 class TokenFile:
     """The job's token in a file that only this user can read, for ranks whose launcher carries no secret of ours.
 
-    Nodes find it through a shared home; where there is none, MINIDIST_TOKEN does it.
+    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN.
     """
 
     def __init__(self, job: str) -> None:
@@ -211,7 +210,7 @@ class TokenFile:
 
 
 def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, world_size: int,
-                    limit: float, **options: Any) -> tuple[MonitorClient, bytes]:
+                    limit: float) -> tuple[MonitorClient, bytes]:
     """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
 
     Raises: HandshakeError or TimeoutError after `limit` seconds.
@@ -221,7 +220,7 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
         token = file.read()
         if token is not None:
             try:
-                return MonitorClient(address, token, world_rank, world_size, limit=1.0, **options), token
+                return MonitorClient(address, token, world_rank, world_size, limit=1.0), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)

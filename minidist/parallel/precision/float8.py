@@ -67,12 +67,6 @@ def _largest(array: Array) -> Array:
     return xp.abs(widen(array)).max().reshape(1) if array.size else xp.zeros(1, np.float32)
 
 
-def _larger(seen: Array, largest: Array) -> Array:
-    """The larger of two; infinity and NaN do not count."""
-    xp = array_module(largest)
-    return xp.maximum(seen, xp.where(xp.isfinite(largest), largest, largest.dtype.type(0)))
-
-
 class Scales:
     """The largest elements of a linear's x, w and dy so far, and the scales that follow.
 
@@ -99,7 +93,9 @@ class Scales:
         else:
             stored = to_float8(array, FORMATS[name], scale)
         if is_grad_enabled() or name == "dy":
-            self.seen[name] = _larger(self.seen[name], _largest(array) if largest is None else largest)
+            largest, xp = _largest(array) if largest is None else largest, array_module(array)
+            finite = xp.where(xp.isfinite(largest), largest, largest.dtype.type(0))
+            self.seen[name] = xp.maximum(self.seen[name], finite)
         return stored
 
     def read(self, name: str, stored: Array) -> Array:
