@@ -76,9 +76,4 @@ def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
     """The number of a sequence's tokens on each rank of cp."""
     if plan.attention == "ring":
         return [len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
-    return _lengths(config.context, plan.cp)
-
-
-def _lengths(count: int, parts: int) -> list[int]:
-    """The lengths of numpy.array_split's parts."""
-    return [part.stop - part.start for part in even_slices(count, parts)]
+    return [part.stop - part.start for part in even_slices(config.context, plan.cp)]
