@@ -138,7 +138,9 @@ def measuring(world: Group) -> Measure:
             into.fill(0)
             world.barrier()
             start = time.perf_counter()
-            Call(world, "calibrate", kind, work).run()
+            call = Call(world, "calibrate", kind, work)
+            with call:
+                work(call)
             seconds.append(time.perf_counter() - start)
         if kind == "spread":
             split(into, world.size)[world.rank].fill(1)         # it keeps its own part
