@@ -169,7 +169,9 @@ class ndarray:
     def copy(self):
         return _computed(self.shape, self.dtype, lambda out: np.copyto(out, self.host))
 
-    def astype(self, dtype):
+    def astype(self, dtype, copy=True):
+        if not copy and self.dtype == dtype:
+            return self
         return _computed(self.shape, np.dtype(dtype), lambda out: np.copyto(out, self.host, casting="unsafe"))
 
     def sum(self):
