@@ -2,15 +2,15 @@
 
     total = group.all_reduce(x)                    # a new array; x is left alone
     group.all_reduce(x, out=x)                     # in place
-    pending = group.start_all_reduce(x, out=x)     # at once; x must not be touched before
-    pending.wait()                                 # this
+    pending = group.start_all_reduce(x, out=x)     # returns at once; leave x alone
+    pending.wait()                                 # until here
 
 Every rank of a group must make the same collective calls in the same order: each message carries the call's signature,
 and ranks that disagree get MismatchError with both calls. Calls on one group run one after the other: a `start_…` call
 in the group's worker thread, any other in the caller's own thread, behind those that were started before it. Make the
 calls of one group from one thread; threads that communicate by themselves each take a group of their own (`split`).
 
-Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype without references, contiguous or not, x read-only
+Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or not, x read-only
 or not, empty or without dims; numbers and nested lists count as arrays. `out` has the shape and dtype of the result.
 `algorithm` is "auto" or one of the names listed. `root`, `dst` and `src` are ranks in the group.
 
@@ -227,7 +227,7 @@ class Group(Members):
     def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None":
         """The group of the ranks that pass the same color, in the order of their keys (then of their ranks).
 
-        Args:    color: an integer, or None to belong to no group; key: this rank's where None.
+        Args:    color: an integer, or None to belong to no group; key: place in the order (None: this rank's number).
                  axis: what the group is for, under which its ledger counts; "world.split" where the parent is "world".
         Returns: the group, or None for color None. Overlapping and nested groups may be used at once.
         Cost:    one all_gather of four integers, counted under "control".

@@ -137,7 +137,7 @@ class PlainTcp(Mailbox):
             self.ended(peer, str(error))
 
     def ended(self, peer: int, why: str) -> None:
-        """The connection to a peer ended. The monitor mostly says why in a moment; else its waits fail for this."""
+        """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self.aborted or peer in self.lost, REASON_LIMIT)
             told = self._closing or self.aborted or peer in self.lost

@@ -3,11 +3,11 @@
 The idea. Each rank holds one stage of the model, some neighbouring layers. The batch is cut into microbatches. When
 stage 0 has computed the first one, it sends the activations on and takes the second, so all stages work at the same
 time. Gradients come back the same way. The order of the work is a schedule (schedules.py): lists of instructions, which
-are proved (schedule_checker.py) and then run (executor.py). This module is what they compute.
+are proved (schedule_checker.py) and then run (executor.py). This module computes what the instructions ask.
 
-    rank 0   embed, blocks 0-1     x ---> F0 F1 F2 F3 .. .. B0 B0 …      activations  (B/m, T, width) ---> next stage
-    rank 1   blocks 2-3                   .. F0 F1 F2 .. B0 B0 …         gradients    the same shape  <--- next stage
-    rank 2   blocks 4-5, norm, output     .. .. F0 B0 B0 …               loss over all targets of the batch
+    rank 0   embed, blocks 0-1     x ---> F0 F1 F2 .. .. .. .. B0 B0     activations  (B/m, T, width) ---> next stage
+    rank 1   blocks 2-3                   .. F0 F1 .. .. B0 B0 F2 …      gradients    the same shape  <--- next stage
+    rank 2   blocks 4-5, norm, output     .. .. F0 B0 B0 F1 B1 B1 …      loss over all targets of the batch
 
 Who holds what, Ψ parameters and L layers in S = v·p stages, v stages a rank:
 
