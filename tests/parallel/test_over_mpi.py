@@ -47,7 +47,7 @@ def every_job(world: Any) -> dict[str, str]:
 
 
 def test_same_bits_over_mpi() -> None:
-    """Threads equal one process, too: for the cut plans here, because no other default test has them."""
+    """Threads equal one process, too: checked here for two plans that cut the model."""
     over_threads, over_mpi = (md.run(every_job, size=4, transport=transport) for transport in ("threads", "mpi"))
     for rank in over_mpi:
         assert rank == over_threads[0]
