@@ -1,4 +1,4 @@
-"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and how long ranks wait.
+"""Lesson 10: model parallel: layers over ranks; what each rank holds, what crosses the cuts, and how long ranks wait.
 
     mpirun -n 4 python lessons/10_model_parallel/lesson.py
     python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads

@@ -97,7 +97,7 @@ def check_dtype(precision: str, dtype: str) -> None:
 
 
 class Master:
-    """The float32 master of one parameter, for the optimizer; its gradient is the parameter's."""
+    """The float32 master of one parameter, which the optimizer updates; its gradient is the parameter's."""
 
     def __init__(self, parameter: Parameter, data: Array) -> None:
         self.parameter, self.name, self.data = parameter, parameter.name, data
