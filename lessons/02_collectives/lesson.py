@@ -62,6 +62,7 @@ def what_they_do(group: Group, page: Page) -> None:
 def before_and_after(group: Group, verb: str) -> tuple[Any, Any]:
     """What this rank brings to one call of `verb`, and what it has afterwards."""
     row = 10 * (group.rank + 1) + np.arange(group.size)
+    x: np.ndarray | list[np.ndarray] | None
     if verb in ("broadcast", "scatter"):
         x = row if group.rank == 0 else None
     elif verb in ("gather", "all_gather"):
