@@ -24,8 +24,8 @@ class Link:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self.sends: list[int] = []      # to whom
-        self.hears: list[int] = []      # from whom it waits, or has heard
+        self.sends: list[int] = []      # the receivers, in order
+        self.hears: list[int] = []      # the senders it has heard, or waits for
 
     def send(self, outgoing: Any, *, dst: int) -> None:
         """Return when dst has taken it."""
@@ -174,7 +174,7 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _heard_of(links: list[Link], rank: int) -> set[int]:
-    """Of whom `rank` has heard in the end, each message telling all that its sender knew."""
+    """The ranks that `rank` has heard of in the end; each message tells all that its sender knew."""
     heard = [{link.rank} for link in links]
     for step in range(max((len(link.hears) for link in links), default=0)):
         heard = [heard[link.rank] | (heard[link.hears[step]] if step < len(link.hears) else set()) for link in links]

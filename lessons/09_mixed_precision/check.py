@@ -62,7 +62,7 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
             mistake, hole = "only the rank that overflowed knows: the other goes on alone", 3
         elif not target[0]:
             mistake = "an overflow where there is none"
-        yield expect(f"who overflowed: {name}", target, answers, mistake,
+        yield expect(f"overflow on: {name}", target, answers, mistake,
                      f"not finite covers all three; and every rank must hear of it: sections 4, 6 (hole {hole})")
 
 
