@@ -1,4 +1,4 @@
-"""Grades exercise 01: who the eight processes of a 2 x 4 job are under each launcher, and what follows from it."""
+"""Grades exercise 01: the numbers of the eight processes of a 2 x 4 job under each launcher, and what follows."""
 
 import sys
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) 
              "mpirun (MPICH)": "MPI_LOCALRANKID", "srun": "SLURM_LOCALID"}[launcher]
     if name == "rank" and measured == int(environ[local]):
         return "local rank for rank", (f"{local} counts on one machine only: two processes now believe they are rank "
-                                       f"{measured}, and nobody is rank {NODES * PER_NODE - 1}: read section 2 again")
+                                       f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again")
     if name == "size" and measured == PER_NODE:
         return "local size for size", "that counts one machine's processes, the job has two: read section 2 again"
     if name == "node_rank" and launcher == "torchrun":
@@ -90,7 +90,7 @@ def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) 
 
 
 def _alone(identity: Any) -> Result:
-    """Nobody launched it: rank 0 of 1."""
+    """A process without a launcher: rank 0 of 1."""
     target = _library({"HOME": "/home/student"})
     return Result("alone", tuple(identity) == target, str(target), str(tuple(identity)), "not rank 0 of 1",
                   "a process without a launcher must run by itself: read section 1 again")
@@ -105,7 +105,7 @@ def _samples(exercise: ModuleType) -> Result:
     task, target = f"{length} samples on {size} ranks", "each read once"
     unread = [sample for sample, count in enumerate(readers) if count == 0]
     if all(part == parts[0] for part in parts):
-        return Result(task, False, target, f"all ranks read {parts[0][:4]}…; {len(unread)} samples are read by nobody",
+        return Result(task, False, target, f"all ranks read {parts[0][:4]}…; no rank reads {len(unread)} samples",
                       "the same samples on every rank",
                       "rank and size must come from the identity, not from the program (N1:58): read section 5 again")
     if unread or max(readers) > 1:

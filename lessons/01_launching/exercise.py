@@ -20,7 +20,7 @@ class Identity(NamedTuple):
 
 
 def identify(environ):
-    """The Identity of the process that has this environment; a process that nobody launched is rank 0 of 1.
+    """The Identity of the process that has this environment; without a launcher it is rank 0 of 1.
 
     The machines of a job run equally many processes each, with consecutive ranks (N0:41).
     """

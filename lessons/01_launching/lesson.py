@@ -21,12 +21,13 @@ from minidist.lessons.page import Page
 from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.errors import LaunchError
 from minidist.launch import LAUNCHERS, detect
 from minidist.observe.records import gather_records
 
 
-def who_am_i(group: Any, nodes: int) -> dict[str, Any]:
+def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
     """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were spread over `nodes`."""
     launch = detect()
     rank, local_rank, node_rank = group.rank, launch.local_rank, launch.node_rank
@@ -38,8 +39,8 @@ def who_am_i(group: Any, nodes: int) -> dict[str, Any]:
             "set": {name: os.environ[name] for one in LAUNCHERS for name in one.variables() if name in os.environ}}
 
 
-def tour(group: Any, page: Page, *, nodes: int) -> None:
-    """The lesson, run by every rank: each tells rank 0 who it is."""
+def tour(group: Group, page: Page, *, nodes: int) -> None:
+    """The lesson, run by every rank: each tells rank 0 its numbers."""
     ranks = gather_records(group, who_am_i(group, nodes))
     if not ranks:
         return
@@ -57,7 +58,7 @@ def tour(group: Any, page: Page, *, nodes: int) -> None:
     page.table("Variables of a launcher, rank by rank", ["variable", *(f"rank {r['rank']}" for r in ranks)],
                [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names] or [["none",
                                                                                           *("-" for _ in ranks)]],
-               note="alone, nobody sets any: the ranks are threads of one process" if not names else "")
+               note="without a launcher none is set: the ranks are threads of one process" if not names else "")
 
 
 def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
@@ -127,7 +128,7 @@ def two_machines(command: list[str], per_node: int = 4) -> int:
 
 
 def free_port() -> int:
-    """A port nobody listens on just now; none of those above 32767, which the system hands out before we come back."""
+    """A port without a listener just now; none of those above 32767, which the system may hand out meanwhile."""
     for port in secrets.SystemRandom().sample(range(20000, 32000), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -173,7 +174,7 @@ def two_launchers() -> None:
 def one_rank_dies() -> None:
     """Rank 2 fails: the others must not wait for it."""
 
-    def rank_two_fails(group: Any) -> None:
+    def rank_two_fails(group: Group) -> None:
         if group.rank == 2:
             raise ZeroDivisionError("rank 2 divides by zero")
         group.barrier()

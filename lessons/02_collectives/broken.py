@@ -6,7 +6,6 @@ Find the fault first, then read the answer in README.md, section 6.
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -111,7 +110,7 @@ def two_orders() -> None:
     md.run(ranks, size=4, limit=5.0)
 
 
-def _each(work: Callable[[Any], Any], size: int = 4) -> list[str]:
+def _each(work: Callable[[Group], object], size: int = 4) -> list[str]:
     """One line a rank: what it has after `work`, and what it sent."""
     def ranks(group: Group) -> str:
         before = totals(group.ledger)

@@ -24,8 +24,8 @@ class Link:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self.sends: list[int] = []      # to whom
-        self.hears: list[int] = []      # from whom it waits, or has heard
+        self.sends: list[int] = []      # the receivers, in order
+        self.hears: list[int] = []      # the senders it has heard, or waits for
 
     def send(self, outgoing: Any, *, dst: int) -> None:
         """Return when dst has taken it."""
@@ -92,7 +92,7 @@ def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
     told = [dst for link in links for dst in link.sends]
     twice = sorted({rank for rank in told if told.count(rank) > 1 or rank == root})
     if root in twice:
-        yield Result(task, False, "nobody tells the root", f"somebody sends to rank {root}", "the root is told",
+        yield Result(task, False, "no rank tells the root", f"a rank sends to rank {root}", "the root is told",
                      _advice_root(root) if root else "the last places have no place further on: section 2.2 (hole 2)")
     if twice:
         yield Result(task, False, "each rank is told once", f"rank {twice[0]} is told {told.count(twice[0])} times",
@@ -100,7 +100,7 @@ def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
     if got is None:
         deaf = [f"rank {link.rank} waits for rank {link.hears[-1]}" for link in links
                 if link.hears and link.rank not in links_of(links, link.hears[-1])]
-        yield Result(task, False, "every rank returns", ", ".join(deaf) or error, "waits for somebody who never sends",
+        yield Result(task, False, "every rank returns", ", ".join(deaf) or error, "waits for a rank that never sends",
                      "the sender is `distance` places back, counted from the root: section 2.2 (holes 1, 3, 4)")
         return
     target = FORMULAS["broadcast", "tree"].messages_of(Case(size))
@@ -134,7 +134,7 @@ def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
         if pairs and all(link.sends[-1] == link.hears[-1] for link in links if link.sends and link.hears):
             yield Result(task, False, "every rank returns",
                          f"rank {pairs[0].rank} sends to rank {pairs[0].sends[-1]} and waits for the same",
-                         "sends to whom it hears from",
+                         "sends to the rank it hears from",
                          "a rank that sends `step` places on receives from `step` places back: section 2.5 (hole 6)")
         yield Result(task, False, "every rank returns", error, "partners do not match",
                      "if r sends to r + s, then r + s must expect it from r: section 2.5 (holes 5 and 6)")
@@ -164,7 +164,7 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
     steps = max(len(link.sends) for link in links)
     unheard = sorted(set(range(size)) - _heard_of(links, 0))
     if unheard:
-        yield Result(task, False, "nobody leaves before all have come",
+        yield Result(task, False, "no rank leaves before all have come",
                      f"rank 0 left without having heard of rank {', '.join(map(str, unheard))}", "left too early",
                      "after a message from distance d a rank has heard of 2d ranks, itself among them; it may leave "
                      "when that is all of them: section 2.6 (hole 7)")
@@ -174,7 +174,7 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _heard_of(links: list[Link], rank: int) -> set[int]:
-    """Of whom `rank` has heard in the end, each message telling all that its sender knew."""
+    """The ranks that `rank` has heard of in the end; each message tells all that its sender knew."""
     heard = [{link.rank} for link in links]
     for step in range(max((len(link.hears) for link in links), default=0)):
         heard = [heard[link.rank] | (heard[link.hears[step]] if step < len(link.hears) else set()) for link in links]

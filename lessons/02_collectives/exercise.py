@@ -51,8 +51,8 @@ def all_to_all(link, parts):
     """
     received = list(parts)  # its own part stays where it is
     for step in range(1, link.size):
-        dst = hole(5, "to whom does this rank send in this step? (section 2.5)", step)
-        src = hole(6, "and from whom does it hear? (section 2.5)", step)
+        dst = hole(5, "to which rank does this one send in this step? (section 2.5)", step)
+        src = hole(6, "and from which does it hear? (section 2.5)", step)
         received[src] = link.exchange(parts[dst], dst=dst, src=src)
     return received
 

@@ -15,6 +15,7 @@ from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import load_module, sent_since, totals
 from minidist.observe.records import gather_records
@@ -27,10 +28,10 @@ SMALL_LINK = {"alpha": 2e-3, "beta": 2e-3 / 65536}    # a message 2 ms, 64 KiB 2
 ANSWERS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
 ABOUT = {"broadcast": "one to all", "reduce": "summed on one", "all_reduce": "summed on all",
          "gather": "collected on one", "all_gather": "collected on all", "scatter": "dealt out",
-         "reduce_scatter": "summed, dealt out", "all_to_all": "everybody to everybody"}
+         "reduce_scatter": "summed, dealt out", "all_to_all": "each to each"}
 
 
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  What the verbs do")
     what_they_do(group, page)
@@ -44,7 +45,7 @@ def tour(group: Any, page: Page) -> None:
 
 # --------------------------------------------------------------------------------------------- 1  what the verbs do
 
-def what_they_do(group: Any, page: Page) -> None:
+def what_they_do(group: Group, page: Page) -> None:
     """Before and after of each verb on up to four ranks, as the ranks themselves have it."""
     few = group.split(0 if group.rank < 4 else 1)
     if group.rank >= 4:
@@ -58,9 +59,10 @@ def what_they_do(group: Any, page: Page) -> None:
                note="rank r's elements begin with r+1; / stands between arrays of a list; rank 0 is the root")
 
 
-def before_and_after(group: Any, verb: str) -> tuple[Any, Any]:
+def before_and_after(group: Group, verb: str) -> tuple[Any, Any]:
     """What this rank brings to one call of `verb`, and what it has afterwards."""
     row = 10 * (group.rank + 1) + np.arange(group.size)
+    x: np.ndarray | list[np.ndarray] | None
     if verb in ("broadcast", "scatter"):
         x = row if group.rank == 0 else None
     elif verb in ("gather", "all_gather"):
@@ -81,13 +83,13 @@ def _digits(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------- 2  what every algorithm sends
 
-def algorithms_here(group: Any, verb: str) -> list[str]:
+def algorithms_here(group: Group, verb: str) -> list[str]:
     """The algorithms of a verb that this group's transport can run."""
     return [name for name in ALGORITHMS[verb]
             if (name != "native" or group.transport.name == "mpi") and (name != "shared" or group.board is not None)]
 
 
-def call(group: Any, verb: str, algorithm: str, elements: int = ELEMENTS) -> Case:
+def call(group: Group, verb: str, algorithm: str, elements: int = ELEMENTS) -> Case:
     """One call of a verb on arrays of `elements` float64; returns what its formula needs to know."""
     x, size = np.full(elements, group.rank + 1.0), group.size
     chunks = chunk_bytes(elements, x.itemsize, size)
@@ -102,7 +104,7 @@ def call(group: Any, verb: str, algorithm: str, elements: int = ELEMENTS) -> Cas
     return Case(size, nbytes=x.nbytes, blocks=blocks, nodes=group.nodes)
 
 
-def sent(group: Any, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
+def sent(group: Group, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
     """A call's case, messages and bytes of all ranks together, and the bytes of the rank that sends most."""
     before = totals(group.ledger)
     case = call(group, verb, algorithm)
@@ -113,7 +115,7 @@ def sent(group: Any, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
     return case, messages, nbytes, most
 
 
-def what_they_send(group: Any, page: Page) -> None:
+def what_they_send(group: Group, page: Page) -> None:
     """Every verb, every algorithm: the ledgers of all ranks, summed, beside the formulas of comm/cost/volume.py."""
     rows = []
     for verb in ALGORITHMS:
@@ -130,7 +132,7 @@ def what_they_send(group: Any, page: Page) -> None:
 
 # --------------------------------------------------------------------------------------- 3  what all-reduce waits for
 
-def what_they_wait_for(group: Any, page: Page) -> None:
+def what_they_wait_for(group: Group, page: Page) -> None:
     """Time over links where only messages cost, in α; and over links where only bytes cost, in nβ."""
     n = ELEMENTS * 8
     rows = []
@@ -147,11 +149,11 @@ def what_they_wait_for(group: Any, page: Page) -> None:
                     "with a neighbour: one α more. What comes to one rank from several is under way at once.")
 
 
-def _over_messages(group: Any) -> list[str]:
+def _over_messages(group: Group) -> list[str]:
     return [name for name in algorithms_here(group, "all_reduce") if name not in ("native", "shared")]
 
 
-def seconds(group: Any, algorithm: str, elements: int, *, alpha: float, beta: float, repeats: int = 2) -> float:
+def seconds(group: Group, algorithm: str, elements: int, *, alpha: float, beta: float, repeats: int = 2) -> float:
     """The least over `repeats` calls of the slowest rank's time, over delayed links."""
     times = []
     with delayed(group, alpha=alpha, beta=beta) as slow:
@@ -167,7 +169,7 @@ def seconds(group: Any, algorithm: str, elements: int, *, alpha: float, beta: fl
 
 # ------------------------------------------------------------------------------------------------ 4  which is best when
 
-def best_when(group: Any, page: Page) -> None:
+def best_when(group: Group, page: Page) -> None:
     """The same all-reduces at three lengths over one link: few long waits, or few bytes."""
     lengths = {"512 B": 64, "32 KiB": 4096, "512 KiB": 65536}
     names = _over_messages(group)
@@ -187,7 +189,7 @@ PANELS = [("all_reduce", name) for name in ("naive", "tree", "ring", "direct", "
 PANELS += [("broadcast", "tree"), ("all_to_all", "pairwise"), ("all_to_all", "bruck"), ("barrier", "dissemination")]
 
 
-def record_family(group: Any) -> list[dict[str, Any]]:
+def record_family(group: Group) -> list[dict[str, Any]]:
     """One call of every panel over links of 20 ms a message; its messages on rank 0, times in α. [] elsewhere."""
     alpha, panels = 20e-3, []
     for verb, algorithm in PANELS:
@@ -200,14 +202,14 @@ def record_family(group: Any) -> list[dict[str, Any]]:
             stop()
         mine = [[event.details["src"], event.details["dst"], event.details["nbytes"], event.start, event.stop]
                 for event in events if event.kind == "message"]
-        everybody = gather_records(group, {"begin": begin, "messages": mine}) or []
-        if everybody:
-            origin = max(rank["begin"] for rank in everybody)
+        ranks = gather_records(group, {"begin": begin, "messages": mine}) or []
+        if ranks:
+            origin = max(rank["begin"] for rank in ranks)
             unit = PART * 8 if verb == "all_to_all" else ELEMENTS * 8
             panels.append({"verb": verb, "algorithm": algorithm, "messages": [
                 {"src": src, "dst": dst, "part": nbytes / unit, "start": (start - origin) / alpha,
                  "stop": (end - origin) / alpha}
-                for rank in everybody for src, dst, nbytes, start, end in rank["messages"]]})
+                for rank in ranks for src, dst, nbytes, start, end in rank["messages"]]})
     return panels
 
 

@@ -167,7 +167,7 @@ def _stuck(task: str, links: dict[int, Link]) -> Result:
     """No rank goes on: say what each was doing."""
     doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
     if links and all(link.doing == "send" for link in links.values()):
-        return Result(task, False, "every rank returns", doing, "deadlock: everybody sends first",
+        return Result(task, False, "every rank returns", doing, "deadlock: all ranks send first",
                       "each send waits for a receive that no rank has reached; send and receive at once with "
                       "link.exchange: read section 3.4 again (hole 3)")
     return Result(task, False, "every rank returns", doing, "deadlock",

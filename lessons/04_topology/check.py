@@ -169,7 +169,7 @@ def _stuck(task: str, links: dict[int, Link], nodes: tuple[int, ...], error: str
         yield Result(task, False, "every rank returns", doing, "a leader on another machine",
                      "nodes say which ranks share a machine; neither rank 0 nor rank // 2 does: section 4 (hole 3)")
     if any(link.rings for link in links.values()):
-        yield Result(task, False, "every rank returns", doing, "somebody is never told",
+        yield Result(task, False, "every rank returns", doing, "a rank is never told",
                      "each leader tells all its followers: section 4 (hole 6)")
     yield Result(task, False, "every rank returns", f"{doing}; {error}", "ranks wait for each other",
                  "each follower sends once and hears once, and its leader the other way round: section 4")

@@ -47,7 +47,7 @@ def all_reduce(link, x):
     for src in followers:
         total += link.recv(src=src)
     total = link.ring_all_reduce(hole(5, "the ranks that lead a machine, in order (section 4)"), total)
-    for dst in hole(6, "whom does this leader tell? (section 4)", followers):
+    for dst in hole(6, "which ranks does this leader tell? (section 4)", followers):
         link.send(total, dst=dst)
     return total
 

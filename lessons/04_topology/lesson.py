@@ -55,7 +55,7 @@ def wirings(page: Page) -> None:
         return
     rows = []
     formulas = {"ring": ("2", 2), "torus": ("2 sqrt P", 8), "switch": ("P/2", DEVICES // 2),
-                "two machines": ("1", 1), "everybody to everybody": ("P^2/4", DEVICES**2 // 4)}
+                "two machines": ("1", 1), "fully connected": ("P^2/4", DEVICES**2 // 4)}
     for make in (*wiring.WIRINGS, wiring.full):
         wires = make(DEVICES)
         far, cut = wiring.hops(wires), wiring.bisection(wires)

@@ -46,7 +46,7 @@ def two_machines(size: int) -> Wiring:
 
 def full(size: int) -> Wiring:
     """A link for each two devices."""
-    return Wiring("everybody to everybody", size, 0, list(combinations(range(size), 2)))
+    return Wiring("fully connected", size, 0, list(combinations(range(size), 2)))
 
 
 WIRINGS: tuple[Callable[[int], Wiring], ...] = (ring, torus, switch, two_machines)

@@ -133,7 +133,7 @@ def _apart(mine: np.ndarray, target: np.ndarray) -> float:
 def _bound(exercise: ModuleType) -> Iterator[Result]:
     """Cases of three workers, with the mistake that each of them finds."""
     lost = "a lost worker holds the others up"
-    cases = [((0, [3, 3, 3], {0, 1, 2}, 0), True, "waits for nobody in particular"),
+    cases = [((0, [3, 3, 3], {0, 1, 2}, 0), True, "waits although no worker is behind"),
              ((0, [5, 3, 4], {0, 1, 2}, 2), True, "the bound is one too strict"),
              ((0, [6, 3, 4], {0, 1, 2}, 2), False, "the bound is one too lax, or compares with the wrong worker"),
              ((1, [9, 3, 4], {0, 1, 2}, 2), True, "the slow one waits, too"),

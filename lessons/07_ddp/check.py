@@ -62,7 +62,7 @@ def _model() -> Any:
 
 
 class Handle:
-    """An all-reduce under way that remembers whether anybody waited for it."""
+    """An all-reduce under way that remembers whether a rank waited for it."""
 
     def __init__(self, handle: Any) -> None:
         self.handle, self.waited = handle, False

@@ -53,7 +53,7 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
         answer = exercise.Scaler(1.0, 1).overflowed(gradients, group)
         return bool(answer), answer
 
-    for rank, value, name in ((2, 0.0, "nobody"), (0, np.inf, "rank 0, inf"), (0, -np.inf, "rank 0, -inf"),
+    for rank, value, name in ((2, 0.0, "no rank"), (0, np.inf, "rank 0, inf"), (0, -np.inf, "rank 0, -inf"),
                               (0, np.nan, "rank 0, NaN"), (1, np.inf, "rank 1, inf"), (1, np.nan, "rank 1, NaN")):
         answers = [answer for answer, _ in run(ask, rank, value, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
@@ -62,7 +62,7 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
             mistake, hole = "only the rank that overflowed knows: the other goes on alone", 3
         elif not target[0]:
             mistake = "an overflow where there is none"
-        yield expect(f"who overflowed: {name}", target, answers, mistake,
+        yield expect(f"overflow on: {name}", target, answers, mistake,
                      f"not finite covers all three; and every rank must hear of it: sections 4, 6 (hole {hole})")
 
 

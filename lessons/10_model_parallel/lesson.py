@@ -1,4 +1,4 @@
-"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and how long ranks wait.
+"""Lesson 10: model parallel: layers over ranks; what each rank holds, what crosses the cuts, and how long ranks wait.
 
     mpirun -n 4 python lessons/10_model_parallel/lesson.py
     python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads
@@ -31,7 +31,7 @@ def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same model as on one rank")
     same(group, page)
-    page.heading("2  Who holds what")
+    page.heading("2  What each rank holds")
     holdings(group, page)
     page.heading("3  How long ranks wait")
     waiting(group, page)
@@ -84,7 +84,7 @@ def part_of_model(group: Group, config: Any) -> Stages:
     return mine
 
 
-# -------------------------------------------------------------------------------------------------- 2 who holds what
+# -------------------------------------------------------------------------------------------- 2 what each rank holds
 
 def holdings(group: Group, page: Page) -> None:
     """Parameters of each rank."""
@@ -108,7 +108,7 @@ def _parts(layers: list[int], rank: int) -> str:
     return ", ".join(["embedding"] * (rank == 0) + [plural(layers[rank], "block")] + ["norm, output"] * last)
 
 
-# ------------------------------------------------------------------------------------------------------ 3 who waits
+# -------------------------------------------------------------------------------------------- 3 how long ranks wait
 
 def waiting(group: Group, page: Page) -> None:
     """Milliseconds of each rank in the quickest of some steps; then with another split of the layers."""

@@ -47,7 +47,7 @@ def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
 def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[int, int]:
     """What one block more makes: (parameter bytes, activation bytes).
 
-    The middle one of three measurements, for on a crowded machine a single one was once seen off.
+    The median of three measurements: on a crowded machine a single one was once wrong.
     """
     measured = []
     for _ in range(3):

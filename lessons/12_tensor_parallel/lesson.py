@@ -39,7 +39,7 @@ def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Columns, then rows: an MLP by hand")
     by_hand(group, page)
-    page.heading("2  Who holds what")
+    page.heading("2  What each rank holds")
     shapes(group, page)
     page.heading("3  Equal to one process")
     equal(group, page)
@@ -81,7 +81,7 @@ def all_ranks(group: Group, number: float) -> int:
         return int(group.all_reduce(np.array([float(number)]))[0])
 
 
-# ------------------------------------------------------------------------------------------------ 2 who holds what
+# ------------------------------------------------------------------------------------------ 2 what each rank holds
 
 def shapes(group: Group, page: Page) -> None:
     """Each weight of a block and of the ends: whole, and on the first and last rank."""

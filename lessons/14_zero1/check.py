@@ -22,7 +22,7 @@ SIZES, STEPS, LIMIT = (3, 5), 3, 60.0      # ranks that do not divide the number
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Who owns what, what a step sends, then whole runs."""
+    """Which rank owns what, what a step sends, then whole runs."""
     for size in SIZES:
         try:
             ranks = run(_train, exercise, size=size, limit=LIMIT)
@@ -74,7 +74,7 @@ def _alone(scale: float = 1.0) -> np.ndarray:
 
 def _owners(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Together the slices are every weight once."""
-    task, right = f"{size} ranks, who owns what", [rank["right"] for rank in ranks]
+    task, right = f"{size} ranks, what each owns", [rank["right"] for rank in ranks]
     mine, n = [rank["own"] for rank in ranks], ranks[0]["n"]
     owned = sum(stop - start for start, stop in mine)
     mistake = "weights without an owner" if owned < n else "wrong slices"

@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS, called through ctypes, for the time in which a stream is captured.
+"""Matrix products by cuBLAS, called through ctypes, while a stream is captured.
 
 CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace. Products own a handle and a
 workspace, which live as long as they do, so their calls may become nodes of a graph (cuda_graph.py).

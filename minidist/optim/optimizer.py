@@ -139,7 +139,7 @@ class Optimizer(ABC):
 
         Args:    lr: the learning rate of this step; default: the optimizer's.
                  scale: a factor for every gradient, which is not overwritten: a number, or an array without dims on a
-                 GPU, for which the host does not wait.
+                 GPU; the host does not wait for it.
                  roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """

@@ -20,9 +20,9 @@ RIGHT = {
 WRONG = {
     "root ignored": {1: "link.rank", 3: "place + distance", 4: "place - distance"},
     "the root is told": {2: "True"},
-    "waits for somebody who never sends": {4: "root"},
+    "waits for a rank that never sends": {4: "root"},
     "a partner is left out": {5: "(link.rank + 1) % link.size", 6: "(link.rank - 1) % link.size"},
-    "sends to whom it hears from": {6: "(link.rank + step) % link.size"},
+    "sends to the rank it hears from": {6: "(link.rank + step) % link.size"},
     "partners do not match": {6: "(link.rank - 1) % link.size"},
     "left too early": {7: "distance < link.size // 2"},
     "more steps than needed": {8: "distance + 1"},

@@ -23,7 +23,7 @@ WRONG = {
                    2: "(link.rank + step + 2) % link.size"},
     "whole tensors": {3: WHOLE},
     "one step short": {4: "link.size - 2"},
-    "deadlock: everybody sends first": {3: SEND_FIRST},
+    "deadlock: all ranks send first": {3: SEND_FIRST},
     "wrong number of steps": {4: "link.size"},
     "stale or doubled chunk": {5: "link.rank", 6: "link.prev_rank"},
 }

@@ -31,7 +31,7 @@ WRONG = {
     "machines' numbers are not ranks": {5: "sorted(set(link.nodes))"},
     "not a ring of leaders": {5: "range(link.size)"},
     "a leader tells another machine's ranks": {6: "range(link.rank + 1, link.size)"},
-    "somebody is never told": {6: "followers[:-1]"},
+    "a rank is never told": {6: "followers[:-1]"},
     "whole tensors round the ring": {7: "2 * (size - 1) * (alpha + nbytes * beta)"},
     "half of the ring": {8: "(machines - 1) * (alpha + nbytes / machines * beta)"},
     "α and β swapped": {9: "tuple(np.polyfit(sizes, seconds, 1))"},

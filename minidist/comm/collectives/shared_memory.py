@@ -1,7 +1,7 @@
 """Shared memory: every rank copies its array to memory that all ranks see, and reads what it needs there.
 
-Ranks of one host need no messages. A rank writes its array once, for all readers; a wait is for all ranks
-together, and there are two waits, or one, whatever P is. Long arrays go in pieces that the processors' caches hold:
+Ranks of one host need no messages. A rank writes its array once, and all read it. A wait ends when all ranks
+have come; a call has two waits, or one, at every P. Long arrays go in pieces that the processors' caches hold:
 
     P=3              r0              r1              r2
     show             .  a1 a2        b0 .  b2        c0 c1 .          all wait for all

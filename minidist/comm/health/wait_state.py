@@ -67,7 +67,7 @@ class State:
     sent: Mapping[int, int] = field(default_factory=dict)
     taken: Mapping[int, int] = field(default_factory=dict)
     settled: bool = False
-    doing: str = ""         # where the rank's program is, for a rank that does not wait
+    doing: str = ""         # where the program is of a rank that does not wait
     reads: frozenset[int] = frozenset()
 
     def same(self, other: "State") -> bool:

@@ -13,7 +13,7 @@ autograd/ops/online_attention.py. While a rank computes with one part, the next 
 
 (N2:315 draws two ranks with L/2 × L/2 scores each, so half of the scores are lost: each rank needs L/2 × L.)
 
-Who holds what. A causal query sees only the keys before it, so with consecutive tokens the last
+What each rank holds. A causal query sees only the keys before it, so with consecutive tokens the last
 rank would have 2P - 1 times the work of the first. The sequence is cut in 2P blocks instead, and rank r holds blocks r
 and 2P-1-r (zigzag):
 

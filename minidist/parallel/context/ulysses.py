@@ -7,7 +7,7 @@ heads. Then each rank has all tokens of its own heads, computes plain causal att
     P=2, 4 tokens, heads a b        before     rank 0: a0 a1 b0 b1        rank 1: a2 a3 b2 b3
                                     inside     rank 0: a0 a1 a2 a3        rank 1: b0 b1 b2 b3
 
-Who holds what:
+What each rank holds:
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     tokens       consecutive, cut as numpy.array_split does: the work in attention is even without a zigzag

@@ -10,7 +10,7 @@ bottleneck: everything leaves from there and comes back there.
                -------------------->                 ---------->  device 0: sum, optimizer
                   outputs' gradients                  parameters' gradients
 
-Who holds what, Ψ parameters in float32 with Adam, a batch of B rows with outputs of O bytes, R devices:
+What each device holds, Ψ parameters in float32 with Adam, a batch of B rows with outputs of O bytes, R devices:
 
                  device 0                            each other device
     batch        B rows                              B/R, cut in array_split order

@@ -8,7 +8,7 @@ a bucket sets out as soon as its last gradient is final, while backward still wo
     compute         forward | backward: layer 4 | layer 3 | layer 2 | layer 1 | wait | optimizer
     communication                               | bucket 0 | bucket 1 | bucket 2 |
 
-Who holds what, Ψ parameters in float32 with Adam on P ranks:
+What each rank holds, Ψ parameters in float32 with Adam on P ranks:
 
                  one process     each rank of P
     batch        B sequences     B/P sequences, cut in array_split order

@@ -10,7 +10,7 @@ everything goes through the servers, and their links carry the more the more wor
                       push          sum, step         pull
 
 Ranks 0 to N-1 are workers, the last S are servers. A key is a parameter; keys are divided among servers by size
-(data/server_keys.py). Who holds what, Ψ parameters in float32 with Adam, N workers, S servers:
+(data/server_keys.py). What each rank holds, Ψ parameters in float32 with Adam, N workers, S servers:
 
                  each worker                    each server
     batch        B/N sequences                  -
@@ -26,7 +26,7 @@ Cost, a step, of keys of one dtype:
                         of each rank: the N ranks of a ring share what S servers have to carry
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
     control             synchronous: the loss and, with clip, the squares of the gradient's norm; asynchronous: which
-                        step, which weights, which rate: 3 + S numbers a push, 1 a pull (the last tells who was lost)
+                        step, which weights, which rate: 3 + S numbers a push, 1 a pull (the last names lost workers)
 
 Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights

@@ -11,7 +11,7 @@ comes back:
 Only routed tokens are sent: no padding up to a capacity, no dropped tokens. Backward sends the gradients along the same
 two ways, so the gradient of an expert is complete on the rank that has it.
 
-Who holds what, P ranks, E experts:
+What each rank holds, P ranks, E experts:
 
     experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state
     the rest    attention, norms, embeddings, gates, shared experts: whole on all ranks as in DDP (chapter 07); their

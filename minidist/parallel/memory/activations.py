@@ -81,7 +81,7 @@ def checkpoint(modules: Sequence[Module]) -> None:
 def forget_scores(model: GPT) -> None:
     """From now on backward computes attention's probabilities again.
 
-    Cost:    B·heads·T² numbers a block less, for one product more of those that backward has in attention, seven.
+    Cost:    B·heads·T² numbers a block less; one product more, of backward's seven in attention.
     """
     for block in model.blocks:
         block.attention.keeps_scores = False

@@ -13,8 +13,8 @@ with others. What a device must hold shrinks to what is at work, and what moves 
                                 device            unit 1   | unit 2   | unit 3
 
 A store (zero/shards.py) says where a rank's chunks lie; ZeRO (chapters 14 to 16) says which chunks are a rank's. So
-both compose with any number of ranks, and on one rank a chunk is the whole run. Who holds what, Ψ parameters in bytes,
-each rank of P, with Adam in float32 (and in mixed precision, with masters in float32):
+both compose with any number of ranks, and on one rank a chunk is the whole run. What each rank holds, Ψ parameters in
+bytes, P ranks, with Adam in float32 (and in mixed precision, with masters in float32):
 
                   one device     OnHost, ZeRO-2                        OnDisk, ZeRO-3
     device        16Ψ (16Ψ)      4Ψ (2Ψ), and three buckets: one       two units, the root's; gradients of three units:

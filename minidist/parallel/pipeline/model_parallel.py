@@ -7,7 +7,7 @@ layers of rank 0, then of rank 1, and so on; its gradients come back the same wa
     rank 1   .. F .. .. B B .. .. | .. F ..           gradients    the same shape <--- next rank
     rank 2   .. .. F B B .. .. .. | .. .. F           loss on the last
 
-Who holds what, Ψ parameters on p ranks:
+What each rank holds, Ψ parameters on p ranks:
 
     parameters, gradients, optimizer     Ψ/p each, if layers are alike
     activations                          of its own layers, for the whole batch

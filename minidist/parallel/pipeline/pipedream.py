@@ -37,7 +37,7 @@ class PipeDream(Pipeline):
 
     Args:    as Pipeline; the schedule has one stage a rank and whole backwards (1f1b as in the paper; naive is serial).
     Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the order in which this
-                rank made them, for a replay; version n is the weights after n updates of that step.
+                rank made them, so that they can be replayed; version n is the weights after n updates of that step.
     Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance losses.
     """
 

@@ -9,7 +9,7 @@ are proved (schedule_checker.py) and then run (executor.py). This module compute
     rank 1   blocks 2-3                   .. F0 F1 .. .. B0 B0 F2 …      gradients    the same shape  <--- next stage
     rank 2   blocks 4-5, norm, output     .. .. F0 B0 B0 F1 B1 B1 …      loss over all targets of the batch
 
-Who holds what, Ψ parameters and L layers in S = v·p stages, v stages a rank:
+What each rank holds, Ψ parameters and L layers in S = v·p stages, v stages a rank:
 
     parameters, gradients, optimizer   of the rank's own layers: Ψ/p, if layers are alike
     activations                        of its own layers, for as many microbatches as the schedule holds at once,

@@ -16,7 +16,7 @@ What a value can be (backend.py; a float32 has 24 significant bits and the range
     float16     11                  65,504      6.1e-5             6.0e-8
     bfloat16    8                   3.4e38      1.2e-38            9.2e-41
 
-Who holds what, Ψ parameters with Adam on P ranks (K = 12 bytes a parameter: master weights, m, v):
+What each rank holds, Ψ parameters with Adam on P ranks (K = 12 bytes a parameter: master weights, m, v):
 
                  float32    mixed, one process or DDP   ZeRO-1        ZeRO-2            ZeRO-3
     parameters   4Ψ         2Ψ                          2Ψ            2Ψ                2Ψ/P, and units in flight
@@ -97,7 +97,7 @@ def check_dtype(precision: str, dtype: str) -> None:
 
 
 class Master:
-    """The float32 master of one parameter, for the optimizer; its gradient is the parameter's."""
+    """The float32 master of one parameter, which the optimizer updates; its gradient is the parameter's."""
 
     def __init__(self, parameter: Parameter, data: Array) -> None:
         self.parameter, self.name, self.data = parameter, parameter.name, data

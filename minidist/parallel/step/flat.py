@@ -25,7 +25,7 @@ Squares = Callable[[], float | Array]
 
 
 class Piece:
-    """A rank's part of one parameter, for the optimizer; it may be empty.
+    """A rank's part of one parameter, which the optimizer updates; it may be empty.
 
     It keeps the parameter's number of dims, (1, …, n), since optimizers ask for it: matrices decay, biases do not.
 

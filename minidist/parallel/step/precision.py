@@ -5,7 +5,7 @@ A strategy leaves five things to its Precision, so its step reads the same in ev
     masters        what the optimizer is made of
     backward       from the loss
     update         the optimizer's step, with clipping
-    master         as masters, for a chunk of a flat vector (ZeRO)
+    master         as masters, but of a chunk of a flat vector (ZeRO)
     state_dict     of a model of which every rank has all masters
 
 Precision itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their own masters.

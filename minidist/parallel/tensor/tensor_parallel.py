@@ -11,7 +11,7 @@ softmax, rows. Nothing is sent between them; after the rows the ranks' summands 
 f and g are Megatron's names; here they are TensorRegion.enter and leave (tensor_layers.py). N2:156 draws an all-gather
 after a column linear; none is needed.
 
-Who holds what of a block of width h, P ranks:
+What each rank holds of a block of width h, P ranks:
 
     weight (serial)            each rank
     attention.qkv  (h, 3h)     the columns of its heads: of queries, of keys and of values

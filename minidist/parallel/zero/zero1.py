@@ -8,7 +8,7 @@ nothing more is sent than in DDP:
     DDP       reduce-scatter gradients, all-gather gradients,                 update everything
     ZeRO-1    reduce-scatter gradients,        update own chunk,              all-gather weights
 
-Who holds what, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P ranks:
+What each rank holds, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P ranks:
 
                  DDP     ZeRO-1, each rank
     parameters   4Ψ      4Ψ        the whole model

@@ -8,7 +8,7 @@ bucket. The whole gradient is computed, but never all of it is there:
     communication   gather  |                   | reduce layer 4   | reduce layer 3   | …                    | gather
     buckets held                        4 fills | 4 flies, 3 fills | 3 flies, 2 fills | …   none
 
-Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
+What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-1         ZeRO-2, each rank
     parameters   4Ψ      4Ψ             4Ψ

@@ -9,7 +9,7 @@ next one's weights are already on their way:
     communicate   gather 1 | gather 2  | gather 3 |   | gather 3 | gather 2   | gather 1, reduce 3 | reduce 2 | reduce 1
     units held    1        | 1, 2      | 2, 3     | 3 | 3        | 3, 2       | 2, 1               | 1        |
 
-Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
+What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
     parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and as much as `ahead` of the
