@@ -1,4 +1,4 @@
-"""`minidist bench calibrate`: what messages cost on this machine, for each link class: α, o, β, γ, κ (link_model.py).
+"""`minidist bench calibrate`: the cost of a message for each kind of link: α, o, β, γ, κ (link_model.py).
 
     minidist bench calibrate                                        between ranks of this host
     minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
