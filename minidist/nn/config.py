@@ -24,7 +24,7 @@ class MixtureConfig:
 
     experts: int
     top_k: int = 2                  # experts a token
-    capacity: float | None = None   # places of an expert in each sequence, as a multiple of the even share; None: no limit
+    capacity: float | None = None   # places of an expert, a multiple of the even share of a sequence; None: no limit
     noise: float = 0.0              # standard deviation of the noise on the gate's scores in training
     balance: str = "loss"           # the method that keeps expert loads even: "loss", "bias" or "none"
     balance_weight: float = 0.01    # of the balance loss

@@ -43,7 +43,8 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
     A silent stranger at the listener delays the job here; full_mesh.py answers each caller in a thread of its own.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
-    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached; TimeoutError.
+    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached; TimeoutError naming the
+             ranks that did not come.
     """
     connections: dict[int, socket.socket] = {}
     try:
@@ -59,8 +60,11 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
                     connections[wire.admit(sock, token, limit)["world_rank"]] = sock
                 except HandshakeError:      # a stranger
                     sock.close()
-    except BaseException:
+    except BaseException as error:
         hang_up(connections)
+        if isinstance(error, socket.timeout) and not isinstance(error, TimeoutError):   # noqa: UP041
+            missing = sorted(set(range(link.world_size)) - {link.world_rank, *connections})
+            raise TimeoutError(f"rank {link.world_rank} waited {limit:g} s for ranks {missing} to connect") from None
         raise
     return PlainTcp(link.world_rank, limit, connections)
 

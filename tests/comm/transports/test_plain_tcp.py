@@ -13,7 +13,7 @@ from leftovers import nothing_left
 from linked import into, tag, tcp_pair
 
 import minidist as md
-from minidist.comm.transports.plain_tcp import HEADER, PlainTcp, receive, send_all
+from minidist.comm.transports.plain_tcp import HEADER, PlainTcp, connect, receive, send_all
 from minidist.errors import CommError, DeadlockError, PeerLostError, TimeoutError
 
 FULL = np.zeros(64 << 20, np.uint8)     # more than a connection holds
@@ -55,6 +55,17 @@ def test_a_message_of_a_rank_that_has_left_is_still_there():
         return []
 
     assert run(work) == [[0, 1, 2], []]
+
+
+def test_ranks_that_never_connect_are_named():
+    class Link:
+        world_rank, world_size = 0, 3
+
+        def meet(self, info):
+            return [info] * 3
+
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.1 s for ranks \[1, 2\] to connect"):
+        connect(Link(), b"token", 0.1, host="127.0.0.1")
 
 
 def one_end(limit=LIMIT):
