@@ -43,8 +43,8 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
     A silent stranger at the listener delays the job here; full_mesh.py answers each caller in a thread of its own.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
-    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached; TimeoutError naming the
-             ranks that did not come.
+    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached;
+             TimeoutError naming the ranks that did not come.
     """
     connections: dict[int, socket.socket] = {}
     try:
