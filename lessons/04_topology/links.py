@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.comm.transport import Handle, Tag, Transport
+from minidist.comm.handle import Handle
+from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.throttled import Delayed
 
 

@@ -33,7 +33,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
-from minidist.comm.transport import Handle
+from minidist.comm.handle import Handle
 
 MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "tcp", "shm", "mpi")

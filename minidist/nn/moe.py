@@ -243,11 +243,6 @@ def mixtures(model: Module) -> list[Mixture]:
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
-def biases(model: Module) -> list[Weight]:
-    """The biases that `rebalance` moves, the same on all ranks."""
-    return [layer.bias for layer in mixtures(model) if layer.bias is not None]
-
-
 def loads(model: Module) -> np.ndarray:
     """The loads of all mixtures (see Mixture.load), in this process since `clear`: (layers, 2, experts) integers."""
     layers = mixtures(model)

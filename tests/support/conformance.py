@@ -19,7 +19,9 @@ from collective_checker import Drawn, expected, on_rank, same
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.group import Group
-from minidist.comm.transport import META_LIMIT, Handle, Tag, Transport
+from minidist.comm.handle import Handle
+from minidist.comm.limits import META_LIMIT
+from minidist.comm.transport import Tag, Transport
 from minidist.errors import CommError, MismatchError, PeerLostError, TimeoutError
 
 GROUP = 0xC0FFEE  # the id in the tags of these messages: no group of the job has it

@@ -24,9 +24,10 @@ from contextlib import suppress
 import numpy as np
 
 from minidist.comm import wire
+from minidist.comm.handle import Handle
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.transport import Handle, Tag
+from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.full_mesh import hang_up
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.handle import Handle
 from minidist.comm.subgroups import derived_id
-from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
+from minidist.comm.transport import Accept, Reduce, Tag, Transport
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 

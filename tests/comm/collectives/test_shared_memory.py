@@ -26,7 +26,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.collectives import shared_memory
 from minidist.comm.cost import volume
 from minidist.comm.cost.volume import FORMULAS
-from minidist.comm.transport import SHOWN_BYTES
+from minidist.comm.limits import SHOWN_BYTES
 from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, ShapeError
 

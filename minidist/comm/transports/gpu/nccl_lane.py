@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.device_lane import DeviceLane
-from minidist.comm.transport import Handle
+from minidist.comm.handle import Handle
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device.backend import Array
 from minidist.errors import CommError

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from minidist.comm.limits import META_LIMIT
 from minidist.comm.native import Native
-from minidist.comm.transport import META_LIMIT
 from minidist.comm.transports.mpi import native as mpi_native
 from minidist.comm.transports.progress.frames import HEADER_BYTES
 from minidist.comm.transports.progress.link import ByteLink

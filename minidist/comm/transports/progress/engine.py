@@ -17,8 +17,9 @@ import threading
 import time
 from abc import abstractmethod
 
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET
-from minidist.comm.transport import Handle, Tag, Transport
+from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, PeerLostError, TimeoutError
 

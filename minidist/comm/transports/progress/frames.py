@@ -14,7 +14,8 @@ import zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.comm.transport import META_LIMIT, Tag
+from minidist.comm.limits import META_LIMIT
+from minidist.comm.transport import Tag
 from minidist.errors import CommError
 
 MAGIC = b"mdf1"

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET, Waits
-from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
+from minidist.comm.transport import Accept, Reduce, Tag, Transport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.transport import Accept, Handle, Reduce, Tag
+from minidist.comm.transport import Accept, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine
 from minidist.comm.transports.progress.link import ByteLink

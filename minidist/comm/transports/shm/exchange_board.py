@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
+from minidist.comm.limits import META_LIMIT, SHOWN_BYTES
+from minidist.comm.transport import Board, Tag
 from minidist.comm.transports.progress.engine import Engine, Operation, yield_core
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.ring_buffer import LINE, Fence

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.comm.transport import META_LIMIT, Tag
+from minidist.comm.limits import META_LIMIT
+from minidist.comm.transport import Tag
 from minidist.comm.transports.progress import frames
 from minidist.errors import CommError
 

@@ -11,7 +11,8 @@ from linked import nobody_tells, shm_transports
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.comm.transport import SHOWN_BYTES, Board
+from minidist.comm.limits import SHOWN_BYTES
+from minidist.comm.transport import Board
 from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, TURNS, BoardPart, SharedBoard
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import BOARDS, ShmTransport
