@@ -31,11 +31,8 @@ from minidist.comm.cost.link_model import Profile
 from minidist.comm.device_lane import DeviceTransport
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.limits import META_LIMIT, SHOWN_BYTES
 from minidist.comm.native import Native
 from minidist.errors import CommError, ConfigError, PeerLostError
-
-__all__ = ["META_LIMIT", "SHOWN_BYTES", "Accept", "Board", "Handle", "Reduce", "Tag", "Transport"]
 
 Accept = Callable[[bytes, int], np.ndarray]
 """`accept(meta, nbytes)` -> the 1-D contiguous array of exactly `nbytes` bytes that the payload fills.
@@ -69,7 +66,7 @@ class Board(ABC):
 
     @abstractmethod
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
-        """Show `arrays` (1-D, contiguous), together at most SHOWN_BYTES; what each rank shows, this one too.
+        """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all; what each rank shows, this one too.
 
         Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
                  and only until the next show() or close().
