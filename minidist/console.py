@@ -5,7 +5,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,30 +25,22 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        told = self._with_nearest(message)
-        raise ConfigError(f"{told}{'' if told.endswith('?') else ';'} see `{self.prog} --help`")
-
-    def _with_nearest(self, message: str) -> str:
-        """The message, with the nearest value or option if it complains of an unknown one."""
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
-        if choice:
-            return message + meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
         unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
-        if unknown:
-            return message + meant(unknown[1], [name for name in self._every_option() if name != unknown[1]])
-        return message
+        if choice:
+            message += meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
+        elif unknown:
+            message += meant(unknown[1], set(_options(self)) - {unknown[1]})
+        raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
 
-    def _every_option(self) -> list[str]:
-        """Option strings of this parser and of all its commands: the top parser reports unknown options of each."""
-        names: list[str] = []
-        parsers: list[argparse.ArgumentParser] = [self]
-        while parsers:
-            parser = parsers.pop()
-            for action in parser._actions:
-                names += action.option_strings
-                if isinstance(action, argparse._SubParsersAction):
-                    parsers += action.choices.values()
-        return names
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Option strings of the parser and of all its commands: the top parser reports unknown options of each."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
 
 
 def meant(word: str, known: Iterable[str]) -> str:
@@ -77,10 +69,7 @@ def sizes(text: str) -> list[int]:
     first, last = map(number_of_bytes, text.split(":", 1))
     if not 0 < first <= last:
         raise argparse.ArgumentTypeError(f"{text!r}: a range runs from a size above 0 to one no smaller")
-    doubling = [first]
-    while doubling[-1] * 2 <= last:
-        doubling.append(doubling[-1] * 2)
-    return doubling
+    return [first << doublings for doublings in range((last // first).bit_length())]
 
 
 def positive(text: str) -> int:
