@@ -15,14 +15,15 @@
     Trainer     training steps under a plan
     errors      every exception, in one tree
 
-`dir(minidist)` lists these names. Each is loaded on first use, so `import minidist` loads neither NumPy nor MPI.
+`dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minidist import errors
+
 if TYPE_CHECKING:
-    from minidist import errors
     from minidist.launch import init, run
     from minidist.parallel.hybrid.hybrid import Trainer
     from minidist.parallel.hybrid.mesh import Mesh
@@ -42,8 +43,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home (PEP 562). Raises: AttributeError for any other name."""
-    if name == "errors":
-        return importlib.import_module("minidist.errors")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'minidist' has no attribute {name!r}; it offers {', '.join(__all__)}")

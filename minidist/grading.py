@@ -4,9 +4,8 @@
     check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
     the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
 
-A check stops at the first task that fails, because later tasks would only repeat the same mistake. Every outcome of the
-student's code (an exception, a hang, a wrong value) ends as a Result that says what happened and what to read again,
-never as a traceback of ours.
+A check stops at the first task that fails, because later tasks would only repeat the same mistake. Whatever the
+student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
 """
 
 import importlib.util
@@ -120,20 +119,18 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
     chain = [error]         # the error and its causes, outermost first
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-
-    def failed(target: str, measured: str, mistake: str, advice: str) -> Result:
-        return Result("your code", False, target, measured, mistake, advice)
-
-    for cause in chain:
-        if isinstance(cause, HoleError):
-            return failed("no holes left", "a hole", "not filled yet", f"{cause}{_at(cause, exercise_file)}")
-    for cause in chain:
-        if isinstance(cause, SyntaxError):
-            return failed("Python that parses", "a syntax error", "SyntaxError", f"line {cause.lineno}: {cause.msg}")
-    if isinstance(error, TimeoutError):
-        return failed("an end", "no end within the limit", "it waits for ever", str(error))
+    hole_met = next((cause for cause in reversed(chain) if isinstance(cause, HoleError)), None)
+    unparsed = next((cause for cause in chain if isinstance(cause, SyntaxError)), None)
     where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
-    return failed("no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
+    if hole_met:
+        told = "no holes left", "a hole", "not filled yet", f"{hole_met}{where}"
+    elif unparsed:
+        told = "Python that parses", "a syntax error", "SyntaxError", f"line {unparsed.lineno}: {unparsed.msg}"
+    elif isinstance(error, TimeoutError):
+        told = "an end", "no end within the limit", "it waits for ever", str(error)
+    else:
+        told = "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}"
+    return Result("your code", False, *told)
 
 
 def _at(error: BaseException, file: Path) -> str:

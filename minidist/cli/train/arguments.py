@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _job(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the job").add_argument
-    add("-n", "--ranks", type=positive, metavar="N",
-        help="start N ranks here (without mpirun or another launcher)")
+    add("-n", "--ranks", type=positive, metavar="N", help="start N ranks here (without mpirun or another launcher)")
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
@@ -63,8 +62,7 @@ def _strategy(parser: argparse.ArgumentParser) -> None:
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
     add("--replicas", type=positive, metavar="R", help="of data-parallel: number of devices (default: 2)")
-    add("--servers", type=positive, default=1, metavar="S",
-        help="of parameter-server: number of servers (default: 1)")
+    add("--servers", type=positive, default=1, metavar="S", help="of parameter-server: number of servers (default: 1)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=int, metavar="K",
@@ -94,8 +92,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
         help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
     add("--batch", type=positive, default=16, metavar="SEQUENCES",
         help="sequences a step, of the whole job (default: 16)")
-    add("--context", type=positive, default=128, metavar="TOKENS",
-        help="tokens a sequence (default: 128)")
+    add("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +136,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw",
-        help="the optimizer (default: adamw)")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="the optimizer (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     add("--lr-schedule", choices=LR_SCHEDULES, default="cosine",
         help="after a warm-up of a twentieth of the steps (default: cosine)")
