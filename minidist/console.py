@@ -3,9 +3,11 @@
 import argparse
 import difflib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,31 +86,20 @@ def counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def positive_number(text: str) -> float:
-    """A finite number above 0."""
-    value = not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of an option whose value is `what`: a finite number that `fits`."""
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if math.isfinite(value := float(text)) and fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def not_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    value = not_negative(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
-    return value
+positive_number = _number("a number above 0", lambda value: value > 0)
+not_negative = _number("a number of at least 0", lambda value: value >= 0)
+fraction = _number("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def folder_to_write(text: str) -> Path:

@@ -1,12 +1,4 @@
-"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise.
-
-    minidist lesson                   the table of lessons
-    minidist lesson 03                its story
-    minidist lesson 03 --answers      the story with the quiz's answers
-    minidist lesson 03 -n 4           run it on four ranks
-    minidist lesson 03 --figure       record a run and redraw its figure
-    minidist lesson 03 --copy DIR     an exercise of your own to fill
-"""
+"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise."""
 
 import argparse
 import re
