@@ -66,8 +66,7 @@ class Grade:
 
     def as_json(self) -> dict[str, Any]:
         """The grade for `--json`."""
-        return {"lesson": self.lesson, "file": self.file, "passed": self.passed,
-                "results": [asdict(result) for result in self.results]}
+        return {**asdict(self), "passed": self.passed}
 
 
 def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:

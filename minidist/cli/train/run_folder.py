@@ -55,10 +55,7 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],
                  weights: dict[str, np.ndarray]) -> None:
-    """Write metrics.json, trace.json, loss.png and model.safetensors.
-
-    Raises:  ConfigError if a file cannot be written.
-    """
+    """Write metrics.json, trace.json, loss.png, model.safetensors. Raises: ConfigError if a file cannot be written."""
     from safetensors.numpy import save_file
 
     try:
