@@ -8,7 +8,9 @@ A check stops at the first task that fails, because later tasks would only repea
 student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
 """
 
+import ast
 import importlib.util
+import re
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -17,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from minidist.errors import ConfigError, MinidistError, TimeoutError
+
+NOT_FILLED = "not filled yet"       # the mistake of a Result that met a hole
 
 
 class HoleError(MinidistError):
@@ -47,6 +51,8 @@ class Result:
         """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3 again`."""
         if self.passed:
             return f"{self.task}: {self.measured} ok"
+        if self.mistake == NOT_FILLED:
+            return f"{self.advice}; {self.measured}"
         tail = ": ".join(part for part in (self.mistake, self.advice) if part)
         return f"{self.task}: {self.measured}, target {self.target}: {tail}"
 
@@ -122,7 +128,8 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
     unparsed = next((cause for cause in chain if isinstance(cause, SyntaxError)), None)
     where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
     if hole_met:
-        told = "no holes left", "a hole", "not filled yet", f"{hole_met}{where}"
+        task = re.sub(r"^rank \d+: ", "", str(hole_met))
+        told = "no holes left", _open_holes(exercise_file), NOT_FILLED, f"{task}{where}"
     elif unparsed:
         told = "Python that parses", "a syntax error", "SyntaxError", f"line {unparsed.lineno}: {unparsed.msg}"
     elif isinstance(error, TimeoutError):
@@ -130,6 +137,13 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
     else:
         told = "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}"
     return Result("your code", False, *told)
+
+
+def _open_holes(exercise_file: Path) -> str:
+    """How many calls of `hole` the file still has: "6 holes left"."""
+    tree = ast.parse(exercise_file.read_text(encoding="utf-8"))
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node.func) == "hole" for node in ast.walk(tree))
+    return f"{count} hole{'s' * (count != 1)} left"
 
 
 def _at(error: BaseException, file: Path) -> str:
