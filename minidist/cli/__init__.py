@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
         parser = _parser(command, module)
         args = parser.parse_args(words)
-        understood = True
+        prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True      # bench: `minidist bench step`
         if module is None:
             parser.print_help()
             return 0
