@@ -2,18 +2,13 @@
 
     import minidist as md
 
-    world = md.init()                                       # this rank's Group; of size 1 without a launcher
+    world = md.init()                                       # this rank's Group, under any launcher; alone of size 1
     results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
-    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid: mesh["dp"] is a Group
-    trainer = md.Trainer(md.Plan(dp=2, tp=2), config, world)        # config: a minidist.nn.GPTConfig
+    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is a Group
+    plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its state is divided
+    trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
     loss = trainer.step(batch)                              # the global batch in, the global mean loss out
-
-    init        the group of all ranks, under mpirun, srun, torchrun, `minidist launch`, or alone
-    run         a function on several ranks, for the length of one call
-    Mesh        ranks on a grid of axes, and the group of each line
-    Plan        along which axes a job is cut, and how its state is divided
-    Trainer     training steps under a plan
-    errors      every exception, in one tree
+    md.errors                                               # every exception, in one tree
 
 `dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
 """

@@ -22,7 +22,6 @@ COMMANDS = {
     "doctor": "show what this machine has, what is missing, and how to get it",
 }
 
-
 MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
 """Commands that are not a file minidist/cli/COMMAND.py."""
 

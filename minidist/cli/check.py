@@ -20,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade and print; 0 if every task passed, else 1.
-
-    Raises: ConfigError for an unknown lesson or a missing file.
-    """
+    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson or a missing file."""
     lesson = lessons.find(args.lesson)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
     result = grade(lesson.number, lesson.part("check.py"), file)
