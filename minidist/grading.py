@@ -193,7 +193,8 @@ def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, numbe
 
 def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
     """A mistake of hole `blamed`: as the check names it, unless that is about other holes."""
-    named = {int(digits) for found in _HOLES.findall(result.advice) for digits in re.findall(r"\d+", found)}
+    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
+    named = {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
     advice = _HOLES.sub("", result.advice).strip().rstrip(":")
     if named and not named & set(blamed):
         return replace(result, mistake="", advice=task, holes=blamed)

@@ -20,6 +20,30 @@ SEQUENCES = (3, 1, 2)  # of ranks 0, 1, 2 in every batch: uneven, as the last ba
 LIMIT, BUCKET = 60.0, 2048
 EPOCHS, BATCHES = 2, 3
 
+ANSWERS = {
+    1: "reversed(range(len(sizes)))",
+    2: "batch.global_tokens",
+    3: """
+        self.missing[number] -= 1
+        if not self.missing[number]:
+            self.start(number)
+       """,
+    4: """
+        for handle in self.pending:
+            handle.wait()
+        self.pending = []
+        self.missing = [len(bucket) for bucket in self.buckets]
+       """,
+    5: """
+        for batch in batches:
+            local_loss(model, batch).backward()
+            synchronizer.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+       """,
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Buckets, one backward, then whole training runs."""

@@ -19,6 +19,15 @@ CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="
 SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch
 CASES, STEPS, LIMIT = ((1, 2), (3, 2), (3, 3)), 2, 60.0     # (ranks, passes)
 
+ANSWERS = {
+    1: "begin + each + (number < more)",
+    2: "batch.global_tokens",
+    3: "number == passes",
+    4: "optimizer.step()\noptimizer.zero_grad()",
+    5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """The cut, then whole steps on one and on three ranks, then the traffic of every stage."""

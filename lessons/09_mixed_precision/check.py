@@ -15,6 +15,27 @@ from minidist.parallel.precision.mixed_precision import LossScale
 
 LR, CLIP, SCALE, LIMIT = 0.0625, 0.5, 2.0 ** 12, 60.0
 
+ANSWERS = {
+    1: "gradient.astype(np.float32) / np.float32(self.scale)",
+    2: "not all(np.isfinite(gradient).all() for gradient in gradients)",
+    3: "group.all_gather(np.array([float(mine)])).any()",
+    4: """
+if overflow:
+    self.scale, self.good = self.scale / 2, 0
+else:
+    self.good += 1
+    if self.good == self.patience:
+        self.scale, self.good = self.scale * 2, 0
+""",
+    5: "overflow",
+    6: "true",
+    7: """
+master -= lr * factor * gradient
+weight[...] = master
+""",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Unscaling, finding overflows, the scale's way, whole steps."""

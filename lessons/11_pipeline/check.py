@@ -21,6 +21,20 @@ from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
 SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))        # ranks, microbatches; also fewer microbatches than stages
 
+ANSWERS = {
+    1: "min(ranks - 1 - rank, microbatches)",
+    2: """
+        if microbatch + first < microbatches:
+            order.append(Forward(rank, microbatch + first))
+       """,
+    3: "order.append(Backward(rank, microbatch))",
+    4: "RecvActivation(stage, microbatch) if stage else None",
+    5: "RecvGradient(stage, microbatch) if stage < ranks - 1 else None",
+    6: "(ranks - 1) / (microbatches + ranks - 1)",
+    7: "min(microbatches, ranks - rank)",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """How many ahead; then the lists: proved, as long as they can be, no hungrier; then messages and formulas."""

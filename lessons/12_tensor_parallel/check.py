@@ -20,6 +20,20 @@ from minidist.parallel.tensor.tensor_parallel import elements_sent
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0
 
+ANSWERS = {
+    1: "np.concatenate([np.arange(i * head_width, (i + 1) * head_width) for i in mine])",
+    2: "np.concatenate([queries + third * heads * head_width for third in range(3)])",
+    3: "group.all_reduce(active @ down)",
+    4: "y + bias",
+    5: "group.all_reduce(dinner @ up.T)",
+    6: "dy.sum(axis=0)",
+    7: 'group.all_reduce(logits.max(axis=1), "max")',
+    8: "group.all_reduce(np.exp(logits - highest[:, None]).sum(axis=1))",
+    9: "group.all_reduce(target)",
+    10: "2 * (ranks - 1) * 4 * blocks * tokens * width",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Columns, the MLP forward and back, the loss, then the traffic."""

@@ -18,6 +18,18 @@ from minidist.nn.moe import mixtures, rebalance
 
 TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
 
+ANSWERS = {
+    1: "np.argsort(-chances, axis=1, kind='stable')[:, :k]",
+    2: "capacity * k * tokens / experts",
+    3: "taken[expert] < room",
+    4: "np.argsort(chosen, kind='stable')",
+    5: "np.split(x[order], ends[:-1])",
+    6: "y[order] = np.concatenate(back)",
+    7: "experts * float(f @ chances.mean(axis=0))",
+    8: "rate * np.sign(load.mean() - load)",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """The gate, places, which tokens are kept, the journey there and back, and both ways to balance."""

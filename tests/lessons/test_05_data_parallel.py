@@ -3,20 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "[(r * (rows // replicas) + min(r, rows % replicas), rows // replicas + (r < rows % replicas)) "
-       "for r in range(replicas)]",
-    2: "copied.data[...] = wire.copy(0, number, original.data)",
-    3: "wire.copy(0, number, gathered.grad[first:first + rows])",
-    4: """
-        for number, other in enumerate(others, start=1):
-            own.grad += wire.copy(number, 0, other.grad)
-       """,
-    5: "((replicas - 1) * model_bytes + others * (row_bytes + output_bytes), "
-       "(replicas - 1) * model_bytes + others * output_bytes)",
-}
+RIGHT = right("05")
 WRONG = {
     "rows are left out": {1: "[(r * (rows // replicas), rows // replicas) for r in range(replicas)]"},
     "the model did not travel": {2: "copied.data = original.data"},
@@ -39,9 +28,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("05", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("05", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -3,16 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "loads.index(min(loads))",
-    2: "group.send(parameter.grad, workers + owner[key])",
-    3: "parameter.data[...] = group.recv(workers + owner[key])",
-    4: "sum(group.recv(worker) for worker in range(workers))",
-    5: "done[worker] - min(done[other] for other in running) <= staleness",
-    6: "2 * workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes",
-}
+RIGHT = right("06")
 WRONG = {
     "one server has all keys": {1: "0"},
     "divided by number, not by size": {1: "key % len(loads)"},
@@ -36,9 +29,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("06", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("06", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -3,30 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "reversed(range(len(sizes)))",
-    2: "batch.global_tokens",
-    3: """
-        self.missing[number] -= 1
-        if not self.missing[number]:
-            self.start(number)
-       """,
-    4: """
-        for handle in self.pending:
-            handle.wait()
-        self.pending = []
-        self.missing = [len(bucket) for bucket in self.buckets]
-       """,
-    5: """
-        for batch in batches:
-            local_loss(model, batch).backward()
-            synchronizer.finish()
-            optimizer.step()
-            optimizer.zero_grad()
-       """,
-}
+RIGHT = right("07")
 WRONG = {
     "divided by local tokens": {2: "batch.targets.size"},
     "buckets in forward order": {1: "range(len(sizes))"},
@@ -52,9 +31,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("07", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("07", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -3,15 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "begin + each + (number < more)",
-    2: "batch.global_tokens",
-    3: "number == passes",
-    4: "optimizer.step()\noptimizer.zero_grad()",
-    5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
-}
+RIGHT = right("08")
 WRONG = {
     "rows are lost": {1: "begin + each"},
     "uneven passes": {1: "begin + each + (more if number + 1 == passes else 0)"},
@@ -35,9 +29,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("08", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("08", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

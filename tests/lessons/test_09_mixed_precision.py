@@ -3,27 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "gradient.astype(np.float32) / np.float32(self.scale)",
-    2: "not all(np.isfinite(gradient).all() for gradient in gradients)",
-    3: "group.all_gather(np.array([float(mine)])).any()",
-    4: """
-if overflow:
-    self.scale, self.good = self.scale / 2, 0
-else:
-    self.good += 1
-    if self.good == self.patience:
-        self.scale, self.good = self.scale * 2, 0
-""",
-    5: "overflow",
-    6: "true",
-    7: """
-master -= lr * factor * gradient
-weight[...] = master
-""",
-}
+RIGHT = right("09")
 WRONG = {
     "divided in float16, where it becomes zero": {1: "(gradient / np.float16(1024) / np.float16(1024)).astype('f4')"},
     "not float32": {1: "gradient / np.float16(1024)"},
@@ -50,9 +32,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("09", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("09", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 from minidist.lessons.page import Page
 
 from minidist import lessons
@@ -16,18 +16,7 @@ from minidist.parallel.pipeline.instructions import Backward
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
 from minidist.parallel.pipeline.schedules import of_orders
 
-RIGHT = {
-    1: "min(ranks - 1 - rank, microbatches)",
-    2: """
-        if microbatch + first < microbatches:
-            order.append(Forward(rank, microbatch + first))
-       """,
-    3: "order.append(Backward(rank, microbatch))",
-    4: "RecvActivation(stage, microbatch) if stage else None",
-    5: "RecvGradient(stage, microbatch) if stage < ranks - 1 else None",
-    6: "(ranks - 1) / (microbatches + ranks - 1)",
-    7: "min(microbatches, ranks - rank)",
-}
+RIGHT = right("11")
 WRONG = {
     "that is GPipe: all forwards first": {1: "microbatches"},
     "the other way round": {1: "min(rank, microbatches)"},
@@ -54,9 +43,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("11", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("11", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -3,27 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "self.group.start_reduce_scatter(gradient, out=chunk)",
-    2: """
-        while len(self.flying) > 1:
-            self.land()
-       """,
-    3: """
-        handle.wait()
-        run.shard += chunk
-       """,
-    4: """
-        del gradient
-        self.flying.pop(0)
-       """,
-    5: """
-        while self.flying:
-            self.land()
-       """,
-}
+RIGHT = right("15")
 WRONG = {
     "the update comes before the reduce has ended": {5: "pass"},
     "forgot to free": {4: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
@@ -41,9 +23,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("15", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line(), result.results[-1].line()
+    assert_named("15", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

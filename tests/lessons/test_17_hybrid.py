@@ -5,24 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
 from minidist.grading import load_module
 from minidist.parallel.zero.memory_formula import STATE
 
-RIGHT = {
-    1: "rank % shape[axis]",
-    2: "rank // shape[axis]",
-    3: "all(coordinates(other, shape)[name] == mine[name] for name in shape if name != axis)",
-    4: 'shape["dp"]',
-    5: 'place["dp"]',
-    6: 'mesh["dp"].all_reduce(gradient)',
-    7: 'sum(float((grad ** 2).sum()) for grad in whole) if mesh["tp"].rank == 0 else 0.0',
-    8: 'mesh["pp", "tp"].all_reduce(np.array([squares]))',
-    9: "sorted(sent, key=sent.get)",
-}
+RIGHT = right("17")
 WRONG = {
     "the same number is divided for every axis": {2: "rank"},
     "a place beyond the axis": {1: "rank // shape[axis]", 2: "rank % shape[axis]"},
@@ -52,9 +42,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("17", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("17", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

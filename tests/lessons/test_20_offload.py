@@ -3,23 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "2 * parameters",
-    2: "(2 + 4 + 4 + 4) * parameters",
-    3: '{"device to host": passes * itemsize * parameters, "host to device": itemsize * parameters}',
-    4: "(4 + 4 + 8) * parameters",
-    5: """
-        if index + 1 < len(units):
-            coming = start_read(units[index + 1])
-       """,
-    6: """
-        arriving[run].wait()
-        optimizer_step(run)
-        going.append(start_up(run))
-       """,
-}
+RIGHT = right("20")
 WRONG = {
     "gradients do not stay": {1: "4 * parameters"},
     "the gradients lie there too": {2: "12 * parameters"},
@@ -67,9 +53,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("20", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line(), result.results[-1].line()
+    assert_named("20", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

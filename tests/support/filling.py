@@ -15,7 +15,7 @@ def fill(source: str, answers: Mapping[int, str]) -> str:
     lines = source.splitlines(keepends=True)
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
              and isinstance(node.func, ast.Name) and node.func.id == "hole"]
-    for call in sorted(calls, key=lambda call: -call.lineno):
+    for call in sorted(calls, key=lambda call: (-call.lineno, -call.col_offset)):
         number = call.args[0].value
         if number not in answers:
             continue

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class BlockingGroup(Protocol):
-    """Ranks that send each other arrays. A Group is one, and so is the `link` of the exercises."""
+    """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and 03."""
 
     @property
     def rank(self) -> int:
