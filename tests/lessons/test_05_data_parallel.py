@@ -7,13 +7,15 @@ from filling import assert_named, graded, right
 
 RIGHT = right("05")
 WRONG = {
-    "rows are left out": {1: "[(r * (rows // replicas), rows // replicas) for r in range(replicas)]"},
+    "rows are left out": {1: "[inputs[r * (len(inputs) // len(replicas)):][:len(inputs) // len(replicas)] "
+                             "for r in range(len(replicas))]"},
     "the model did not travel": {2: "copied.data = original.data"},
-    "the model does not travel in every step": {
-        2: "copied.data[...] = original.data if wire.models > 6 else wire.copy(0, number, original.data)"},
-    "the wrong gradients": {3: "np.full_like(output.data, loss.item())"},
-    "averaged": {4: RIGHT[4] + "\n        own.grad /= len(devices)"},
-    "the others' gradients are missing": {4: "pass"},
+    "others in step 0": {2: "pass"},
+    "the model does not travel in every step": {2: "if not copied.name.endswith('.'):\n    copied.name += '.'\n"
+                                                   "    copied.data[...] = original.data"},
+    "the wrong gradients": {3: "[np.full_like(y.data, loss.item()) for y in outputs]"},
+    "averaged": {4: "sum(p.grad for p in same) / len(replicas)"},
+    "the others' gradients are missing": {4: "same[0].grad"},
     "one model for all the others": {
         5: "(model_bytes + others * (row_bytes + output_bytes), model_bytes + others * output_bytes)"},
     "the outputs' gradients are missing": {

@@ -9,16 +9,17 @@ RIGHT = right("06")
 WRONG = {
     "one server has all keys": {1: "0"},
     "divided by number, not by size": {1: "key % len(loads)"},
-    "nothing was pulled": {3: "group.recv(workers + owner[key])"},
-    "averaged": {4: "sum(group.recv(worker) for worker in range(workers)) / workers"},
-    "one worker's gradients alone": {4: "[group.recv(worker) for worker in range(workers)][0]"},
-    "the last worker's gradients alone": {4: "[group.recv(worker) for worker in range(workers)][-1]"},
+    "nothing was pulled": {3: "group.recv(src=workers)"},
+    "averaged": {4: "sum(group.recv(src=worker) for worker in range(workers)) / workers"},
+    "one worker's gradients alone": {4: "[group.recv(src=worker) for worker in range(workers)][0]"},
+    "the last worker's gradients alone": {4: "[group.recv(src=worker) for worker in range(workers)][-1]"},
     "the ranks wait for each other": {2: "pass"},
-    "the bound is one too lax": {5: "done[worker] - min(done[other] for other in running) <= staleness + 1"},
-    "the bound is one too strict": {5: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"},
-    "a lost worker holds the others up": {5: "done[worker] - min(done) <= staleness"},
-    "one direction alone": {6: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"},
-    "of all servers together": {6: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"},
+    "wrong weights": {5: "group.send(p.grad, dst=worker)"},
+    "the bound is one too lax": {6: "done[worker] - min(done[other] for other in running) <= staleness + 1"},
+    "the bound is one too strict": {6: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"},
+    "a lost worker holds the others up": {6: "done[worker] - min(done) <= staleness"},
+    "one direction alone": {7: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"},
+    "of all servers together": {7: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"},
 }
 
 

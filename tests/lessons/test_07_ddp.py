@@ -7,14 +7,25 @@ from filling import assert_named, graded, right
 
 RIGHT = right("07")
 WRONG = {
-    "divided by local tokens": {2: "batch.targets.size"},
-    "buckets in forward order": {1: "range(len(sizes))"},
-    "reduced before the gradient is final": {3: "if len(self.pending) == number:\n    self.start(number)"},
-    "a bucket was not started once": {3: "self.missing[number] -= 1"},
-    "averaged twice": {4: RIGHT[4] + "\n        for flat in self.flat:\n            flat /= self.group.size"},
-    "not waited for": {4: "self.missing = [len(bucket) for bucket in self.buckets]"},
-    "not ready for the next backward": {4: "for handle in self.pending:\n    handle.wait()\nself.pending = []"},
-    "synchronised once an epoch": {5: """
+    "divided by local tokens": {1: "part.targets.size"},
+    "buckets in forward order": {3: "range(len(sizes))"},
+    "reduced before the gradient is final": {4: "if len(self.pending) == number:\n    self.start(number)"},
+    "the replicas drifted apart": {2: "pass"},
+    "averaged twice: the loss is divided": {2: "p.grad[...] = group.all_reduce(p.grad) / group.size"},
+    "the handles are not forgotten": {5: RIGHT[5].replace("self.pending = []", "pass")},
+    "started when backward was over": {4: "self.missing[number] -= 1", 5: """
+        for number in range(len(self.buckets)):
+            self.start(number)
+        for handle in self.pending:
+            handle.wait()
+        self.pending = []
+        self.missing = [len(bucket) for bucket in self.buckets]
+       """},
+    "a bucket was not started once": {4: "self.missing[number] -= 1"},
+    "averaged twice": {5: RIGHT[5] + "\nfor flat in self.flat:\n    flat /= self.group.size"},
+    "not waited for": {5: "self.missing = [len(bucket) for bucket in self.buckets]"},
+    "not ready for the next backward": {5: "for handle in self.pending:\n    handle.wait()\nself.pending = []"},
+    "synchronised once an epoch": {6: """
         for batch in batches:
             local_loss(model, batch).backward()
             optimizer.step()
