@@ -60,18 +60,18 @@ def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _plain(exercise: ModuleType) -> Iterator[Result]:
     """Masters and weights beside the plain version's, where gradients fit and where they overflow."""
-    start, _ = _trained(lambda *_: None, SCALE)
+    start, drawn = _trained(lambda *_: None, SCALE)
     for scale, what in ((SCALE, "gradients that fit"), (2.0 ** 40, "gradients that overflow")):
         (target, rounded), (found, weights) = (_trained(loop, scale) for loop in (
             plain_mixed_precision, exercise.plain_mixed_precision))
         right = bool(np.allclose(found, target, rtol=1e-6, atol=0))
-        mistake, advice = _name_step(found - start, target - start, rounds=np.array_equal(weights, rounded))
+        mistake, advice = _name_step(found - start, target - start, stale=np.array_equal(weights, drawn))
         yield Result(f"{what}: masters after {STEPS} steps", right, _show(target), _show(found), mistake, advice)
         yield Result(f"{what}: weights", np.array_equal(weights, rounded), _show(rounded), _show(weights),
                      "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)")
 
 
-def _name_step(moved: np.ndarray, right: np.ndarray, *, rounds: bool) -> tuple[str, str]:
+def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[str, str]:
     """What is wrong with the masters' way, and what to read."""
     far, due = float(np.linalg.norm(moved)), float(np.linalg.norm(right))
     if not np.isfinite(moved).all():
@@ -82,7 +82,7 @@ def _name_step(moved: np.ndarray, right: np.ndarray, *, rounds: bool) -> tuple[s
         return "divided by a scale that was not there", "backward begins from `scale` times the loss: section 3 (hole 2)"
     if far > 100 * due:
         return "still scaled", "first to float32, then divide by the scale: section 3 (holes 2, 4)"
-    if not rounds:
+    if stale:
         return "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)"
     return "another update", "scale, float32, divide: sections 2 and 3 (holes 1 to 4)"
 

@@ -18,21 +18,25 @@ from minidist.parallel.pipeline.schedules import of_orders
 
 RIGHT = right("11")
 WRONG = {
-    "that is GPipe: all forwards first": {1: "microbatches"},
-    "the other way round": {1: "min(rank, microbatches)"},
-    "the one of the first turn is not ahead": {1: "min(ranks - rank, microbatches)"},
-    "more than there are microbatches": {1: "ranks - 1 - rank"},
-    "none is ahead": {1: "0"},
-    "does the forward of microbatch 0 on stage 0 twice": {2: "order.append(Forward(rank, microbatch))"},
-    "the forward of microbatch 2 on stage 0 is missing": {2: "if microbatch + first < microbatches - 1:\n    "
+    "nothing was kept for backward": {1: "pass"},
+    "the backward of one microbatch alone": {1: "kept = [(x, y)]"},
+    "another gradient": {2: "np.ones(y.shape) if (np := __import__('numpy')) else group.recv(src=group.rank + 1)"},
+    "the ranks wait for each other": {3: "group.recv(src=group.rank - 1)"},
+    "that is GPipe: all forwards first": {4: "microbatches"},
+    "the other way round": {4: "min(rank, microbatches)"},
+    "the one of the first turn is not ahead": {4: "min(ranks - rank, microbatches)"},
+    "more than there are microbatches": {4: "ranks - 1 - rank"},
+    "none is ahead": {4: "0"},
+    "does the forward of microbatch 0 on stage 0 twice": {5: "order.append(Forward(rank, microbatch))"},
+    "the forward of microbatch 2 on stage 0 is missing": {5: "if microbatch + first < microbatches - 1:\n    "
                                                 "order.append(Forward(rank, microbatch + first))"},
-    "before what it needs is there": {3: "order.append(Backward(rank, microbatches - 1 - microbatch))"},
-    "the first stage reads the batch": {4: "RecvActivation(stage, microbatch)"},
-    "a forward needs the other kind": {4: "RecvGradient(stage, microbatch) if stage else None"},
-    "the number of the stage that receives": {4: "RecvActivation(stage - 1, microbatch) if stage else None"},
-    "it would use what has not come": {5: "RecvGradient(stage, microbatch) if stage < ranks - 2 else None"},
-    "idle time over busy time": {6: "(ranks - 1) / microbatches"},
-    "not what the list holds": {7: "microbatches"},
+    "before what it needs is there": {6: "[Backward(rank, microbatches - 1 - microbatch)]"},
+    "the first stage reads the batch": {7: "RecvActivation(stage, microbatch)"},
+    "a forward needs the other kind": {7: "RecvGradient(stage, microbatch) if stage else None"},
+    "the number of the stage that receives": {7: "RecvActivation(stage - 1, microbatch) if stage else None"},
+    "it would use what has not come": {8: "RecvGradient(stage, microbatch) if stage < ranks - 2 else None"},
+    "idle time over busy time": {9: "(ranks - 1) / microbatches"},
+    "not what the list holds": {10: "microbatches"},
 }
 
 
