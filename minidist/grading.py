@@ -266,6 +266,16 @@ def _at(error: BaseException, file: Path) -> str:
     return f" ({file.name} line {lines[-1]})" if lines else ""
 
 
+def variant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """A plain version with `new` in place of its code `old`: what a mistake leads to, so that it can be named."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{function.__name__} has {old!r} {source.count(old)} times"
+    names: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), function.__globals__, names)
+    changed: Callable[..., Any] = names[function.__name__]
+    return changed
+
+
 def totals(ledger: Any) -> tuple[int, int]:
     """(messages, bytes) that `ledger` has counted on all axes but `control`."""
     rows = [row for row in ledger.rows() if row["axis"] != "control"]

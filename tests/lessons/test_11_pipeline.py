@@ -20,7 +20,7 @@ RIGHT = right("11")
 WRONG = {
     "nothing was kept for backward": {1: "pass"},
     "the backward of one microbatch alone": {1: "kept = [(x, y)]"},
-    "another gradient": {2: "np.ones(y.shape) if (np := __import__('numpy')) else group.recv(src=group.rank + 1)"},
+    "another gradient": {2: "2.0 * group.recv(src=group.rank + 1)"},
     "the ranks wait for each other": {3: "group.recv(src=group.rank - 1)"},
     "that is GPipe: all forwards first": {4: "microbatches"},
     "the other way round": {4: "min(rank, microbatches)"},

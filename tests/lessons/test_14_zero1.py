@@ -10,14 +10,14 @@ from minidist.lessons import zero_figures, zero_lab
 import minidist as md
 
 RIGHT = right("14")
-FLOOR = "slice(group.rank * (len(weights) // group.size), (group.rank + 1) * (len(weights) // group.size))"
-WHOLE = "self.mine[...] = self.group.all_reduce(gradient)[self.own]"
 WRONG = {
-    "weights without an owner": {1: FLOOR, 3: WHOLE, 4: "pass"},
-    "the optimizer is not divided": {2: "self.weights"},
-    "the optimizer changes a copy": {2: "self.weights[self.own].copy()"},
-    "averaged twice": {3: RIGHT[3] + "\nself.mine /= self.group.size"},
-    "an all-reduce where a reduce-scatter is enough": {3: WHOLE},
+    "weights without an owner": {1: "slice(rank * (n // size), (rank + 1) * (n // size))"},
+    "wrong slices": {1: "slice(rank * -(-n // size), (rank + 1) * -(-n // size))"},
+    "the optimizer is not divided": {2: "list(model.parameters())"},
+    "the optimizer changes a copy": {2: "flat.pieces(weights[flat.chunk].copy(), mine)"},
+    "averaged twice": {3: RIGHT[3] + "\nmine /= group.size"},
+    "an all-reduce where a reduce-scatter is enough": {3: "mine[...] = group.all_reduce(gradient)[flat.chunk]"},
+    "wrong gradients": {3: "mine[...] = gradient[flat.chunk]"},
     "the all-gather is missing": {4: "pass"},
 }
 
