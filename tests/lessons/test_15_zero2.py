@@ -7,12 +7,17 @@ from filling import assert_named, graded, right
 
 RIGHT = right("15")
 WRONG = {
-    "the update comes before the reduce has ended": {5: "pass"},
-    "forgot to free": {4: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
-    "too many in flight": {2: "pass"},
-    "backward stands still": {2: "self.land()"},
-    "averaged twice": {3: "handle.wait()\nrun.shard += chunk / self.group.size"},
-    "replaced instead of added": {3: "handle.wait()\nrun.shard[...] = chunk"},
+    "the gradients stay": {1: 'group.reduce_scatter(p.grad, out=mine, algorithm="ring")'},
+    "the all-gather is missing": {2: "pass"},
+    "wrong sums": {1: "mine[...] = p.grad.ravel()[Flat([p], group).chunk]\np.zero_grad()"},
+    "wrong traffic": {1: "mine[...] = group.all_reduce(p.grad.ravel())[Flat([p], group).chunk]\np.zero_grad()"},
+    "plain_zero2 on 2 ranks, 3 steps: weights": {1: RIGHT[1] + "\nmine /= group.size"},
+    "the update comes before the reduce has ended": {7: "pass"},
+    "forgot to free": {6: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
+    "too many in flight": {4: "pass"},
+    "backward stands still": {4: "self.land()"},
+    "averaged twice": {5: "handle.wait()\nrun.shard += chunk / self.group.size"},
+    "replaced instead of added": {5: "handle.wait()\nrun.shard[...] = chunk"},
 }
 
 

@@ -3,19 +3,21 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-GATHER = "unit.put(self.group.all_gather(unit.shard))"
-REDUCE = "self.group.reduce_scatter(unit.gradient(), out=unit.mine)"
-RIGHT = {1: GATHER, 2: "unit.forget()", 3: GATHER, 4: REDUCE + "\nunit.forget()", 5: "pass"}
+RIGHT = right("16")
+NOTHING = "lambda *_: None"
 WRONG = {
-    "not gathered for forward": {1: "pass"},
-    "not gathered again for backward": {3: "pass"},
-    "forgot to free after forward": {2: "pass"},
-    "forgot to free after backward": {4: REDUCE},
-    "averaged twice": {4: RIGHT[4] + "\nunit.mine /= self.group.size"},
-    "an all-gather too many at the end": {5: "self.group.all_gather(unit.shard)"},
-    "not needed before the next forward": {5: GATHER},
+    "not gathered for forward": {1: NOTHING},
+    "2 ranks, weights after": {4: "np.resize(self.shard, self.flat.size)"},
+    "forgot to free after forward": {2: NOTHING},
+    "not gathered again for backward": {3: NOTHING},
+    "forgot to free after backward": {5: 'self.group.reduce_scatter(gradient, out=self.mine, algorithm="ring")'},
+    "averaged twice": {5: RIGHT[5] + "\nself.mine /= self.group.size"},
+    "wrong gradients": {5: "self.mine[...] = gradient[self.flat.chunk]\nself.free()"},
+    "an all-gather too many at the end": {6: "optimizer.step()\nfor unit in units:\n    group.all_gather(unit.shard)"},
+    "not needed before the next forward": {6: "optimizer.step()\nfor unit in units:\n    unit.gather()"},
+    "not one update a step": {6: "pass"},
 }
 
 
