@@ -47,8 +47,9 @@ class Answer:
 def number_of(node: ast.AST) -> int:
     """The number of the hole that this expression or statement is; 0 if it is none."""
     call = node.value if isinstance(node, ast.Expr) else node
-    is_hole = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "hole" and call.args
-    first = call.args[0] if is_hole else None   # type: ignore[union-attr]
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "hole" and call.args):
+        return 0
+    first = call.args[0]
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, int) else 0
 
 

@@ -87,7 +87,8 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         "(hole 2)") if np.allclose(found, trained(kept_gradients)[1], rtol=1e-5) else (
         "another step", "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)")
     right = found.shape == weights.shape and np.allclose(found, weights, rtol=1e-5)
-    yield Result("weights after 3 batches", right, "the plain version's", "equal" if right else "others", mistake, advice)
+    yield Result("weights after 3 batches", right, "the plain version's", "equal" if right else "others", mistake,
+                 advice)
     yield Result("the last loss", bool(np.isclose(mine, loss)), f"{loss:.5f}", f"{mine:.5f}", "not the mean",
                  "the mean over the targets (hole 1)")
 

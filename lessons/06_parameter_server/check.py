@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 

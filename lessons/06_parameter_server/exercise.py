@@ -1,8 +1,8 @@
 """Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go on.
 
 Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, rank `workers` is the server. What
-you may use:
+`minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, rank `workers` is the server.
+What you may use:
 
     group.send(x, dst=rank), group.recv(src=rank)   messages from one rank to another arrive in the order they were sent
     group.recv(src=rank, out=array)                 what came is written into `array`

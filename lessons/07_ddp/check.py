@@ -183,7 +183,8 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens).backward()
     synchronizer.finish()
     return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
-            "started": synchronizer.started, "forgotten": synchronizer.forgotten, "late": synchronizer.late, "left": synchronizer.left,
+            "started": synchronizer.started, "forgotten": synchronizer.forgotten, "late": synchronizer.late,
+            "left": synchronizer.left,
             "buckets": [flat.nbytes for flat in synchronizer.flat],
             "sent": sent_since(group.ledger, before)}
 

@@ -89,5 +89,5 @@ def local_loss(model, batch):
 def train(model, optimizer, synchronizer, epochs):
     """Train on `epochs`, a list of lists of batches: this rank's part of each."""
     for batches in epochs:
-        hole(6, "plain_ddp's steps 3 to 6 with local_loss and synchronizer.finish, for every batch in batches; at which "
-                "place does finish stand? (sections 2 and 5)", batches)
+        hole(6, "plain_ddp's steps 3 to 6 with local_loss and synchronizer.finish, for every batch in batches; at "
+                "which place does finish stand? (sections 2 and 5)", batches)

@@ -79,7 +79,8 @@ def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[st
     if due and not far:
         return "the masters did not move", "they move where all gradients are finite: section 4 (hole 5)"
     if far < 0.01 * due:
-        return "divided by a scale that was not there", "backward begins from `scale` times the loss: section 3 (hole 2)"
+        return ("divided by a scale that was not there",
+                "backward begins from `scale` times the loss: section 3 (hole 2)")
     if far > 100 * due:
         return "still scaled", "first to float32, then divide by the scale: section 3 (holes 2, 4)"
     if stale:

@@ -45,7 +45,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """GPipe; how many ahead; then the lists: proved, as long as they can be, no hungrier; then messages and formulas."""
+    """GPipe; how many ahead; the lists: proved, as short as they can be, no hungrier; messages and formulas."""
     for ranks in (1, 2, 3):
         yield from _gpipe(exercise, ranks)
     for ranks, microbatches in SIZES:

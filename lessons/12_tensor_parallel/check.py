@@ -170,7 +170,8 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]
         right = all(np.isclose(loss, target, rtol=1e-9) for loss in ours)
-        mistake = ("exp overflows, or vanishes: take each token's own largest logit, of all ranks, off first" if not np.isfinite(ours).all() else
+        mistake = ("exp overflows, or vanishes: take each token's own largest logit, of all ranks, off first"
+                   if not np.isfinite(ours).all() else
                    "ranks disagree: something was not added up" if len(set(np.round(ours, 9))) > 1 else
                    "all agree on another number")
         yield Result(f"{name} {on}", right, f"{target:.6f}", f"{ours[0]:.6f}", mistake,

@@ -1,4 +1,4 @@
-"""Exercise 15: ZeRO-2, plain; then with overlap: reduce a gradient as soon as it is final, add it to the shard, free it.
+"""Exercise 15: ZeRO-2, plain; then with overlap: reduce a gradient once it is final, add it to the shard, free it.
 
 Copy this file (`minidist lesson 15 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 15 DIR/exercise_15.py`. Each rank keeps `run.shard`, its chunk of the summed gradient of each run of
@@ -29,7 +29,7 @@ def plain_zero2(model, new_optimizer, group, batches):
         runs.append((flat, weights, mine))
 
         def final(p, mine=mine):
-            hole(1, "1 p.grad is final, and `mine` a chunk: what are the two things to be done now? (section 1)", p, mine)
+            hole(1, "1 p.grad is final: what are the two things to be done with it now? (section 1)", p, mine)
         p.hooks.append(final)
     optimizer = new_optimizer([flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs])
     for inputs, targets in batches:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table; below it passed, or the first mistake, the holes' other mistakes, and what is left."""
+    """Print the grade as a table; below it passed, or the first mistake, those of other holes, and what is left."""
     console = page_console()
     table = Table("", *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
                   title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")

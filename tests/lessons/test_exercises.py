@@ -1,4 +1,4 @@
-"""Exercises are cut from the plain versions of their chapters: the same names and lines, with holes where the idea is."""
+"""Exercises are cut from the plain versions of their chapters: the same names and lines, with holes in them."""
 
 import ast
 import inspect
@@ -66,7 +66,8 @@ def test_an_exercise_is_the_plain_version_with_holes(number: str) -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_function_of_a_plain_versions_name_is_cut_from_it(number: str) -> None:
-    named = {name for name in holes.definitions(template(number)) if name.lower().startswith("plain") and "." not in name}
+    defined = holes.definitions(template(number))
+    named = {name for name in defined if name.lower().startswith("plain") and "." not in name}
     assert named == {plain.__name__ for plain in getattr(check_of(number), "CUT_FROM", ())}
     assert bool(named) == (number not in NOT_CUT)
 
