@@ -91,8 +91,8 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
 
     target, found = alive(plain_recompute), alive(exercise.plain_recompute)
     yield Result(f"alive after forward, segments of {size}", found <= target, size_text(target), size_text(found),
-                 "more than inputs: the tape was kept", "run forward in `with no_grad():`, and keep inputs alone: section "
-                 "1 (holes 3, 4)")
+                 "more than inputs: the tape was kept", "run forward in `with no_grad():`, and keep inputs alone: "
+                 "section 1 (holes 3, 4)")
 
 
 def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
