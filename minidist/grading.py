@@ -135,7 +135,7 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     template_file, graded = check_file.with_name("exercise.py"), tuple[HoleGrade, ...]()
     if not (results and results[-1].passed) and template_file.is_file():
         template = ast.parse(template_file.read_text(encoding="utf-8"))
-        graded = _by_hole(check, template, exercise_file, number)
+        graded = _by_hole(check, template, exercise_file, number, results[-1])
         results = [*results[:-1], _blamed(results[-1], graded)]
     return Grade(number, str(exercise_file), tuple(results), graded)
 
@@ -159,8 +159,9 @@ def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes
     return holes.right_code(template, sources, getattr(check, "ANSWERS", {}))
 
 
-def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, number: str) -> tuple[HoleGrade, ...]:
-    """Each hole by itself; none where the file cannot be parsed."""
+def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, number: str,
+             first: Result) -> tuple[HoleGrade, ...]:
+    """Each hole by itself; none where the file cannot be parsed. `first`: the first mistake of the whole."""
     try:
         student = ast.parse(exercise_file.read_text(encoding="utf-8"))
     except SyntaxError:
@@ -173,13 +174,15 @@ def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, numbe
         last = _results(check, lambda: run_module(module, exercise_file, number), exercise_file)[-1]
         return None if last.passed else last
 
-    if without(answers):
+    doubtful = [answer for answer in answers if not answer.is_right_code]
+    filled = [answer for answer in doubtful if not answer.is_open]
+    if filled and without(answers):
         return ()       # the mistake lies outside the holes
     wrong: dict[tuple[int, ...], Result] = {}
-    for answer in answers:
-        if not answer.is_open and not answer.is_right_code:
-            result = without(other for other in answers if other is not answer)
-            wrong |= {answer.holes: result} if result else {}
+    for answer in filled:
+        others = [other for other in doubtful if other is not answer]
+        result = without(others) if others else first
+        wrong |= {answer.holes: result} if result else {}
     if len(wrong) > 1 and not any(answer.is_open for answer in answers):
         # an answer that is right beside another that is as unusual: who wrote both meant both
         alone = [answer.holes for answer in answers if answer.holes in wrong and not without([answer])]
