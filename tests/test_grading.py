@@ -101,7 +101,8 @@ def test_advice_for_another_hole_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_mistake_outside_the_holes_blames_none(tmp_path: Path) -> None:
-    assert by_hole(tmp_path, TEMPLATE + "x = 1 / 0\n").holes == ()
+    student = TEMPLATE.replace('hole(1, "the first number")', "1 + 0") + "x = 1 / 0\n"
+    assert by_hole(tmp_path, student).holes == ()
 
 
 def test_a_variant_of_a_plain_version_is_what_a_mistake_leads_to() -> None:
