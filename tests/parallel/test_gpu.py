@@ -85,6 +85,7 @@ def test_an_overflow_is_skipped(zero: int) -> None:
     assert md.run(run, size=2) == [(True, 2.0 ** 59, 0)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:cupyx.allow_synchronize:UserWarning")     # it warns that it may be removed
 @pytest.mark.parametrize("changes", [{}, {"dropout": 0.2}, {"positions": "rotary", "activation": "silu"}], ids=str)
 def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy says so itself: within a step a wait is an error."""
