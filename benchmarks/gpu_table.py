@@ -107,7 +107,7 @@ def figures(folder: Path) -> list[str]:
             lines += _measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
     log = folder / "log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    told = re.findall(r"^(?:=+ )?(.*(?:ERROR SUMMARY|RACECHECK SUMMARY|ranks: \w+ right|^NCCL ).*)$", text, re.MULTILINE)
+    told = re.findall(r"^(?:=+ )?(.*(?:(?:ERROR|RACECHECK) SUMMARY|ranks: \w+ right|^NCCL ).*)$", text, re.MULTILINE)
     return lines + [line.strip() for line in told]
 
 
@@ -138,7 +138,7 @@ def _measured(name: str, result: Any) -> Iterator[str]:
 
 
 def record(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write result.json of a section, and put the run's date, device, versions and command into its other JSON files."""
+    """Write result.json of a section; put date, device, versions and commands into its other JSON files."""
     folder = Path(args.out, args.section)
     run = {**found, "section": args.section, "rehearsal": args.rehearsal, "commands": _commands(args)}
     for path in folder.glob("*.json"):

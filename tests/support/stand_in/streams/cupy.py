@@ -1,4 +1,4 @@
-"""`import cupy` in processes of their own: the stand-in fake_cupy.py, true to streams; between processes it has no NCCL.
+"""`import cupy` in processes of their own: the stand-in fake_cupy.py, true to streams. Between them it has no NCCL.
 
 For `benchmarks/gpu.sh --rehearse`, which puts this folder and tests/support into PYTHONPATH.
 """
