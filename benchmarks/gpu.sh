@@ -44,12 +44,12 @@ section() {
 
 basic="cupy numpy ml_dtypes msgpack psutil rich threadpoolctl"
 tested="$basic pytest pytest_timeout xdist hypothesis"
-marked="gpu" small='' drawn='' sampled="gpu and not soak" captured='' shapes='' alone='' calls='' model="--layers 2 --width 64 --heads 4 --context 32 --batch 8 --steps 5"
+marked="gpu" small='' drawn='' sampled="gpu and not soak" captured='' shapes='' alone='' calls='' filled='' model="--layers 2 --width 64 --heads 4 --context 32 --batch 8 --steps 5"
 if $rehearsal; then         # the CPU build of the kernels takes seconds for what a GPU does in microseconds
     marked="gpu and not soak" captured="--collect-only -q" shapes="-k 'shape0 or shape1'"
     small="--layers 1 --width 32 --heads 2 --context 16 --batch 1 --vocab 64 --rounds 1 --steps 1" drawn="--rounds 1"
     model="--layers 1 --width 16 --heads 2 --context 8 --batch 4 --vocab 128 --steps 2"
-    alone="--collect-only -q" calls=every_algorithm        # between processes the stand-in has no NCCL
+    alone="--collect-only -q" filled="-k rubbish" calls=every_algorithm        # between processes the stand-in has no NCCL
 fi
 # A warning of CuPy's must not end a test here, where a second try may be far.
 tests() { echo "python3 -m pytest -p no:cacheprovider -W default -rfEs --tb=short --timeout 200 -m '${2:-$marked}'" \
@@ -110,10 +110,13 @@ END
 section kernels-products 540 100 "$basic matplotlib" "bench kernels: products and attention" <<END
 $(kernels products "matmul attention")
 END
-section memcheck 540 240 "$tested tool:compute-sanitizer" "NVIDIA's checker: memory of the kernels' tests, a sample" <<END
+section tests-bench 540 90 "$tested matplotlib" "pytest -m gpu: the benches themselves" <<END
+$(tests bench) {root}/tests/bench $filled
+END
+section memcheck 540 200 "$tested tool:compute-sanitizer" "NVIDIA's checker: memory of the kernels' tests, a sample" <<END
 compute-sanitizer --tool memcheck --error-exitcode 9 $(tests memcheck "$sampled") {root}/tests/kernels $shapes
 END
-section racecheck 540 240 "$tested tool:compute-sanitizer" "NVIDIA's checker: races in shared memory, a sample" <<END
+section racecheck 540 200 "$tested tool:compute-sanitizer" "NVIDIA's checker: races in shared memory, a sample" <<END
 compute-sanitizer --tool racecheck --error-exitcode 9 $(tests racecheck "$sampled") {root}/tests/kernels $shapes
 END
 

@@ -69,6 +69,15 @@ def test_what_commands_name_is_there(sections):
     assert len(named) >= 20 and all(Path(word).exists() for word in named)
 
 
+def test_every_test_for_a_gpu_is_in_a_section(sections):
+    named = [Path(word) for each in sections.values() for line in each.commands if "-m pytest" in line
+             for word in shlex.split(line.replace(";", " ;")) if word.startswith(str(ROOT / "tests"))]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)
+              and re.search(r"mark\.gpu|@on_each_device", path.read_text(encoding="utf-8"))]
+    assert len(marked) > 20
+    assert [path for path in marked if not any(path == one or one in path.parents for one in named)] == []
+
+
 def test_every_kernel_is_measured_by_one_section(sections):
     from minidist.bench.kernels.timing import CASES, chosen
     names = [word for each in sections.values() for line in each.commands if " bench kernels " in line
@@ -156,7 +165,8 @@ def test_figures_of_each_kind(tmp_path):
                                   "tcp, 2 ranks: mixed right, 1.0 s\n")
     assert gpu_table.figures(tmp_path) == [
         "core: 5 passed, 2 failed, 2 skipped", "1 of 2 kernels meet their aim; no time: matmul v3",
-        "shm: loss 4.5000 to 4.2500", "minidist: 25.00 ms, 327,680 tokens/s, 40% of the products' rate, 50% of the floor",
+        "shm: loss 4.5000 to 4.2500",
+        "minidist: 25.00 ms, 327,680 tokens/s, 40% of the products' rate, 50% of the floor",
         "left out: torch.compile", "ERROR SUMMARY: 0 errors", "tcp, 2 ranks: mixed right, 1.0 s"]
 
 
