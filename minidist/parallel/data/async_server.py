@@ -85,14 +85,14 @@ class Service:
         if comes_again:
             for vector in room:
                 self.group.recv(worker, out=vector)
-            with self.clocks.lock():
+            with self.clocks.lock:
                 self._update(Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer)
             self.clocks.tick(worker)
             self.clocks.wait_turn(worker)
         else:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
-        with self.clocks.lock():
+        with self.clocks.lock:
             header = [len(self.record), *([] if comes_again else self.lost)]
             for vector, weights in zip(room, self.shard.weights, strict=True):
                 vector[...] = weights           # others may update while this is on its way

@@ -46,16 +46,16 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import to_host
+from minidist.device.backend import array_module, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
-from minidist.parallel.data.server_keys import Shard, free
-from minidist.parallel.step.flat import Piece, sum_in_order
+from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -118,18 +118,18 @@ class ParameterServer(Strategy):
             raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
         self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        own = group.split(int(self.serves), axis=group.axis)
-        assert own is not None
-        self.peers = own                            # the workers, or the servers
+        self.peers = group.split(int(self.serves), axis=group.axis)     # the workers, or the servers
         shards = key_shards(model, servers)
         if self.serves:
-            self.shards = [Shard(shards[group.rank - self.workers])]
-            free(p for p in model.parameters() if not any(p is key for key in self.shards[0].keys))
+            own = shards[group.rank - self.workers]
+            others = [p for p in model.parameters() if not any(p is key for key in own)]
+            forget(others, array_module(own[0].data))
+            self.shards = [Shard(own)]
+            self.parameters = self.shards[0].pieces()
         else:
             self.shards = [Shard(keys) for keys in shards]
-        self.parameters = [piece for shard in self.shards for piece in shard.pieces()]
-        if not self.serves:
-            self.parameters = [_nothing_of(piece) for piece in self.parameters]
+            nothing = [(key, key.data.reshape(-1)[:0]) for keys in shards for key in keys]
+            self.parameters = [Piece(key, empty, empty) for key, empty in nothing]
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self._service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
@@ -155,12 +155,6 @@ class ParameterServer(Strategy):
         """Ranks of the group that were lost; workers know it when they have finished."""
         return set(self.lost) if self.serves else self._gone
 
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def part_of(self, batch: Batch) -> Part:
-        """This worker's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.workers, rank=self.group.rank)
-
     # ------------------------------------------------------------------------------------------ forward, backward
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
@@ -169,7 +163,7 @@ class ParameterServer(Strategy):
 
     def gradients(self, batch: Batch, accumulate: int) -> float:
         """Forward and backward of this worker's part; its loss, or when synchronous its share of the global one."""
-        part, total = self.part_of(batch), 0.0
+        part, total = part_of(batch, size=self.workers, rank=self.group.rank), 0.0
         divisor = part.targets.size if self.asynchronous else batch[1].size
         self.model.zero_grad()
         for micro in micro_parts(part, accumulate):
@@ -244,7 +238,8 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                Precision().update(optimizer, self._squares, lr=lr, clip=clip)
+                Precision().update(optimizer, lambda: sum_in_order(self.peers, sum_of_squares(
+                    piece.grad for piece in self.parameters)), lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -252,10 +247,6 @@ class ParameterServer(Strategy):
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
-
-    def _squares(self) -> float:
-        """Of the whole gradient, from the servers' parts of it."""
-        return sum_in_order(self.peers, sum_of_squares(piece.grad for piece in self.parameters))
 
     def finish(self) -> set[int]:
         """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
@@ -309,9 +300,3 @@ class ParameterServer(Strategy):
                 raise
             raise PeerLostError(f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and with "
                                 f"it its keys: {error}", error.world_rank) from error
-
-
-def _nothing_of(piece: Piece) -> Piece:
-    """A piece of the same parameter without elements."""
-    stand_in = Parameter(piece.data, name=piece.name, requires_grad=False)
-    return Piece(stand_in, piece.data.reshape(-1)[:0], piece.data.reshape(-1)[:0])

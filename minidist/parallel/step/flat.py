@@ -8,6 +8,7 @@ An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,25 +64,18 @@ class Flat:
         """Bytes of the whole vector."""
         return self.size * self.dtype.itemsize
 
-    def spans(self) -> Iterator[tuple[Parameter, int, int]]:
-        """(parameter, where it begins in the vector, where it ends)."""
-        start = 0
-        for parameter in self.parameters:
-            yield parameter, start, start + parameter.size
-            start += parameter.size
-
     def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
         """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
-        for parameter, start, stop in self.spans():
-            begin = self.chunk.start
+        start, begin = 0, self.chunk.start
+        for parameter in self.parameters:
             first = min(max(start, begin), self.chunk.stop)
-            last = max(first, min(stop, self.chunk.stop))
+            last = max(first, min(start + parameter.size, self.chunk.stop))
             yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
+            start += parameter.size
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""
-        for parameter, start, stop in self.spans():
-            yield parameter, vector[start:stop].reshape(parameter.shape)
+        return views(self.parameters, vector)
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
         """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
@@ -89,12 +83,31 @@ class Flat:
 
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
-        vector = empty_like(self.parameters[0].data, self.size, "parameters")
-        for parameter, view in self.views(vector):
-            if copy:
-                view[...] = parameter.data
-            parameter.data = view
-        return vector
+        return join(self.parameters, copy=copy)
+
+
+def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, Array]]:
+    """(parameter, its place in `vector` in its own shape), for parameters one after another."""
+    start = 0
+    for parameter in run:
+        yield parameter, vector[start:start + parameter.size].reshape(parameter.shape)
+        start += parameter.size
+
+
+def join(run: Sequence[Parameter], *, copy: bool = True) -> Array:
+    """As Flat.join."""
+    vector = empty_like(run[0].data, sum(parameter.size for parameter in run), "parameters")
+    for parameter, view in views(run, vector):
+        if copy:
+            view[...] = parameter.data
+        parameter.data = view
+    return vector
+
+
+def forget(parameters: Iterable[Parameter], xp: Any) -> None:
+    """Drop values that are kept elsewhere: a parameter keeps shape and dtype, takes one element, and reads as NaN."""
+    for parameter in parameters:
+        parameter.data = xp.broadcast_to(xp.full((), xp.nan, parameter.dtype), parameter.shape)
 
 
 def empty_like(array: Array, size: int, category: str) -> Array:

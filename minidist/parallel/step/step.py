@@ -76,15 +76,10 @@ def zero_unused(parameters: Iterable[Parameter]) -> None:
     """
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = _zeros_like(parameter)
-
-
-def _zeros_like(parameter: Parameter) -> Array:
-    room = parameter.gradient_room()
-    if room is None:
-        return array_module(parameter.data).zeros_like(parameter.data)
-    room[...] = 0
-    return room
+            room = parameter.gradient_room()
+            zeros = array_module(parameter.data).zeros_like(parameter.data) if room is None else room
+            zeros[...] = 0
+            parameter.grad = zeros
 
 
 def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], precision: Precision, *, lr: float | None,

@@ -72,7 +72,7 @@ class Strategy(ABC):
     def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
                    accumulate: int = 1) -> LateLoss:
         """As `step`; on a GPU the loss may still be on its way."""
-        return LateLoss.known(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
+        return LateLoss(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
