@@ -16,10 +16,13 @@ tells which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients o
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from minidist.autograd.tensor import Parameter
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, GradientError
+from minidist.parallel.step.flat import views
+from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
@@ -45,10 +48,8 @@ class Bucket:
         xp, first = array_module(parameters[0].data), parameters[0]
         self.data: Array = xp.zeros(sum(p.size for p in parameters), first.dtype)
         account.current().hold(self.data, "gradients")
-        start = 0
-        for parameter in parameters:
-            parameter.bind_gradient(self.data[start:start + parameter.size].reshape(parameter.shape))
-            start += parameter.size
+        for parameter, view in views(parameters, self.data):
+            parameter.bind_gradient(view)
 
     def __repr__(self) -> str:
         return f"<bucket {self.index}: {len(self.parameters)} gradients, {self.data.nbytes} bytes>"
@@ -116,11 +117,25 @@ class BucketOrder:
         self._missing = [0] * len(runs)     # gradients each run still waits for
         self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
 
-    def begin(self, *, more_to_come: bool = False) -> None:
-        """A backward begins; `more_to_come`: nothing sets out in it, because later ones add gradients.
+    def backward(self, precision: Precision, share: Tensor | None, dy: Array | None = None, *, defer: bool = False,
+                 more_to_come: bool = False) -> list[WeightGradient]:
+        """Go backward from `share` (None: nothing was computed); what it does not reach on this rank is final too.
 
-        Raises:  GradientError if it is the first of a step and gradients of the last step are still there.
+        Args:    dy, defer: as DataAxis.backward; more_to_come: nothing sets out, because later ones add gradients.
+        Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
+        self._begin(more_to_come)
+        deferred = [] if share is None else precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
+        self._finish()
+        return deferred
+
+    def backward_weights(self, precision: Precision, deferred: list[WeightGradient]) -> None:
+        """Compute what a backward has put off; nothing sets out."""
+        self._begin(more_to_come=True)
+        precision.backward_weights(deferred)
+        self._finish()
+
+    def _begin(self, more_to_come: bool) -> None:
         if self._between_steps:
             kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
             if kept is not None:
@@ -130,11 +145,8 @@ class BucketOrder:
         self._idle, self._more_to_come, self._between_steps = False, more_to_come, not more_to_come
         self._missing, self.started = [len(run) for run in self.runs], 0
 
-    def expect(self, reached: Collection[int]) -> None:
-        """Backward is about to run, and will reach these leaves (ids).
-
-        Raises:  GradientError if it is the last of a step and leaves out a parameter that must not be unused.
-        """
+    def _expect(self, reached: Collection[int]) -> None:
+        """Backward is about to run, and will reach these leaves (ids)."""
         self._computed, self.completed = True, []
         if self._more_to_come:
             return
@@ -143,11 +155,7 @@ class BucketOrder:
             self._missing[index] -= sum(id(parameter) not in reached for parameter in run)
         self._start_complete()
 
-    def finish(self) -> None:
-        """Backward is over: what it did not reach here is final too.
-
-        Raises:  GradientError as `expect`.
-        """
+    def _finish(self) -> None:
         self._idle = True
         if self._more_to_come:
             return

@@ -61,7 +61,7 @@ from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
-from minidist.parallel.step.flat import Squares, trainable
+from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
@@ -134,12 +134,8 @@ class DDP(DataAxis):
         """
         if self._recorded is not None:
             self._follow(self._recorded)
-        deferred: list[WeightGradient] = []
-        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="DDP 3"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:
@@ -152,9 +148,7 @@ class DDP(DataAxis):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(more_to_come=True)
-        self.precision.backward_weights(deferred)
-        self._order.finish()
+        self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (buckets.py says why)."""
@@ -187,12 +181,6 @@ class DDP(DataAxis):
     def squares(self) -> float | Array:
         """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no message."""
         return squares_of(p.grad for p in self.weights)
-
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
-        """The optimizer's step, the same on every rank. Args: as DataAxis.update."""
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare weights and, in mixed precision, masters. Args, Raises: as Strategy.check_replicas."""

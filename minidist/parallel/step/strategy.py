@@ -131,6 +131,9 @@ class DataAxis(Strategy):
     divides_state: ClassVar[bool] = True
     """`updated()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
 
+    update_notes: ClassVar[dict[str, str]] = {}
+    """What the span of the update carries: the notes' step."""
+
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
                  recorder: Recorder | None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
@@ -188,9 +191,14 @@ class DataAxis(Strategy):
         """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a piece."""
 
     @abstractmethod
+    def squares(self) -> float | Array:
+        """The sum of the squares of the whole gradient, the same number on every rank."""
+
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                squares: Squares | None = None) -> None:
-        """The optimizer's step. Args: as `step`; squares: finds the sum of the squares of the whole gradient."""
+        """The optimizer's step. Args: as `step`; squares: in place of this axis's, if others have gradients too."""
+        with self.recorder.span("optimizer", **self.update_notes):
+            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
     # ------------------------------------------------------------------------------------------------------ step
 

@@ -20,7 +20,7 @@ notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 wit
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -62,8 +62,8 @@ class HybridSharding:
         self.shard: Group = group
         self.replicas: Group | None = None
         if self.copies > 1:
-            self.shard = _split(group, group.rank // size, "shard")
-            self.replicas = _split(group, group.rank % size, "replicas")
+            self.shard = group.split(group.rank // size, axis=f"{group.axis}.shard")
+            self.replicas = group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
 
     def start_sum(self, chunk: Array, what: str) -> None:
@@ -75,23 +75,11 @@ class HybridSharding:
             self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
             self._pending.append(self.replicas.start_all_reduce(chunk, out=chunk, algorithm=self.algorithm))
 
-    def require_room(self, there: Iterable[bool]) -> None:
-        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
-        if self.copies > 1 and not all(there):
-            raise ConfigError(f"shard={self.shard.size} of {self.group.size} ranks: the gradients of {self.copies} "
-                              f"copies are summed on the device, and an offload takes them away; use one of the two")
-
     def settle(self) -> None:
         """Return when all sums are there."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
-
-
-def _split(group: Group, color: int, what: str) -> Group:
-    part = group.split(color, axis=f"{group.axis}.{what}")
-    assert part is not None
-    return part
 
 
 class ShardStore:
@@ -193,6 +181,13 @@ class ZeroAxis(DataAxis):
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
+
+    def require_room(self) -> None:
+        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
+        copies = self.sharing.copies
+        if copies > 1 and any(self.store.gradient_room(flat) is None for flat in self.flats):
+            raise ConfigError(f"shard={self.sharing.shard.size} of {self.group.size} ranks: the gradients of {copies} "
+                              f"copies are summed on the device, and an offload takes them away; use one of the two")
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""

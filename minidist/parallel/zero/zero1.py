@@ -86,14 +86,14 @@ class Zero1(ShardedReplica):
     Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_step = "ZeRO-1", "ZeRO-1 3"
+    name, update_notes = "ZeRO-1", {"notes": "ZeRO-1 3"}
 
     def _make_gradients(self) -> None:
         """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this rank's chunk."""
         self.buckets = [Bucket(index, flat.parameters) for index, flat in enumerate(self.flats)]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             self.store.keep_gradients(flat, bucket.data[flat.chunk])
-        self.sharing.require_room(self.store.gradient_room(flat) is not None for flat in self.flats)
+        self.require_room()
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -105,12 +105,8 @@ class Zero1(ShardedReplica):
         Args:    as DataAxis.backward.
         Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
         """
-        deferred: list[WeightGradient] = []
-        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
@@ -121,9 +117,7 @@ class Zero1(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(more_to_come=True)
-        self.precision.backward_weights(deferred)
-        self._order.finish()
+        self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""

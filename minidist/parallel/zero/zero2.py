@@ -89,13 +89,12 @@ class Zero2(ShardedReplica):
     Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_step = "ZeRO-2", "ZeRO-2 2"
+    name, update_notes = "ZeRO-2", {"notes": "ZeRO-2 2"}
     reduces_each_pass = True
 
     def _make_gradients(self) -> None:
         """Shards, and buffers that are lent to buckets."""
-        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=self.algorithm,
-                                        recorder=self.recorder, what="bucket")
+        self.gradients = GradientShards(self, "bucket")
         self._segments = [list(range(len(self.flats)))]         # the runs of each segment
 
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
@@ -118,13 +117,10 @@ class Zero2(ShardedReplica):
         Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
-        deferred: list[WeightGradient] = []
-        self._begin(segment, more_to_come=defer)
+        self._arrange(segment)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=defer)
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
                 self.gradients.finish()
@@ -133,8 +129,8 @@ class Zero2(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward has put off, and reduce all that the segment's parameters have then."""
-        self._begin(segment, more_to_come=True)
-        self.precision.backward_weights(deferred)
+        self._arrange(segment)
+        self._order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)
 
     def finish_step(self) -> None:
@@ -142,11 +138,11 @@ class Zero2(ShardedReplica):
         if not self._summed:
             self.gradients.sum_copies()
 
-    def _begin(self, segment: int, *, more_to_come: bool = False) -> None:
+    def _arrange(self, segment: int) -> None:
+        """This backward reaches the runs of one segment."""
         if len(self._segments) > 1:
             self._order.arrange([self.flats[index].parameters for index in self._segments[segment]])
         self._segment = segment
-        self._order.begin(more_to_come=more_to_come)
 
     def _start_reduce(self, index: int) -> None:
         """The bucket, by its number among those of the segment, sets out."""

@@ -144,15 +144,13 @@ class Zero3(ZeroAxis):
         trainable(model.parameters())
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.units, self.root = make_units(model, units, ahead, self.sharing.shard, store=self.store,
-                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
+        self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
         self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
         self.sequence: list[Unit] = []          # without segments: units as the first forward met them
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
-        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
-                                        recorder=self.recorder, what="unit part")
+        self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
         self._reduced: set[int] = set()
         self._deferring = False                 # this backward leaves the gradients of weights for later
@@ -311,8 +309,7 @@ class Zero3(ZeroAxis):
                squares: Squares | None = None) -> None:
         """The optimizer's step on this rank's pieces. Args: as DataAxis.update."""
         self.root.free()
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+        super().update(optimizer, lr=lr, clip=clip, squares=squares)
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
         """Gathers and reduce-scatters of units and root.
