@@ -26,15 +26,12 @@ Cost, a step and rank, ring all-reduce, whatever the number of backward passes (
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device.  The notes let the main process copy it. Here no rank copies: each rank draws
-           the same weights from the same seed, and a digest is compared once to be sure.
+    DDP 1  the model is on every device. No rank copies it: each draws the same weights from the same seed, and a digest
+           is compared once to be sure.
     DDP 2  each device works on its part of the data.
-    DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum
-           of token losses over the token count of the *whole* batch, so the sum of the gradients is the gradient of the
-           mean, also when parts differ in size. To average once more would be wrong by P; a mean of means is wrong for
-           uneven parts. The notes say "during backward" (N0:164) and "after backward" (N0:416); it is during.
-    DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
-           nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
+    DDP 3  gradients are *summed* over the devices during backward: each rank's loss is its sum of token losses over the
+           token count of the *whole* batch, so the sum is the gradient of the mean, also when parts differ in size.
+    DDP 4  no controller; a ring carries the sums over every link at once.
 
 Models whose loss leaves parameters out. A GPT uses every parameter in every step, and completes them in the order in
 which buckets are cut (but for a weight before its own bias), so a Plan offers neither `unused` nor `static`. A model
@@ -125,9 +122,8 @@ class DDP(DataAxis):
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
-        """Add gradients into the buckets; the `last` backward of a step sums them over the ranks (DDP 3, DDP 4).
+        """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the same bits on each.
 
-        Then every rank has the same bits: the gradient of the global mean loss.
         Args:    as DataAxis.backward.
         Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
         Raises:  GradientError if the last step's gradients are still there, or as `unused` and `static` say.
@@ -183,7 +179,7 @@ class DDP(DataAxis):
         return squares_of(p.grad for p in self.weights)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare weights and, in mixed precision, masters. Args, Raises: as Strategy.check_replicas."""
+        """As Strategy's, of weights and, in mixed precision, masters."""
         check_equal_replicas((*self.model.parameters(), *self.parameters), group, when=when)
 
     def traffic(self, passes: int) -> list[Collective]:

@@ -33,10 +33,6 @@ each gradient is an update by itself, of the mean loss of the worker's own part,
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
 (data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
 
-N1:26 names a DP with a parameter server: that is data_parallel.py's device 0 as a rank of its own. N3:36 lets GPU
-workers and CPU servers share the work, with RMSProp or Adam on the server: any optimizer here. N3:35 says that
-all-reduce assumes equal nodes: it waits for the slowest, and so does a synchronous server.
-
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """

@@ -30,10 +30,7 @@ Several passes (accumulation) and several ranks add gradients up in two bytes, e
 once, so that the 2Ψ hold: A passes are off their exact sum by less than 2^-9 √A of it in bf16 and 2^-12 √A in fp16 (for
 A well below 2^8 and 2^11: then sums no longer hear their summands). A ring so rounds P-1 times; with
 `Plan(algorithm="direct")` DDP sums in float32 and rounds once, at P/2 times the bytes, and so does "naive" in every
-stage. (Frameworks also keep gradients in float32, at 4Ψ.)
-
-fp8 goes one step further: as bf16, but the inputs of the blocks' matrix products are rounded to one byte
-(precision/float8.py).
+stage. fp8 is bf16, but the inputs of the blocks' matrix products are rounded to one byte (precision/float8.py).
 
 Cost: half of float32's bytes for gradients and weights; no messages of its own but fp8's (three float64 a linear under
 `control`). Whether a gradient overflowed is seen in the norm that clipping needs: infinities and NaN survive sums.

@@ -14,8 +14,7 @@ What fills the memory, for Ψ parameters (bytes):
     activations      grow with batch × context × width × layers, and with context² where scores are kept;
                      A passes (`accumulate`) keep those of one pass at a time
 
-Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts
-their own numbers, 14/56/14 GB, which are 17/67/17 %; and their 8 bytes for the optimizer leave out the master weights.
+Both columns give 16 bytes a parameter, for different reasons.
 
 Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4

@@ -11,8 +11,7 @@ of the data axis, or with hybrid sharding those of one group):
     ZeRO-3       wΨ/S         gΨ/S        KΨ/S         (w+g+K)Ψ/S      16Ψ/S             16Ψ/S
     at most                               less by                      4, 8, S times     2, 4, S times
 
-Limits are for S → ∞: at S = 64 mixed precision gives 3.8 and 7.2 times, at S = 4 it gives 2.3 and 2.9 (the notes' "4"
-and "8", N0:381 and N2:100, hold for no S). What comes on top for a while is `in_flight`, and activations.
+Limits are for S → ∞; at S = 4 mixed precision gives 2.3 and 2.9. On top come for a while `in_flight`, and activations.
 
 notes:   N0 ZeRO, N4 §4–7
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.

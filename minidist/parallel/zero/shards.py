@@ -16,7 +16,6 @@ are gathered or scattered in c collectives:
 A shard store says where a rank's chunk of a run (step/flat.py) lies while no rank computes with it: its weights, the
 sum of its gradients, the optimizer's state. ShardStore keeps all on the device, the stores of chapter 20 do not.
 
-notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 with tensor parallelism; not its usual meaning
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 

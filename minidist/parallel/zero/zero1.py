@@ -14,9 +14,7 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8 bytes of state a
     parameters   4Ψ      4Ψ        the whole model
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: 2.0 times less for many ranks in float32; 4 times with K = 12 in mixed precision,
-                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. These are limits for many ranks (N0:381 has them for
-                         all P); at P = 4 it is 1.6 in float32, 2.3 with K = 12
+    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ + 12Ψ/P
 
 Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
 bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
@@ -30,8 +28,7 @@ Cost, a step and rank, whatever the number of backward passes (gradients are add
 The notes' steps (N4:298), as they happen here:
 
     ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
-    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
-              have all sums, an all-reduce; then the weights travel on top of it: 3(P-1)/P × 4Ψ bytes a step.)
+    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r.
     ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
     ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
 

@@ -15,7 +15,7 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P           8Ψ/P
     together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
-                                        2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
+                                        2Ψ + 14Ψ/P
 
 A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
 backward will not reach holds back nothing: backward tells before it runs what it will reach (data/buckets.py).
@@ -29,8 +29,7 @@ Cost, a step and rank, with A backward passes:
 The notes' steps (N4:349), as they happen here:
 
     ZeRO-2 1a  each layer's gradients set out when they are computed: here, each bucket's.
-    ZeRO-2 1b  and are freed when their sum has arrived. (N4:351 has them wait until they have "fed" the layer before;
-               but it is the gradients of activations that do that, never those of weights.)
+    ZeRO-2 1b  and are freed when their sum has arrived.
     ZeRO-2 2   each rank updates its chunk.
     ZeRO-2 3   all-gather of the new weights: it sets out here, and hides behind the next step's forward.
 

@@ -16,29 +16,21 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
                                        largest, fetched before their turn
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
-    together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice (N0:296), and has no lower limit
-                                       but the units and activations, which N4:424's "minimum" leaves out
+    together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
 
 What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step begins and held to
 its last backward. Where P does not divide a unit, gathering works on copies: two units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
 
-    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
+    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce: half more than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
     messages     P-1 for each of these collectives, on a ring
     control      two float64: the loss, the squares of the gradient's norm
 
 With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
-all-gather ends the step (N0:375 has one, which makes the bytes (P-1)/P × 16Ψ): the next forward gathers anyway. All
-ranks must run the same units in the same order; so a rank without a row runs them too, on no row.
-
-The notes' steps (N4:398), as they happen here:
-
-    ZeRO-3 forward 1    all-gather a unit's weights       ZeRO-3 backward 1   all-gather them again
-    ZeRO-3 forward 2    compute                           ZeRO-3 backward 2   compute
-    ZeRO-3 forward 3    free them                         ZeRO-3 backward 3   reduce-scatter the gradients
-                                                          ZeRO-3 backward 4   free them
+all-gather ends the step: the next forward gathers anyway. All ranks must run the same units in the same order; so a
+rank without a row runs them too, on no row.
 
 notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
