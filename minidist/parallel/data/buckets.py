@@ -1,8 +1,7 @@
 """Buckets: gradients that travel together.
 
 A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait
-for the last, so they are not all reduced at once. A bucket is the compromise: one flat buffer that holds the gradients
-of a run of parameters, and one collective.
+for the last, so they are not all reduced at once. A bucket is one flat buffer of the gradients of some parameters.
 
 A bucket is reduced when the last of its gradients is final and all buckets before it have begun. Ranks may use
 different parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
@@ -37,22 +36,17 @@ class Bucket:
     Nothing is ever packed or unpacked: backward writes into the views, the collective works on `data`, and the
     optimizer reads the views.
 
-    Attributes: index       its place among the buckets, in the order in which they are reduced
-                parameters  in reverse order of use
+    Attributes: parameters  in reverse order of use
                 data        (n,) their gradients' dtype and device
     """
 
-    def __init__(self, index: int, parameters: Sequence[Parameter]) -> None:
-        self.index = index
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = tuple(parameters)
         xp, first = array_module(parameters[0].data), parameters[0]
         self.data: Array = xp.zeros(sum(p.size for p in parameters), first.dtype)
         account.current().hold(self.data, "gradients")
         for parameter, view in views(parameters, self.data):
             parameter.bind_gradient(view)
-
-    def __repr__(self) -> str:
-        return f"<bucket {self.index}: {len(self.parameters)} gradients, {self.data.nbytes} bytes>"
 
 
 def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -79,7 +73,7 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
 
 def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
     """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of reduction."""
-    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes))]
+    return [Bucket(run) for run in cut(parameters, bucket_bytes)]
 
 
 # --------------------------------------------------------------------------------------- which bucket may be reduced
@@ -173,7 +167,8 @@ class BucketOrder:
         names = [parameter.name for run in self.runs[self.started:] for parameter in run
                  if id(parameter) not in reached and parameter.grad is None]
         if names:
-            raise GradientError(f"{self.who}: the loss does not depend on {_some(names)}; use every parameter on every "
+            some = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise GradientError(f"{self.who}: the loss does not depend on {some}; use every parameter on every "
                                 f"rank, freeze it (requires_grad = False), or give it a zero gradient by unused='zero'")
 
     def _final(self, parameter: Parameter) -> None:
@@ -195,8 +190,3 @@ class BucketOrder:
             zero_unused(self.runs[self.started])
             self.started += 1
             self.start(self.started - 1)
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three names, and how many more."""
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

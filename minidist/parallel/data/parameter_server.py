@@ -48,8 +48,7 @@ from minidist.device.backend import array_module, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.data.async_server import Service
-from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
+from minidist.parallel.data.bounded_staleness import Service, Update, key_shards, own_scale
 from minidist.parallel.data.server_keys import Shard
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
@@ -129,22 +128,14 @@ class ParameterServer(Strategy):
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self._service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
+        self.record: list[Update] = [] if self._service is None else self._service.record
+        self.lost: dict[int, PeerLostError] = {} if self._service is None else self._service.lost
         self._versions, self._steps, self._finished = [0] * servers, 0, False
         self._gone: set[int] = set()
         if asynchronous and not self.serves:
             group.expendable()
         with self._naming_servers():                # one may be lost when others have left it
             group.barrier()
-
-    @property
-    def record(self) -> list[Update]:
-        """An asynchronous server's updates, in their order."""
-        return [] if self._service is None else self._service.record
-
-    @property
-    def lost(self) -> dict[int, PeerLostError]:
-        """The workers that an asynchronous server has lost, by number, and how."""
-        return {} if self._service is None else self._service.lost
 
     @property
     def gone(self) -> set[int]:

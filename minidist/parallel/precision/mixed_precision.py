@@ -98,20 +98,12 @@ class Master:
 
     def __init__(self, parameter: Parameter, data: Array) -> None:
         self.parameter, self.name, self.data = parameter, parameter.name, data
+        self.shared_by, self.zero_grad = parameter.shared_by, parameter.zero_grad
 
     @property
     def grad(self) -> Array | None:
         """In low precision, and multiplied by the loss scale."""
         return self.parameter.grad
-
-    @property
-    def shared_by(self) -> Group | None:
-        """The parameter's."""
-        return self.parameter.shared_by     # type: ignore[no-any-return]
-
-    def zero_grad(self) -> None:
-        """Forget the gradient."""
-        self.parameter.zero_grad()
 
 
 class LossScale:

@@ -87,7 +87,7 @@ class Zero1(ShardedReplica):
 
     def _make_gradients(self) -> None:
         """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this rank's chunk."""
-        self.buckets = [Bucket(index, flat.parameters) for index, flat in enumerate(self.flats)]
+        self.buckets = [Bucket(flat.parameters) for flat in self.flats]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             self.store.keep_gradients(flat, bucket.data[flat.chunk])
         self.require_room()
