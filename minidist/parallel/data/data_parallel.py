@@ -28,16 +28,9 @@ Cost, a step (device 0 talks to each of the others; there is no ring):
 
 So 2(R-1) × 4Ψ pass through device 0, against 2(R-1)/R × 4Ψ in and as much out of each rank in DDP.
 
-The notes' steps (N0:133), as they happen here:
-
-    DP 1  device 0 reads the data and deals it out.
-    DP 2  device 0 copies the present model to the others, which never update theirs.
-    DP 3  every device makes its forward; the outputs go to device 0, which computes the loss.
-    DP 4  the *outputs' gradients* go to the others, for backward (not the loss, which is one number).
-    DP 5  the gradients come back to device 0, which *sums* them: the loss is the mean of the whole batch already.
-
-Replicas take turns in Python, since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and
-copying, run outside of it.
+Steps are numbered as in N0:133. In DP 4 the *outputs' gradients* go to the others, not the loss, which is one number;
+in DP 5 gradients are *summed*, because the loss is the mean of the whole batch already. Replicas take turns in Python,
+since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and copying, run outside of it.
 
 notes:   N0 DP, N1 DP
 Source:  PyTorch's torch.nn.DataParallel: replicate, scatter, parallel_apply, gather.
@@ -60,12 +53,12 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import cut, make_buckets
 from minidist.parallel.step.flat import join, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
 from minidist.parallel.step.strategy import Strategy
 
 
@@ -145,8 +138,7 @@ class DataParallel(Strategy):
     Args:    model: stays on device 0, where it is updated.
              replicas: how many devices; each is a thread of its own during a step, device 0 the caller's.
              forward: of a replica (default: call it); loss: of the outputs of the whole batch (default: cross-entropy).
-             recorders: one a device, told what runs when.
-             limit: seconds that a device waits for another.
+             recorders: one a device, told what runs when; limit: seconds that a device waits for another.
     Attributes: parameters: device 0's, what the optimizer is made of; devices.
     Raises:  ConfigError if there is no replica, or nothing to train.
     """
@@ -242,7 +234,7 @@ class DataParallel(Strategy):
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, self.precision, lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip)
         return loss
 
     def _replica(self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount) -> float:

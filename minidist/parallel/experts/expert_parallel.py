@@ -36,6 +36,7 @@ Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,21 +107,19 @@ class SplitExperts(Experts):
         if self.training and not computed_again():
             self.sent += leaving
         came = self._exchange_counts(counts)
-        here = self._travel(rows, leaving)
+        travel = partial(collectives.all_to_all, split=0, join=0, group=self.group)
+        here = travel(rows, counts=leaving)
         by_expert = _by_expert(came)
         xp = array_module(rows.data)
         back = xp.asarray(np.argsort(by_expert))
         results = super().forward(ops.take(here, xp.asarray(by_expert)), came.sum(axis=0).tolist())
-        return self._travel(ops.take(results, back), came.sum(axis=1).tolist())
+        return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
 
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
         """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
             return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
                                                   algorithm="pairwise"))
-
-    def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from minidist.errors import DiskError
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.traffic import MemoryTraffic
+from minidist.parallel.zero.shards import MemoryTraffic
 
 
 class Disk:

@@ -18,7 +18,7 @@ from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.traffic import MemoryTraffic
+from minidist.parallel.zero.shards import MemoryTraffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""

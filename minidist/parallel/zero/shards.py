@@ -19,7 +19,8 @@ sum of its gradients, the optimizer's state. ShardStore keeps all on the device,
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -39,7 +40,6 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Loss, divisors
 from minidist.parallel.step.strategy import Collective, DataAxis
-from minidist.parallel.step.traffic import MemoryTraffic
 
 
 class HybridSharding:
@@ -79,6 +79,32 @@ class HybridSharding:
         for pending in self._pending:
             pending.wait()
         self._pending = []
+
+
+class MemoryTraffic:
+    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
+
+    Attributes: step, other: direction -> bytes
+    """
+
+    def __init__(self) -> None:
+        self.step: dict[str, int] = {}
+        self.other: dict[str, int] = {}
+        self._counted = self.other
+
+    def count(self, source: str, target: str, nbytes: int) -> None:
+        """`nbytes` set out from one memory to the other."""
+        way = f"{source} to {target}"
+        self._counted[way] = self._counted.get(way, 0) + nbytes
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Moves that begin inside count as a training step's."""
+        before, self._counted = self._counted, self.step
+        try:
+            yield
+        finally:
+            self._counted = before
 
 
 class ShardStore:

@@ -25,13 +25,6 @@ Cost, a step and rank, whatever the number of backward passes (gradients are add
     messages     2(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
-The notes' steps (N4:298), as they happen here:
-
-    ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
-    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r.
-    ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
-    ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
-
 notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """

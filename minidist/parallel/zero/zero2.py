@@ -26,13 +26,6 @@ Cost, a step and rank, with A backward passes:
     messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
-The notes' steps (N4:349), as they happen here:
-
-    ZeRO-2 1a  each layer's gradients set out when they are computed: here, each bucket's.
-    ZeRO-2 1b  and are freed when their sum has arrived.
-    ZeRO-2 2   each rank updates its chunk.
-    ZeRO-2 3   all-gather of the new weights: it sets out here, and hides behind the next step's forward.
-
 notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -84,7 +77,6 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 class Zero2(ShardedReplica):
     """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Its gradients take a shard, and for a while two buckets.
     Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 

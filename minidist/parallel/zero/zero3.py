@@ -119,7 +119,7 @@ class Zero3(ZeroAxis):
              children); the rest is the root.
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
-             group, loss, algorithm, shard, precision, store, recorder: as ZeroAxis (zero/shards.py).
+             the others: as ZeroAxis (zero/shards.py).
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
@@ -141,7 +141,7 @@ class Zero3(ZeroAxis):
         self.sequence: list[Unit] = []          # without segments: units as the first forward met them
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
+        self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
         self._reduced: set[int] = set()
@@ -199,10 +199,7 @@ class Zero3(ZeroAxis):
         return segment[segment.index(unit) + 1:]
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
-        """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest.
-
-        The first that must wait is read ahead, where it does not lie on the device.
-        """
+        """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read ahead the next."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
         for other in following:
             room -= other.nbytes
@@ -250,7 +247,7 @@ class Zero3(ZeroAxis):
         self._reduce_all(self.segments[segment])
 
     def finish_step(self) -> None:
-        """With segments: reduce the root, which was held for all, and sum the shards over the copies."""
+        """With segments: reduce the root, and sum the shards over the copies."""
         if not self._summed:
             self._reduce_all([self.root])
             self.gradients.sum_copies()
@@ -299,7 +296,7 @@ class Zero3(ZeroAxis):
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                squares: Squares | None = None) -> None:
-        """The optimizer's step on this rank's pieces. Args: as DataAxis.update."""
+        """As DataAxis.update, on this rank's pieces."""
         self.root.free()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
 

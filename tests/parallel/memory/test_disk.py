@@ -16,7 +16,7 @@ from minidist.parallel.memory.disk import Disk
 from minidist.parallel.memory.disk_file import PAGE, Pool
 from minidist.parallel.memory.transfer_lanes import Pace, TransferLane
 from minidist.parallel.step.recorder import Silent
-from minidist.parallel.step.traffic import MemoryTraffic
+from minidist.parallel.zero.shards import MemoryTraffic
 
 
 def disk(buffers: int = 2, **options: object) -> Disk:
