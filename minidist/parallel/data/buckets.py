@@ -8,8 +8,8 @@ different parameters, and so complete their buckets in different orders; but the
 same one on every rank, or the sum of bucket 1 here would meet bucket 2 there. So a complete bucket waits for those
 before it, although that costs overlap.
 
-A parameter that a backward will not reach holds back no bucket: backward looks through its tape before it runs, and
-tells which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
+A parameter that a backward will not reach holds back no bucket: backward tells before it runs which leaves it will
+reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
 """
 
 import math
@@ -25,17 +25,14 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
-"""The largest size of a bucket, in bytes, by default. For 13 MB of gradients on two ranks over shm, reducing took
-each rank 15 ms of processor time in buckets of 0.5 MiB, 13 in 1 MiB, 10 in 2 MiB, 8 in 4 MiB and 6 in one; but the
-last bucket cannot hide behind backward, and the larger it is the longer all wait for it."""
+"""The largest size of a bucket, in bytes, by default. Larger ones cost less processor time (13 MB over shm: 15 ms in
+buckets of 0.5 MiB, 10 in 2, 8 in 4); but the last cannot hide behind backward."""
 
 
 class Bucket:
     """The gradients of `parameters`, one after another in one flat buffer; each parameter's gradient is a view of it.
 
-    Nothing is ever packed or unpacked: backward writes into the views, the collective works on `data`, and the
-    optimizer reads the views.
-
+    So nothing is packed or unpacked.
     Attributes: parameters  in reverse order of use
                 data        (n,) their gradients' dtype and device
     """
@@ -76,8 +73,6 @@ def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Buc
     return [Bucket(run) for run in cut(parameters, bucket_bytes)]
 
 
-# --------------------------------------------------------------------------------------- which bucket may be reduced
-
 UNUSED = ("zero", "error")
 
 
@@ -86,8 +81,7 @@ class BucketOrder:
 
     Args:    runs: of parameters; their hooks tell when gradients are final.
              who: the strategy and rank; by: what to call instead; both for errors.
-             unused: what a parameter means that no backward of a step reaches on this rank: "zero", a gradient of zero
-             (another rank may use it); "error": a mistake, named before the rank's last backward of the step.
+             unused: as DDP's; a mistake is named before the rank's last backward of the step.
     Attributes: completed: parameters in the order in which the newest backward made their gradients final
     Raises:  ConfigError for another `unused`.
     """

@@ -200,8 +200,6 @@ class DataAxis(Strategy):
         with self.recorder.span("optimizer", **self.update_notes):
             self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
-    # ------------------------------------------------------------------------------------------------------ step
-
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
         """One step on the *global* batch. Args, Returns: as Strategy.step."""

@@ -86,8 +86,6 @@ class Zero1(ShardedReplica):
         self.require_room()
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
         """Add gradients into the buckets; in the `last` backward of a step each rank gets the sums of its chunks.

@@ -99,8 +99,6 @@ class Zero2(ShardedReplica):
         self._summed = False
         self.gradients.forget()
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.

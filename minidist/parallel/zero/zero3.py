@@ -1,9 +1,8 @@
 """Chapter 16 · ZeRO-3 (FSDP): parameters too are divided; weights are fetched before use and freed after.
 
 The idea. A rank keeps its chunk of every weight and nothing else. The model is cut into units (a block, an embedding);
-before a unit runs, its weights are gathered from all ranks, and freed when it has run; before its backward they are
-gathered again, and when its gradients are final these are reduce-scattered and both freed. While a unit computes, the
-next one's weights are already on their way:
+a unit's weights are gathered before it runs, and freed when it has run; gathered again before its backward; and when
+its gradients are final, these are reduce-scattered and both freed. Meanwhile the next one's weights are on their way:
 
     compute                | forward 1 | 2        | 3 |          | backward 3 | 2                  | 1        |
     communicate   gather 1 | gather 2  | gather 3 |   | gather 3 | gather 2   | gather 1, reduce 3 | reduce 2 | reduce 1
@@ -12,8 +11,7 @@ next one's weights are already on their way:
 What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
-    parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and as much as `ahead` of the
-                                       largest, fetched before their turn
+    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work, and as much as `ahead` of the largest before its turn
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
@@ -28,9 +26,8 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
     messages     P-1 for each of these collectives, on a ring
     control      two float64: the loss, the squares of the gradient's norm
 
-With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
-all-gather ends the step: the next forward gathers anyway. All ranks must run the same units in the same order; so a
-rank without a row runs them too, on no row.
+With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). All
+ranks must run the same units in the same order; so a rank without a row runs them too, on no row.
 
 notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
@@ -107,8 +104,8 @@ def plain_zero3(model: GPT, modules: Iterable[Module], new_optimizer: Callable[[
 
 
 # `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave while backward
-# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk and so never lie
-# whole on any rank, several passes, and gradients of low precision.
+# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk, several passes,
+# and gradients of low precision.
 
 
 class Zero3(ZeroAxis):
@@ -150,12 +147,9 @@ class Zero3(ZeroAxis):
         for unit in self.units:
             self._watch(unit)
 
-    # ------------------------------------------------------------------------------------------------- partition
-
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
         """Each segment's units are gathered in their order, by any number of forwards and backwards of any order."""
-        of_module = {id(unit.module): unit for unit in self.units}
-        self.segments = [[of_module[id(module)] for module in segment if id(module) in of_module]
+        self.segments = [[unit for module in segment for unit in self.units if unit.module is module]
                          for segment in segments]
 
     def _watch(self, unit: Unit) -> None:
@@ -283,8 +277,6 @@ class Zero3(ZeroAxis):
             self.gradients.finish()
         self._reduced = set()
 
-    # ---------------------------------------------------------------------------------------------------- update
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As Strategy's; the root is freed at its end."""
@@ -303,8 +295,7 @@ class Zero3(ZeroAxis):
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
         """Gathers and reduce-scatters of units and root.
 
-        Args:    passes: backward passes; fetches: how often the units of each segment are gathered in a step (default:
-                 for each forward and backward, and all units alike).
+        Args:    fetches: how often the units of each segment are gathered in a step (default: for each pass, all alike).
         """
         gathers = (2 if self.free_after_forward else 1) * passes
         groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
