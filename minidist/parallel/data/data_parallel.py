@@ -168,8 +168,6 @@ class DataParallel(Strategy):
             for mine, original in zip(device.model.modules(), self.model.modules(), strict=True):
                 mine.training = original.training
 
-    # --------------------------------------------------------------------------------------------------- forward
-
     def gather_outputs(self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool) -> Array | None:
         """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the others send theirs.
 
@@ -190,8 +188,6 @@ class DataParallel(Strategy):
         assert leaf.grad is not None
         return leaf.grad, float(loss.item())
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None) -> None:
         """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4)."""
         dy = account.current().hold(device.group.scatter(gradients, algorithm="naive"), "activations")
@@ -210,8 +206,6 @@ class DataParallel(Strategy):
         if not len(part.inputs):
             return 0.0
         return float(self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item())
-
-    # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

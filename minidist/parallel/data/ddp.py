@@ -33,14 +33,8 @@ The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
            token count of the *whole* batch, so the sum is the gradient of the mean, also when parts differ in size.
     DDP 4  no controller; a ring carries the sums over every link at once.
 
-Models whose loss leaves parameters out. A GPT uses every parameter in every step, and completes them in the order in
-which buckets are cut (but for a weight before its own bias), so a Plan offers neither `unused` nor `static`. A model
-with branches sets them in its own loop:
-
-    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error"; default: an unused one gets zero
-    optimizer = AdamW(ddp.parameters, 1e-3)
-    for batch in batches:
-        ddp.step(batch, optimizer, clip=1.0, accumulate=4)
+A GPT uses every parameter in every step, about in the order in which buckets are cut, so a Plan offers neither `unused`
+nor `static`. A model with branches sets them in its own loop: `DDP(model, group, loss=loss, static=True)`.
 
 notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".

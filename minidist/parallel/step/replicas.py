@@ -1,7 +1,6 @@
 """Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight bytes a rank."""
 
 import hashlib
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,8 +45,5 @@ def weights_digest(state: dict[str, np.ndarray]) -> str:
     """SHA-256 over weights in the order of their names, as little-endian bytes without padding."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        weights = np.ascontiguousarray(state[name])
-        if weights.dtype.byteorder == ">" or (weights.dtype.byteorder == "=" and sys.byteorder == "big"):
-            weights = weights.byteswap()
-        digest.update(bytes_view(weights).data)
+        digest.update(bytes_view(np.ascontiguousarray(state[name], state[name].dtype.newbyteorder("<"))).data)
     return digest.hexdigest()

@@ -139,11 +139,8 @@ class DataAxis(Strategy):
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss, self.precision = loss or loss_of(model), precision or Precision()
         self.recorder = recorder or Silent()
-        self.first_copy = group.rank == 0
+        self.first_copy = group.rank == 0       # this rank belongs to the first copy of the state (DDP: is it)
         self._summed = True         # this step's gradients are summed over the ranks
-
-    first_copy: bool
-    """Whether this rank belongs to the first copy of the state; each rank of DDP is a copy."""
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""

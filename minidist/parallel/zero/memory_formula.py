@@ -17,14 +17,13 @@ notes:   N0 ZeRO, N4 §4–7
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STATE = ("parameters", "gradients", "optimizer")
 """The account's categories that stay from step to step."""
 
 
-@dataclass(frozen=True)
-class Each:
+class Each(NamedTuple):
     """Bytes a parameter: its weight, its gradient, and what the optimizer keeps of it (K)."""
 
     parameters: int
@@ -42,7 +41,7 @@ class Each:
     @property
     def together(self) -> int:
         """Bytes a parameter where nothing is divided."""
-        return self.parameters + self.gradients + self.optimizer
+        return sum(self)
 
 
 SINGLE = Each.of(4)
@@ -71,14 +70,11 @@ def saving(each: Each, *, zero: int, ranks: int, shard: int | None = None) -> fl
 
 
 def in_flight(zero: int, *, largest: int, root: int = 0, ahead: int = 1) -> dict[str, int]:
-    """Bytes by category that come on top at the peak of a step, at most.
+    """Bytes by category that come on top at the peak of a step, at most: of buckets or units at work and on their way.
 
     Args:    largest: bytes of the largest bucket (ZeRO-2) or unit (ZeRO-3), its gradients as large as its weights.
              root: bytes of what is held all along: a tied weight's bucket, or the root unit.
              ahead: how many units ZeRO-3 gathers before their turn.
-
-    Gradients: a bucket or unit that fills, one in flight, and the root's. Parameters, with ZeRO-3: the unit at work,
-    those gathered ahead of it, and the root.
     """
     return {"parameters": (1 + ahead) * largest + root if zero == 3 else 0,
             "gradients": 2 * largest + root if zero >= 2 else 0}

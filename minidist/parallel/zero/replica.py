@@ -65,8 +65,7 @@ class ShardedReplica(ZeroAxis):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
     Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
-             bucket_bytes: largest size of a bucket, in bytes; the others as ZeroAxis.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             bucket_bytes: largest size of a bucket, in bytes; the others, and Attributes: as ZeroAxis.
     Raises:  MismatchError if the replicas do not start equal.
     """
 

@@ -193,7 +193,8 @@ class ZeroAxis(DataAxis):
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
              on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
-    Attributes: flats: the runs of parameters that learn; stored: all that are divided; sharing; store.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
+                flats: the runs of parameters that learn; stored: all that are divided.
     """
 
     flats: Sequence[Flat]

@@ -112,12 +112,10 @@ class Zero3(ZeroAxis):
     """A model of which each rank of a group keeps a chunk.
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
-             units: modules of the model, without a parameter in common and used through their calls alone (default: its
-             children); the rest is the root.
+             units: its modules (default: children) without a common parameter, used through calls alone; else: root.
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
-             the others: as ZeroAxis (zero/shards.py).
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             the others, and Attributes: as ZeroAxis (zero/shards.py).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
@@ -159,8 +157,6 @@ class Zero3(ZeroAxis):
         module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
         module.register_backward_hook(lambda module: self._leave_backward(unit))
 
-    # --------------------------------------------------------------------------------------------------- forward
-
     def begin_step(self) -> None:
         """The next sums replace the shards."""
         self._summed = False
@@ -201,8 +197,6 @@ class Zero3(ZeroAxis):
                 other.prefetch()
                 break
             other.fetch()
-
-    # -------------------------------------------------------------------------------------------------- backward
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -295,7 +289,7 @@ class Zero3(ZeroAxis):
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
         """Gathers and reduce-scatters of units and root.
 
-        Args:    fetches: how often the units of each segment are gathered in a step (default: for each pass, all alike).
+        Args:    fetches: how often the units of each segment are gathered in a step (default: for each pass).
         """
         gathers = (2 if self.free_after_forward else 1) * passes
         groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
