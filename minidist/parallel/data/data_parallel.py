@@ -107,13 +107,7 @@ def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
 
 
 class ReplicaDevice:
-    """One device: a replica, what fills its memory, what it sent.
-
-    Attributes: rank     its number; 0 has the model that the user gave
-                group    its end of the links to the other devices; its ledger counts what this device sends
-                account  this device's memory
-                model    its replica
-    """
+    """One device: its number (0 has the user's model), replica, memory account, and end of the links to the others."""
 
     def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder) -> None:
         self.rank, self.group, self.account, self.model, self.recorder = group.rank, group, memory, model, recorder

@@ -202,9 +202,8 @@ class ParameterServer(Strategy):
              accumulate: int = 1) -> float:
         """One step on the *global* batch.
 
-        Args:    optimizer: made of `self.parameters`; a worker's has nothing to do. lr: this step's learning rate
-                 (None: the optimizer's own). accumulate: in how many passes a worker takes its rows.
-                 clip: bound of the gradient's norm: of the sum when synchronous, else of each worker's own.
+        Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when synchronous, else of
+                 each worker's own gradient.
         Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean loss of the worker's
                  own part; a server's first call serves until all workers have finished, its later ones do nothing.
         Raises:  PeerLostError naming the server that was lost.
@@ -236,9 +235,8 @@ class ParameterServer(Strategy):
             return sum_in_order(self.group, share)
 
     def finish(self) -> set[int]:
-        """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
+        """After the last step, any number of times: an asynchronous worker waits for the others and the last weights.
 
-        Every rank may call it at any time after; it does nothing on servers, and when synchronous.
         Returns: ranks of the group that were lost.
         """
         if self.asynchronous and not self.serves and not self._finished:
@@ -251,7 +249,7 @@ class ParameterServer(Strategy):
         return everyone, everyone.size - self.servers
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare the weights of the workers. Args, Raises: as Strategy.check_replicas."""
+        """As Strategy's, of the workers."""
         if not self.serves:
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 

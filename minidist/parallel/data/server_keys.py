@@ -38,20 +38,17 @@ class Shard:
     Attributes: keys       the parameters, which stay usable
                 weights    a vector for each dtype
                 gradients  as long
+                nbytes     of the weights
     """
 
     def __init__(self, keys: Sequence[Parameter]) -> None:
         self.keys = tuple(keys)
         self.runs = [[key for key in keys if key.dtype == dtype] for dtype in dict.fromkeys(key.dtype for key in keys)]
         self.weights = [join(run) for run in self.runs]
+        self.nbytes = sum(vector.nbytes for vector in self.weights)
         self.gradients = self.rooms("gradients")
         for key, grad in self._by_key(self.gradients):
             key.bind_gradient(grad)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(vector.nbytes for vector in self.weights)
 
     def pieces(self) -> list[Piece]:
         """The pieces of an optimizer, with this shard's gradients."""

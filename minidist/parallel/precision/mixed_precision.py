@@ -109,8 +109,7 @@ class Master:
 class LossScale:
     """The factor of the loss: halved when a gradient overflows, doubled after `patience` steps without.
 
-    So it stays near the largest that does not overflow, which wastes fewest small gradients. A power of two, so that
-    scaling changes no digit.
+    So it stays near the largest that does not overflow. A power of two, so that scaling changes no digit.
 
     Attributes: value: this step's scale; good: steps since it last changed.
     """
@@ -141,8 +140,7 @@ class LossScale:
 class MixedPrecision(Precision):
     """Weights and gradients in low precision, float32 master weights, and for float16 a dynamic loss scale.
 
-    Args:    name: "bf16", "fp16" or "fp8"; the model's dtype must be the one it stands for (DTYPES). fp8 also needs
-             `attach`.
+    Args:    name: "bf16", "fp16" or "fp8" (which also needs `attach`); the model's dtype must be its (DTYPES).
              loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
              masters: the dtype asked for master weights.
     Raises:  ConfigError for another name, or for masters other than float32.
@@ -218,10 +216,8 @@ class MixedPrecision(Precision):
                clip: float | None) -> None:
         """Update the masters by the unscaled gradients, and round them to the weights; or skip all of it.
 
-        The norm is the unscaled gradient's, found in float64 from the gradients as they are. If it is not finite and
-        there is a loss scale, a gradient has overflowed, perhaps on another rank: every rank sees the same norm, so all
-        skip, and weights, moments and step counts stay as they were. That decision waits for a GPU; without a loss
-        scale there is none, and the norm stays where it is.
+        With a loss scale a norm that is not finite means that a gradient has overflowed, perhaps on another rank. Every
+        rank sees the same norm, so all skip, and nothing changes. Only that decision waits for a GPU.
         """
         if self.float8 is not None:
             self.float8.agree()

@@ -1,9 +1,6 @@
 """One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a data axis.
 
-    Strategy     Single, DataParallel, ParameterServer, Hybrid
-    DataAxis     DDP, ZeRO-1, ZeRO-2, ZeRO-3: the ranks of a group divide the rows of a batch and sum their gradients
-
-The step of all data axes is the same, and stands here; a chapter says what its parts do:
+The step of all data axes (DDP, ZeRO) is the same, and stands here; a chapter says what its parts do:
 
     begin_step                       the gradients of the previous step go
     begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward sums over the ranks
@@ -120,7 +117,7 @@ class Strategy(ABC):
 
 
 class DataAxis(Strategy):
-    """Ranks of a group that divide the rows of a batch. Args: as DDP."""
+    """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
 
     computes_without_rows: ClassVar[bool] = False
     """A rank without a row runs forward and backward too, because others gather weights with it (ZeRO-3)."""

@@ -31,11 +31,11 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.step.flat import Flat, Piece, gather_state, sum_in_order
+from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Loss, divisors
@@ -171,8 +171,20 @@ class ShardStore:
         return sum_of_squares(piece.grad for piece in self._pieces)
 
     def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
-        """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
-        return gather_state(model, flats, map(self.master, flats), algorithm=algorithm)
+        """Copies of a model's master weights, whole, on the host, by dotted path; low precision comes as float32.
+
+        What is in no flat is taken from the model. Every rank calls it.
+        Cost:    one all-gather a flat, counted under `control`; a flat at a time.
+        """
+        whole: dict[int, np.ndarray] = {}
+        for flat in flats:
+            chunk = self.master(flat)
+            vector = empty_like(chunk, flat.size, "workspace")
+            with flat.group.ledger.control():
+                flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
+            whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
+        return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
+                for name, p in model.named_parameters()}
 
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""
@@ -229,10 +241,7 @@ class ZeroAxis(DataAxis):
         return sum_in_order(self.sharing.shard, self.store.squares())
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
-
-        Cost:    one all-gather a bucket or unit, counted under `control`; one at a time.
-        """
+        """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
     def sums_of_copies(self) -> list[Collective]:

@@ -17,8 +17,7 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
                                         2Ψ + 14Ψ/P
 
-A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
-backward will not reach holds back nothing: backward tells before it runs what it will reach (data/buckets.py).
+A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last.
 
 Cost, a step and rank, with A backward passes:
 
