@@ -152,10 +152,7 @@ class BucketOrder:
         self._start_complete()
 
     def _refuse_unused(self, reached: Collection[int]) -> None:
-        """With unused="error": raise for what neither this backward will reach nor an earlier one of the step did.
-
-        A rank that had no row in the whole step computed nothing, and that is no mistake.
-        """
+        """With unused="error": raise for what no backward of the step reaches; not on a rank that had no row."""
         if self.unused != "error" or not self._computed:
             return
         names = [parameter.name for run in self.runs[self.started:] for parameter in run

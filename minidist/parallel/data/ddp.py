@@ -112,8 +112,6 @@ class DDP(DataAxis):
         self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
         self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
         """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the same bits on each.
@@ -161,8 +159,6 @@ class DDP(DataAxis):
         self._order.arrange([bucket.parameters for bucket in self.buckets])
         reached = set(map(id, order))
         self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
-
-    # ---------------------------------------------------------------------------------------------------- update
 
     def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn, each whole."""

@@ -142,8 +142,6 @@ class ParameterServer(Strategy):
         """Ranks of the group that were lost; workers know it when they have finished."""
         return set(self.lost) if self.serves else self._gone
 
-    # ------------------------------------------------------------------------------------------ forward, backward
-
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """The sum of the part's losses over `divisor`; None without a row."""
         return self.loss(part, divisor) if len(part.inputs) else None

@@ -173,10 +173,7 @@ class ExpertParallel(SplitModel):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """As SplitModel.step; the loss includes balance losses.
-
-        A rank without rows takes part, because its experts get tokens of others.
-        """
+        """As SplitModel.step, with balance losses. A rank without rows takes part: its experts get tokens of others."""
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):

@@ -94,15 +94,10 @@ class Strategy(ABC):
         return float(self.loss(part, 1).item()) if len(part.inputs) else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Losses and tokens of all readers, added in rank order.
-
-        Cost:    one all-gather of two float64 a rank, counted under `control`.
-        """
+        """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a rank, `control`."""
         with group.ledger.control():
             sums = group.all_gather(np.array([loss, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0]), float(sums[1])
-
-    # ---------------------------------------------------------------------------------------------- after the run
 
     def finish(self) -> Collection[int]:
         """After the last step. Returns the ranks that were lost on the way."""
@@ -119,17 +114,10 @@ class Strategy(ABC):
 class DataAxis(Strategy):
     """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
 
-    computes_without_rows: ClassVar[bool] = False
-    """A rank without a row runs forward and backward too, because others gather weights with it (ZeRO-3)."""
-
-    reduces_each_pass: ClassVar[bool] = False
-    """Each backward ends in sums over the ranks, because no rank can keep whole gradients (ZeRO-2, ZeRO-3)."""
-
-    divides_state: ClassVar[bool] = True
-    """`updated()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
-
-    update_notes: ClassVar[dict[str, str]] = {}
-    """What the span of the update carries: the notes' step."""
+    computes_without_rows: ClassVar[bool] = False   # True: a rank without a row runs too, as others gather with it
+    reduces_each_pass: ClassVar[bool] = False       # True: each backward ends in sums, as no rank keeps whole gradients
+    divides_state: ClassVar[bool] = True            # `updated()` are pieces, each rank has the state of its own (ZeRO)
+    update_notes: ClassVar[dict[str, str]] = {}     # what the span of the update carries: the notes' step
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
                  recorder: Recorder | None) -> None:

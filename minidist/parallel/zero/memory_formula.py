@@ -19,8 +19,7 @@ Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 
 from typing import NamedTuple
 
-STATE = ("parameters", "gradients", "optimizer")
-"""The account's categories that stay from step to step."""
+STATE = ("parameters", "gradients", "optimizer")    # the account's categories that stay from step to step
 
 
 class Each(NamedTuple):
@@ -44,11 +43,8 @@ class Each(NamedTuple):
         return sum(self)
 
 
-SINGLE = Each.of(4)
-"""float32 with Adam: 4 + 4 + 8."""
-
-MIXED = Each.of(2, masters=True)
-"""Mixed precision with Adam: 2 + 2 + 12, of which 4 are the master weights."""
+SINGLE = Each.of(4)                     # float32 with Adam: 4 + 4 + 8
+MIXED = Each.of(2, masters=True)        # mixed precision with Adam: 2 + 2 + 12, of which 4 are the master weights
 
 
 def state_bytes(parameters: int, each: Each, *, zero: int = 0, ranks: int = 1,

@@ -58,11 +58,9 @@ class HybridSharding:
             raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
                               f"{', '.join(map(str, divisors(group.size)))}")
         self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
-        self.shard: Group = group
-        self.replicas: Group | None = None
-        if self.copies > 1:
-            self.shard = group.split(group.rank // size, axis=f"{group.axis}.shard")
-            self.replicas = group.split(group.rank % size, axis=f"{group.axis}.replicas")
+        one = self.copies == 1
+        self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
+        self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
 
     def start_sum(self, chunk: Array, what: str) -> None:

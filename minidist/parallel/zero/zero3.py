@@ -139,7 +139,7 @@ class Zero3(ZeroAxis):
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
-        self._reduced: set[int] = set()
+        self._reduced = set[Unit]()             # whose gradients have set out in this backward
         self._deferring = False                 # this backward leaves the gradients of weights for later
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
@@ -257,11 +257,10 @@ class Zero3(ZeroAxis):
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        for flat in unit.learning:
-            index = self.flats.index(flat)
-            if index not in self._reduced:
-                self._reduced.add(index)
-                self.gradients.start(index)
+        if unit not in self._reduced:
+            self._reduced.add(unit)
+            for flat in unit.learning:
+                self.gradients.start(self.flats.index(flat))
 
     def _reduce_all(self, units: Sequence[Unit]) -> None:
         """Reduce what a backward has left of these units, the last unit first, and wait for all sums."""
@@ -269,7 +268,7 @@ class Zero3(ZeroAxis):
             for unit in reversed(units):
                 self._reduce(unit)
             self.gradients.finish()
-        self._reduced = set()
+        self._reduced.clear()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -287,10 +286,7 @@ class Zero3(ZeroAxis):
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
-        """Gathers and reduce-scatters of units and root.
-
-        Args:    fetches: how often the units of each segment are gathered in a step (default: for each pass).
-        """
+        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered (default: each pass)."""
         gathers = (2 if self.free_after_forward else 1) * passes
         groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
         calls = [("all_gather", flat, times) for units, times in groups for unit in units for flat in unit.flats]
