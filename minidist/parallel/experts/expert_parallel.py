@@ -169,7 +169,7 @@ class ExpertParallel(SplitModel):
     def __init__(self, model: GPT, group: Group, **options: Any) -> None:
         super().__init__(model, group, **options)
         self.load = ExpertLoad(model, self.everyone)
-        self.loads, self.routed = self.load.step, self.load.routed
+        self.layers, self.loads, self.routed = self.load.layers, self.load.step, self.load.routed
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
