@@ -99,11 +99,11 @@ class Group(Members):
                  algorithm: naive, tree, ring, hierarchical, native, shared.
         Returns: (...), the root's shape and dtype.
         """
-        return self._run(verbs.broadcast(self, x, root, out, algorithm))
+        return self._run(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def start_broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start broadcast. Returns: a Pending; its wait() returns broadcast's result."""
-        return self._start(verbs.broadcast(self, x, root, out, algorithm))
+        return self._start(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
@@ -112,11 +112,11 @@ class Group(Members):
                  algorithm: naive, tree, native.
         Returns: part `rank`, ceil(n/P) or floor(n/P) rows.
         """
-        return self._run(verbs.scatter(self, x, root, out, algorithm))
+        return self._run(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     def start_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start scatter. Returns: a Pending; its wait() returns scatter's result."""
-        return self._start(verbs.scatter(self, x, root, out, algorithm))
+        return self._start(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     # --------------------------------------------------------------------------------------------------- to one root
 
@@ -128,12 +128,12 @@ class Group(Members):
         Returns: (...), as x, at the root; None elsewhere.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
-        return self._run(verbs.reduce(self, x, op, root, out, algorithm))
+        return self._run(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
                      algorithm: str = "auto") -> Pending:
         """Start reduce. Returns: a Pending; its wait() returns reduce's result."""
-        return self._start(verbs.reduce(self, x, op, root, out, algorithm))
+        return self._start(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
@@ -142,11 +142,11 @@ class Group(Members):
                  algorithm: naive, tree, native.
         Returns: (sum of all m, ...) at the root; None elsewhere.
         """
-        return self._run(verbs.gather(self, x, root, out, algorithm))
+        return self._run(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     def start_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start gather. Returns: a Pending; its wait() returns gather's result."""
-        return self._start(verbs.gather(self, x, root, out, algorithm))
+        return self._start(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     # -------------------------------------------------------------------------------------------- from all, to all
 
@@ -160,11 +160,11 @@ class Group(Members):
         Returns: (...), as x.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
-        return self._run(verbs.all_reduce(self, x, op, out, algorithm))
+        return self._run(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result."""
-        return self._start(verbs.all_reduce(self, x, op, out, algorithm))
+        return self._start(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
@@ -188,11 +188,11 @@ class Group(Members):
                  algorithm: naive, ring, halving-doubling, hierarchical, torus, native, shared.
         Returns: (sum of all m, ...).
         """
-        return self._run(verbs.all_gather(self, x, out, algorithm))
+        return self._run(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start all_gather. Returns: a Pending; its wait() returns all_gather's result."""
-        return self._start(verbs.all_gather(self, x, out, algorithm))
+        return self._start(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
         """Every rank sends an array to every rank.
