@@ -11,7 +11,8 @@ by which neighbours compare calls (they carry no payload), nor what a rank sends
 """
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,12 +37,6 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class _Here(threading.local):
-    """The state of one thread: control() counts for the thread that called it."""
-
-    in_control = False
-
-
 class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads."""
 
@@ -52,7 +47,7 @@ class Ledger:
         self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
         self._messages: Counter[tuple[str, str, str, str]] = Counter()
         self._lock = threading.Lock()
-        self._here = _Here()
+        self._here = threading.local()      # of the thread that called control()
 
     def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
                phase: str | None = None) -> None:
@@ -74,7 +69,7 @@ class Ledger:
     @contextmanager
     def control(self) -> Iterator[None]:
         """Count calls that this thread begins in the block under the axis "control"."""
-        before, self._here.in_control = self._here.in_control, True
+        before, self._here.in_control = self.in_control, True
         try:
             yield
         finally:
@@ -83,7 +78,7 @@ class Ledger:
     @property
     def in_control(self) -> bool:
         """Whether this thread is inside control()."""
-        return self._here.in_control
+        return getattr(self._here, "in_control", False)
 
     def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
         """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""
@@ -123,10 +118,14 @@ class Ledger:
         for subscriber in self.subscribers:
             subscriber(event)
 
+    def publish_now(self, kind: str, name: str, start: float, details: dict[str, Any]) -> None:
+        """Publish an event that ends now, in this thread."""
+        self.publish(Event(kind, name, start, time.perf_counter(), self.world_rank, threading.current_thread().name,
+                           details))
+
     def _by_axis(self, column: str, phase: str | None) -> dict[str, dict[str, int]]:
-        table: dict[str, dict[str, int]] = {}
+        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for row in self.rows():
             if phase is None or row["phase"] == phase:
-                verbs = table.setdefault(row["axis"], {})
-                verbs[row["verb"]] = verbs.get(row["verb"], 0) + row[column]
-        return table
+                table[row["axis"]][row["verb"]] += row[column]
+        return {axis: dict(verbs) for axis, verbs in table.items()}

@@ -91,7 +91,7 @@ def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _overlaps_itself(array: np.ndarray) -> bool:
-    """Whether elements may share memory, as a broadcast view's do: whether a dim does not step over all shorter ones."""
+    """Whether elements may share memory, as a broadcast view's do: a dim does not step over all shorter ones."""
     if array.flags.c_contiguous or array.size == 0:
         return False
     reach = array.itemsize
@@ -186,8 +186,8 @@ class OutputArray:
 class Rows:
     """The result of a gather: blocks of every rank, one after the other along the first dim.
 
-    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is received straight into
-    its place in `whole`, the result; otherwise into arrays of their own that are joined at the end (two copies more).
+    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is received straight
+    into its place in `whole`, the result; else into arrays of their own that are joined at the end (two copies more).
     """
 
     def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:

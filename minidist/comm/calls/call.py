@@ -10,7 +10,6 @@ let both wait for ever.
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.running_call import RunningCall
-from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce
@@ -288,6 +286,5 @@ class Call(RunningCall):
         return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
-        details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}
-        self.ledger.publish(Event(kind, self.verb, start, time.perf_counter(), self.ledger.world_rank,
-                                  threading.current_thread().name, details))
+        self.ledger.publish_now(kind, self.verb, start, {"axis": self.axis, "verb": self.verb,
+                                                         "algorithm": self.algorithm, **details})

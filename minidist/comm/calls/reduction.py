@@ -102,7 +102,7 @@ def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
 
 @lru_cache(maxsize=512)
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
-    """The reduction `op` on `dtype`. Raises: ConfigError for an unknown op; DtypeError if the dtype does not take it."""
+    """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype does not take."""
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
     low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
