@@ -4,9 +4,8 @@
     handle = transport.start_recv(peer, tag, accept, reduce=None)   # accept(meta, nbytes) says where the bytes go
     handle.wait()
 
-A group builds everything on these two: send, recv, exchange, and every collective. A new transport is one short file
-that keeps the promises below, plus its name in launch/transports.py and in tests/comm/test_conformance.py, which holds
-it to them.
+A new transport is one short file that keeps the promises below, plus its name in launch/transports.py and in
+tests/comm/test_conformance.py, which holds it to them.
 
 Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
             a message without a receive never holds up one with another tag.
@@ -146,15 +145,12 @@ class Transport(ABC):
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
         """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
-        raise self._no_native()
+        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
+                          f"and of nccl with arrays on the GPU: choose auto, or another")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
-        """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""
-        raise self._no_native()
-
-    def _no_native(self) -> ConfigError:
-        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of "
-                           f"mpi, and of nccl with arrays on the GPU: choose auto, or another")
+        """Its own collectives among `world_ranks`, the ranks of the group with that id; check_native() comes first."""
+        raise NotImplementedError
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
