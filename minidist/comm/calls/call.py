@@ -137,6 +137,11 @@ class Call(RunningCall):
 
         return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, from next_rank on: so all do not turn to the same one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     def wait(self, handles: Iterable[Handle]) -> None:
         """Wait for each of several transfers."""
         for handle in handles:

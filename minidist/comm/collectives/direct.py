@@ -33,10 +33,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              precision (float32), or in place on ranks from 2 on.
     Rounding: low precision is added in float32 and rounded once.
     """
-    values = {src: call.workspace(len(x), x.dtype) for src in range(call.size) if src != call.rank}
-    others = [(call.rank - step) % call.size for step in range(1, call.size)]
-    received = [call.start_recv(src, values[src]) for src in others]
-    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(reversed(others))]
+    values = {src: call.workspace(len(x), x.dtype) for src in reversed(call.others)}
+    received = [call.start_recv(src, value) for src, value in values.items()]
+    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(call.others)]
     call.wait(received + sent)
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added

@@ -119,7 +119,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     dissemination.barrier(call)
     if call.side is not None:
         return _all_to_all_on_gpu(call, parts, place)
-    others = [rank for rank in range(call.size) if rank != call.rank]
+    others = sorted(call.others)
     bundles = {rank: pack(call, [parts[rank]]) for rank in others}
     leaving = np.array([len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64)
     coming, eight = np.empty_like(leaving), [8] * call.size

@@ -46,8 +46,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
     """
-    receiving = {src: call.start_recv_block(src, place(src)) for src in _before(call)}
-    sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
+    receiving = {src: call.start_recv_block(src, place(src)) for src in reversed(call.others)}
+    sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
     received = {call.rank: parts[call.rank]}
     for src, (handle, arrived) in receiving.items():
         handle.wait()
@@ -67,8 +67,8 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
              workspace: one float32 chunk in low precision, which is rounded once.
     """
     chunks = split(x, call.size)
-    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
-    total = add_from(call, _before(call), chunks[call.rank], out, op)
+    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
+    total = add_from(call, reversed(call.others), chunks[call.rank], out, op)
     call.wait(sent)
     op.finish(total, out)
 
@@ -83,9 +83,9 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
     Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
     """
-    received = [call.start_recv(src, chunks[src]) for src in _before(call)]
+    received = [call.start_recv(src, chunks[src]) for src in reversed(call.others)]
     sent = [call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
-            for step, dst in enumerate(_after(call))]
+            for step, dst in enumerate(call.others)]
     call.wait(received + sent)
 
 
@@ -98,13 +98,3 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     sums = split(out, call.size)
     reduce_scatter(call, x, sums[call.rank], op)
     tell_all(call, sums, first_step=call.size - 1)
-
-
-def _after(call: Call) -> list[int]:
-    """The other ranks, from next_rank on."""
-    return [(call.rank + 1 + step) % call.size for step in range(call.size - 1)]
-
-
-def _before(call: Call) -> list[int]:
-    """The other ranks, from prev_rank back."""
-    return [(call.rank - 1 - step) % call.size for step in range(call.size - 1)]

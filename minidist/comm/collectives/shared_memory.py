@@ -30,7 +30,7 @@ from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import SharingGroup
 from minidist.comm.collectives.bruck import PackedShapes, labels_of, shapes_in
-from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
+from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, piece_bytes
 
 
 def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
@@ -52,10 +52,12 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over all ranks, exactly.
     Rounding: low precision is added in a float32 workspace and rounded once.
     """
-    add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
+    if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES:
+        _add(call, call.show(x), out, op)
+        return
     length = SHOWN_BYTES // x.itemsize
-    for start in range(0, max(len(x), 1), length):
-        add(call, x[start:start + length], out[start:start + length], op)
+    for start in range(0, len(x), length):
+        _add_chunks(call, x[start:start + length], out[start:start + length], op)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -84,7 +86,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told = call.show_block(own, *([] if lent else [data[:SHOWN_BYTES]]), lent=lent)
     blocks = {call.rank: own}
-    for rank in _others(call):
+    for rank in call.others:
         theirs, shown = told[rank]
         assert theirs is not None, "every rank has a block"
         blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
@@ -97,7 +99,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         call.show(_NOTHING)             # every rank has read
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
         pieces = call.show(data[start:start + SHOWN_BYTES])
-        for rank in _others(call):
+        for rank in call.others:
             bytes_view(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
@@ -139,7 +141,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     told = [shapes_in(theirs, call.size - 1, parts[0].itemsize) for theirs in shown]
     longest = max(max(bundle.lengths) if _is_long(bundle.starts[-1]) else 0 for bundle in told)
     try:
-        for src in _others(call):
+        for src in call.others:
             mine, bundle = call.rank - (call.rank > src), told[src]
             received[src] = place(src)(bundle.shapes[mine], parts[0].dtype)
             if not _is_long(bundle.starts[-1]):
@@ -157,15 +159,6 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 def barrier(call: Call) -> None:
     """Every rank shows that it is there. Cost: 1 message of 0 bytes per rank."""
     call.show(_NOTHING)
-
-
-def piece_bytes(size: int) -> int:
-    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the others."""
-    return SHOWN_BYTES // (size - 1) & -64
-
-
-def _add_all(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    _add(call, call.show(x), out, op)
 
 
 def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -201,7 +194,7 @@ def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], told: Sequence
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
         shown = call.show(*(part[start:start + step] for part in data))
-        for src in _others(call):
+        for src in call.others:
             if _is_long(told[src].starts[-1]):
                 pieces = [min(max(length - start, 0), step) for length in told[src].lengths]
                 mine = call.rank - (call.rank > src)
@@ -221,11 +214,6 @@ def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
     copy = call.workspace(array.size, array.dtype)
     copy[...] = array.reshape(-1)
     return copy
-
-
-def _others(call: Call) -> list[int]:
-    """The other ranks, from next_rank on: so all do not read from the same one at once."""
-    return [(call.rank + step) % call.size for step in range(1, call.size)]
 
 
 def _address(shown: np.ndarray, number: int = 0) -> int:
