@@ -11,8 +11,3 @@ SHOWN_WHOLE_BYTES = 256 << 10
 
 STRETCH_BYTES = 4 << 20
 """Most bytes of an array that a ring all-reduce sends round at a time: each step finds the last one's sums in cache."""
-
-
-def piece_bytes(size: int) -> int:
-    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the others."""
-    return SHOWN_BYTES // (size - 1) & -64

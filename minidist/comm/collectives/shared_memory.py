@@ -30,7 +30,7 @@ from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import SharingGroup
 from minidist.comm.collectives.bruck import PackedShapes, labels_of, shapes_in
-from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, piece_bytes
+from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
 def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
@@ -52,12 +52,10 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over all ranks, exactly.
     Rounding: low precision is added in a float32 workspace and rounded once.
     """
-    if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES:
-        _add(call, call.show(x), out, op)
-        return
+    add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
-    for start in range(0, len(x), length):
-        _add_chunks(call, x[start:start + length], out[start:start + length], op)
+    for start in range(0, max(len(x), 1), length):
+        add(call, x[start:start + length], out[start:start + length], op)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -159,6 +157,15 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 def barrier(call: Call) -> None:
     """Every rank shows that it is there. Cost: 1 message of 0 bytes per rank."""
     call.show(_NOTHING)
+
+
+def piece_bytes(size: int) -> int:
+    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the others."""
+    return SHOWN_BYTES // (size - 1) & -64
+
+
+def _add_all(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    _add(call, call.show(x), out, op)
 
 
 def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:

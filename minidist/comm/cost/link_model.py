@@ -185,5 +185,6 @@ def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
         if solved.min() >= 0:
             break
         free.remove(free[int(solved.argmin())])
-    *costs, crowd = np.maximum(numbers, 0).tolist()
-    return LinkCost(link, ranks, *costs, float(np.abs(relative @ numbers - 1).max()), crowd)
+    misfit = float(np.abs(relative @ numbers - 1).max())
+    alpha, overhead, beta, gamma, crowd = np.maximum(numbers, 0).tolist()
+    return LinkCost(link, ranks, alpha, overhead, beta, gamma, misfit, crowd)

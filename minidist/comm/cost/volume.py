@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from minidist.comm.chunks import bounds
-from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES, piece_bytes
+from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,10 @@ def _torus(case: Case) -> int:
     return 2 * case.size * (columns - 1) + sum(2 * rows * (rows - 1) * _stretches(chunk) for chunk in chunks)
 
 
+def _piece(case: Case) -> int:
+    return SHOWN_BYTES // case.others & -64
+
+
 def _shown(case: Case, nbytes: int, piece: int | None = None) -> int:
     """Messages of all ranks that show `nbytes` in pieces (of SHOWN_BYTES), one at least."""
     return case.size * max(1, -(-nbytes // (piece or SHOWN_BYTES)))
@@ -173,7 +177,7 @@ def _shown_parts(case: Case) -> int:
     leaving = [[part for dst, part in enumerate(row) if dst != src] for src, row in enumerate(case.parts)]
     longest = max((max(parts) for parts in leaving if sum(parts) + case.others * (8 + 8 * case.dims) > SHOWN_BYTES),
                   default=0)
-    return case.size * (1 + (min(longest, 1) if case.lends else -(-longest // piece_bytes(case.size))))
+    return case.size * (1 + (min(longest, 1) if case.lends else -(-longest // _piece(case))))
 
 
 def _native(messages: str, count: Callable[[Case], int], nbytes: str, volume: Callable[[Case], int],
@@ -265,8 +269,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         lambda case: (1 + (case.others * case.nbytes > SHOWN_WHOLE_BYTES)) * _shown(case, case.nbytes),
         "Pn", lambda case: case.size * case.nbytes, "2 ceil(n / 2 MiB)"),
     ("reduce_scatter", "shared"): Formula(
-        "P ceil(ceil(n/P) / (2 MiB / (P-1)))", lambda case: _shown(case, max(case.blocks), piece_bytes(case.size)),
-        "(P-1)n",
+        "P ceil(ceil(n/P) / (2 MiB / (P-1)))", lambda case: _shown(case, max(case.blocks), _piece(case)), "(P-1)n",
         lambda case: case.others * case.nbytes, "ceil(ceil(n/P) / (2 MiB / (P-1)))"),
     ("all_gather", "shared"): Formula(
         "P ceil(max b_r / 2 MiB), at most 2P if ranks lend", _shown_blocks, "N",
