@@ -36,7 +36,6 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.members import WORLD, Members
 from minidist.comm.ledger import Ledger
 from minidist.comm.point_to_point import PointToPoint
-from minidist.comm.subgroups import Subgroup
 from minidist.comm.transport import Transport
 
 __all__ = ["Group", "Pending"]
@@ -76,7 +75,7 @@ class Group(Members):
         return self._messages.recv(self.rank_in("src", src), out)
 
     def exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Any:
-        """Send `x` to `dst` and receive from `src` at once: no order of the two can deadlock.
+        """Send `x` to `dst` and receive from `src` at once; the other ranks may call send and recv, or exchange.
 
         Args:    x (...): to send. out: of the shape and dtype that come; may be x.
         Returns: the array received. Cost: one message.
@@ -84,10 +83,7 @@ class Group(Members):
         return self.start_exchange(x, dst, src, out=out).wait()
 
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Pending:
-        """Start exchange. Returns: a Pending; its wait() returns the array received.
-
-        The other ranks may call send and recv, or exchange.
-        """
+        """Start exchange. Returns: a Pending; its wait() returns the array received."""
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
     # ------------------------------------------------------------------------------------------------- from one root
@@ -236,18 +232,18 @@ class Group(Members):
         with self.ledger.control():
             table = self.all_gather(row)
         self._splits += 1
-        return None if color is None else self._child(subgroups.of_color(self, self._splits, color, table, axis))
+        return None if color is None else self._child(*subgroups.of_color(self, self._splits, color, table, axis))
 
     def without(self, gone: Iterable[int]) -> "Group":
         """The group of the ranks that are left when the ranks `gone` are lost, in their order.
 
         Each of them calls it with the same `gone`. Sends nothing: lost ranks would not answer.
         """
-        return self._child(subgroups.without(self, gone))
+        return self._child(*subgroups.without(self, gone))
 
-    def _child(self, subgroup: Subgroup) -> "Group":
-        child = Group(self.transport, self.ledger, subgroup.of(self.world_ranks), axis=subgroup.axis, id=subgroup.id,
-                      nodes=subgroup.of(self.nodes), places=subgroup.places)
+    def _child(self, id: int, axis: str, ranks: list[int], places: list[int]) -> "Group":
+        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis, id=id,
+                      nodes=[self.nodes[rank] for rank in ranks], places=places)
         self._children.append(child)
         return child
 
@@ -256,17 +252,13 @@ class Group(Members):
         self.transport.waits.step = step
 
     def expendable(self) -> None:
-        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError.
-
-        Where the launcher is mpirun, it ends the job all the same. Sends nothing to other ranks.
-        """
+        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun."""
         self.transport.waits.spare()
 
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
 
-        The world waits until the ranks that share this one's GPU close, too, and gives that memory back
-        (device_lane.py).
+        The world waits until the ranks that share this one's GPU close, too.
 
         Raises: the error of a started call whose wait() was never called.
         """

@@ -11,7 +11,7 @@ Order       Messages between two ranks with the same tag arrive in the order the
             a message without a receive never holds up one with another tag.
 Progress    `wait()` drives the transfer in the calling thread, and while it waits every other handle of this rank
             moves on too. So `start_send; start_recv; wait both` never deadlocks, whatever the sizes, on any transport.
-Threads     Every method may be called from several threads of the rank at once (a group's worker beside the caller).
+Threads     Every method may be called from several threads of the rank at once.
 Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names this rank, the peer
             and the tag. A lost peer raises PeerLostError with its world rank. After `abort(error)` every wait that is
             not yet satisfied raises `error`.
@@ -65,7 +65,7 @@ class Board(ABC):
 
     @abstractmethod
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
-        """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all; what each rank shows, this one too.
+        """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all.
 
         Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
                  and only until the next show() or close().
@@ -78,11 +78,8 @@ class Board(ABC):
 
     @abstractmethod
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill a contiguous array with the bytes at `address` of the memory of another rank, which showed it.
-
-        That rank must leave them as they are until all have come to the next show(). Only where `lends`.
-
-        Raises: PeerLostError, what `abort` was given.
+        """Fill a contiguous array with the bytes at `address` of another rank's memory, until its next show(); only
+        where `lends`. Raises: PeerLostError, what `abort` was given.
         """
 
     @abstractmethod
@@ -122,9 +119,8 @@ class Transport(ABC):
 
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.
-
-        `peer` is a world rank other than this one: messages to oneself go by loopback().
+        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta` to the
+        world rank `peer`; messages to oneself go by loopback().
         """
 
     @abstractmethod
@@ -157,10 +153,7 @@ class Transport(ABC):
         """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""
 
     def lose(self, error: PeerLostError) -> None:
-        """One rank is lost and the job goes on: waits for it, now or later, raise `error`. From any thread.
-
-        A transport that cannot go on without a rank aborts.
-        """
+        """One rank is lost and the job goes on, if the transport can: waits for it raise `error`. From any thread."""
         self.abort(error)
 
     @abstractmethod

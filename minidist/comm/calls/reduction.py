@@ -33,16 +33,12 @@ def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop:
 
 
 class Reduction(NamedTuple):
-    """One op on one dtype over `size` ranks.
-
-    Attributes: total   the dtype it accumulates in
-                loop    the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
-    """
+    """One op on one dtype over `size` ranks."""
 
     op: str
     dtype: np.dtype
-    total: np.dtype
-    loop: np.dtype | None
+    total: np.dtype             # the dtype it accumulates in
+    loop: np.dtype | None       # the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
     size: int
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:

@@ -45,15 +45,11 @@ WORD = np.dtype("<i8")
 
 
 class PackedShapes(NamedTuple):
-    """What labels say of the parts behind them.
-
-    Attributes: shapes, lengths   of each, in elements and in bytes
-                starts            where each begins, and the last one ends, in bytes from where the labels begin
-    """
+    """What labels say of the parts behind them."""
 
     shapes: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...]
+    lengths: tuple[int, ...]    # in bytes
+    starts: tuple[int, ...]     # where each begins, and the last one ends, in bytes from where the labels begin
 
 
 def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:

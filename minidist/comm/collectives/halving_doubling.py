@@ -52,22 +52,14 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
 
 
 class Core(NamedTuple):
-    """The Q = 2^k ranks that halve and double, as this rank sees them.
+    """The Q = 2^k ranks that halve and double, as this rank sees them."""
 
-    Attributes: firsts  place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
-                place   this rank's, or that of the rank that speaks for it
-                alone   whether it speaks for this rank only
-                surplus whether this rank is not of the core
-                steps   log2 Q
-                folds   steps of a fold: 1, or 0 if P is a power of two
-    """
-
-    firsts: Sequence[int]
-    place: int
-    alone: bool
-    surplus: bool
-    steps: int
-    folds: int
+    firsts: Sequence[int]       # place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
+    place: int                  # this rank's, or that of the rank that speaks for it
+    alone: bool                 # whether it speaks for this rank only
+    surplus: bool               # whether this rank is not of the core
+    steps: int                  # log2 Q
+    folds: int                  # steps of a fold: 1, or 0 if P is a power of two
 
     def stretch(self, place: int, distance: int) -> tuple[int, int]:
         """The ranks (first, behind the last) that the `distance` places around `place` speak for: aligned at 2^k."""

@@ -44,22 +44,14 @@ def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.n
 
 
 class Levels(NamedTuple):
-    """The nodes of a call, as one rank sees them.
+    """The nodes of a call, as one rank sees them."""
 
-    Attributes: nodes    the ranks of each node; nodes in the order of their first ranks
-                leaders  the leader of each node
-                mine     which node this rank is on
-                inside   this rank's node as a call
-                leader   of this rank's node
-                root     the leader by its rank in `inside`
-    """
-
-    nodes: list[list[int]]
-    leaders: list[int]
-    mine: int
-    inside: SubsetCall
-    leader: int
-    root: int
+    nodes: list[list[int]]      # the ranks of each node; nodes in the order of their first ranks
+    leaders: list[int]          # the leader of each node
+    mine: int                   # which node this rank is on
+    inside: SubsetCall          # this rank's node as a call
+    leader: int                 # of this rank's node
+    root: int                   # the leader by its rank in `inside`
 
 
 def levels(call: Call, root: int | None = None) -> Levels:

@@ -46,9 +46,7 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's reduce-scatter; a mean is divided here. Cost: A + P messages; P*nbytes handed over, and a copy of x
-    where `out` is part of it.
-    """
+    """The library's reduce-scatter; a mean is divided here. Cost: as all_reduce, and a copy of x if `out` is in it."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     apart = x.copy() if array_module(x).may_share_memory(x, out) else x
@@ -157,10 +155,7 @@ def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) 
 
 
 def barrier(call: Call) -> None:
-    """Ranks that agree have met already; the library's own barrier follows for comparison.
-
-    Cost:    A + P messages of 0 bytes.
-    """
+    """Ranks that agree have met already; the library's own follows for comparison. Cost: A + P messages of 0 bytes."""
     dissemination.barrier(call)
     call.count(0)
     call.native().barrier()

@@ -18,17 +18,14 @@ from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank.
-
-    With `stretched`, waits and messages come again for each STRETCH_BYTES of the array.
-    """
+    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank."""
 
     waits: int
     messages: int
     moved: float
     added: float
     crowded: float = 0.0
-    stretched: bool = False
+    stretched: bool = False     # whether waits and messages come again for each STRETCH_BYTES of the array
 
     def work(self, nbytes: int) -> LinkWork:
         """The work of a call with arrays of `nbytes` bytes."""
@@ -100,14 +97,12 @@ BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
 
 
 class Tiers(NamedTuple):
-    """How a group lies on several nodes of several ranks: how many nodes, the ranks of the largest, and what messages
-    cost inside a node and between nodes, None if it was not measured.
-    """
+    """How a group lies on several nodes of several ranks."""
 
-    nodes: int
-    largest: int
-    inside: LinkCost | None
-    between: LinkCost | None
+    nodes: int                  # how many
+    largest: int                # the ranks of the largest
+    inside: LinkCost | None     # what messages cost inside a node; None if it was not measured
+    between: LinkCost | None    # the same between nodes
 
     def seconds(self, verb: str, nbytes: int) -> float | None:
         """What hierarchical takes; None if it cannot be told."""

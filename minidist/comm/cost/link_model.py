@@ -28,20 +28,13 @@ NETWORK = "network"
 
 
 class LinkWork(NamedTuple):
-    """What one rank does in a call, one thing after the other, on the path that takes longest.
+    """What one rank does in a call, one thing after the other, on the path that takes longest."""
 
-    Attributes: waits     messages that each wait for the one before
-                messages  messages in all, at least `waits`
-                moved     bytes sent; as many may come in meanwhile
-                added     bytes that are added to others as they arrive
-                crowded   bytes that are sent to several ranks at once
-    """
-
-    waits: float
-    messages: float
-    moved: float
-    added: float
-    crowded: float = 0.0
+    waits: float                # messages that each wait for the one before
+    messages: float             # messages in all, at least `waits`
+    moved: float                # bytes sent; as many may come in meanwhile
+    added: float                # bytes that are added to others as they arrive
+    crowded: float = 0.0        # bytes that are sent to several ranks at once
 
 
 class Sample(NamedTuple):
@@ -53,20 +46,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The five numbers of one link class among so many ranks, in seconds and seconds a byte.
+    """The five numbers of one link class among so many ranks, in seconds and seconds a byte."""
 
-    Attributes: link      "shm", "tcp", ..., or "network"
-                ranks     how many exchanged at once: where they outnumber the cores, all are larger
-                misfit    the worst |fitted / measured - 1| of the samples
-    """
-
-    link: str
-    ranks: int
+    link: str                   # "shm", "tcp", ..., or "network"
+    ranks: int                  # how many exchanged at once: where they outnumber the cores, all numbers are larger
     alpha: float
     overhead: float
     beta: float
     gamma: float
-    misfit: float
+    misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
 
     def seconds(self, work: LinkWork) -> float:
