@@ -37,6 +37,12 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class _Here(threading.local):
+    """The state of one thread: control() counts for the thread that called it."""
+
+    in_control = False
+
+
 class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads."""
 
@@ -47,7 +53,7 @@ class Ledger:
         self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
         self._messages: Counter[tuple[str, str, str, str]] = Counter()
         self._lock = threading.Lock()
-        self._here = threading.local()      # of the thread that called control()
+        self._here = _Here()
 
     def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
                phase: str | None = None) -> None:
@@ -69,7 +75,7 @@ class Ledger:
     @contextmanager
     def control(self) -> Iterator[None]:
         """Count calls that this thread begins in the block under the axis "control"."""
-        before, self._here.in_control = self.in_control, True
+        before, self._here.in_control = self._here.in_control, True
         try:
             yield
         finally:
@@ -78,7 +84,7 @@ class Ledger:
     @property
     def in_control(self) -> bool:
         """Whether this thread is inside control()."""
-        return getattr(self._here, "in_control", False)
+        return self._here.in_control
 
     def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
         """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""
