@@ -75,10 +75,10 @@ class Group(Members):
         return self._messages.recv(self.rank_in("src", src), out)
 
     def exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Any:
-        """Send `x` to `dst` and receive from `src` at once; the other ranks may call send and recv, or exchange.
+        """Send `x` to `dst` and receive from `src` at once: no order of the two can deadlock.
 
         Args:    x (...): to send. out: of the shape and dtype that come; may be x.
-        Returns: the array received. Cost: one message.
+        Returns: the array received. Cost: one message. The other ranks may call send and recv, or exchange.
         """
         return self.start_exchange(x, dst, src, out=out).wait()
 

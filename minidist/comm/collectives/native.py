@@ -1,8 +1,9 @@
 """Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do better.
 
 A library does not check that the ranks make the same call. So every call begins with dissemination's barrier, whose
-messages carry the call's signature: a rank leaves it only after it has heard, directly or not, from every other rank.
-After a MismatchError no rank enters the library.
+messages carry the call's signature: a rank leaves it only after it has heard, directly or not, from every other rank. A
+rank that meets another call raises MismatchError before it enters the library, and the control connection makes every
+other rank raise it, too.
 
 The ledger cannot see into the library. It counts the messages of this module, and the bytes that a rank hands to the
 library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes).
