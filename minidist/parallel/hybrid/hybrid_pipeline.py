@@ -48,17 +48,13 @@ class DataPipeline(Pipeline):
              seed: None leaves the weights undrawn.
     """
 
-    stages: TokenStages
+    cuts = TokenStages
 
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
         self.precision, self.tp = of, tp        # not before: the data axis makes the masters
         self.data_axis: DataAxis
-
-    def cut(self, model: GPT, rank: int) -> TokenStages:
-        """As Pipeline's; the stages may work on a shard of the tokens."""
-        return TokenStages(model, self.layers, range(rank, len(self.layers), self.group.size))
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""

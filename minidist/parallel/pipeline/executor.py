@@ -72,17 +72,12 @@ class Executor:
         self._arriving: dict[Instruction, Pending] = {}
         self._leaving: list[Pending] = []
 
-    def run(self, work: StageWork) -> None:
-        """Run the list once, until everything is computed and sent."""
-        self._run(work, self.schedule.lists[self.group.rank])
-
-    def run_forwards(self, work: StageWork) -> None:
-        """Run only the list's forwards and their messages, to evaluate; they are a right schedule, too."""
-        self._run(work, [instruction for instruction in self.schedule.lists[self.group.rank]
-                         if isinstance(instruction, (Forward, SendActivation, RecvActivation))])
-
-    def _run(self, work: StageWork, whole: Sequence[Instruction]) -> None:
-        instructions = [instruction for instruction in whole if not work.skips(instruction.microbatch)]
+    def run(self, work: StageWork, *, backwards: bool = True) -> None:
+        """Run the list once, until everything is computed and sent; to evaluate without backwards and their messages.
+        """
+        instructions = [instruction for instruction in self.schedule.lists[self.group.rank]
+                        if (backwards or isinstance(instruction, (Forward, SendActivation, RecvActivation)))
+                        and not work.skips(instruction.microbatch)]
         self._start_receives(work, instructions)
         for number, instruction in enumerate(instructions, start=1):
             details: dict[str, Any] = {"stage": instruction.stage, "microbatch": instruction.microbatch}

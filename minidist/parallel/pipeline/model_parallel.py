@@ -36,8 +36,7 @@ from typing import Any
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.parallel.pipeline.stage_model import StageModel
-from minidist.parallel.pipeline.stages import ArrivedActivation
+from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel
 from minidist.parallel.step.step import Part
 
 

@@ -49,8 +49,7 @@ from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
-from minidist.parallel.pipeline.stage_model import StageModel
-from minidist.parallel.pipeline.stages import ArrivedActivation, hollow
+from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel, hollow
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts
@@ -111,7 +110,7 @@ class Pipeline(StageModel):
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.model.eval()
         with no_grad():
-            self.executor.run_forwards(work)
+            self.executor.run(work, backwards=False)
         self.model.train()
         return work.total
 
