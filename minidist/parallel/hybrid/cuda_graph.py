@@ -27,7 +27,6 @@ Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,15 +95,6 @@ class Given:
         self._read[0].record()
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of a step on the device: rows of the batch, and their key for dropout."""
-
-    inputs: SortedIds
-    targets: Array
-    key: DropoutKey | None
-
-
 class CapturedStep:
     """A trainer's step, captured when it has run twice; step and start_step as the trainer's.
 
@@ -118,6 +108,7 @@ class CapturedStep:
         import cupy  # noqa: PLC0415 - the trainer's weights are on a GPU
 
         self.trainer, self._cupy, self._warm_up, self.launches = trainer, cupy, warm_up, 0
+        self._optimizer: Any = trainer.optimizer
         self._layers = [m for m in trainer.model.modules() if isinstance(m, Dropout) and m.rate]
         self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self._products, self._steps = Products(), 0
@@ -159,7 +150,7 @@ class CapturedStep:
         if self._graph is None:
             self._graph = self._capture()
         else:
-            self._optimizer().again()
+            self._optimizer.again()
         self._graph.launch()
         self.launches += 1
 
@@ -180,10 +171,10 @@ class CapturedStep:
 
     def _work(self) -> None:
         """The kernels of Single.start_step, on arrays in fixed places; no number comes from the host."""
-        trainer, optimizer = self.trainer, self._optimizer()
+        trainer, optimizer = self.trainer, self._optimizer
         optimizer.zero_grad()
-        for number, part in enumerate(self._passes):
-            loss = trainer.model.loss(part.inputs, part.targets, self._tokens, positions=self._positions, key=part.key)
+        for number, (inputs, targets, key) in enumerate(self._passes):
+            loss = trainer.model.loss(inputs, targets, self._tokens, positions=self._positions, key=key)
             trainer.precision.backward(loss)
             self._losses[number:number + 1] = loss.data.reshape(1)
         zero_unused(self._weights)
@@ -198,8 +189,8 @@ class CapturedStep:
         self._given = Given(arrays)
         there, parts = self._given.there, self._parts(batch)
         streams = {layer.path: there["keys"][i:i + 1] for i, layer in enumerate(self._layers)}
-        self._passes = [_Pass(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
-                              there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
+        self._passes = [(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
+                         there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
         self._tokens, length = batch[1].size, np.arange(batch[0].shape[1])
         found = launcher("embedding_runs")(length, trainer.config.context)
         self._positions = SortedIds(*map(cupy.asarray, (length, *found)))
@@ -236,11 +227,6 @@ class CapturedStep:
                 arrays[f"{name} {i}"] = ids.astype(np.int64, copy=False)
             arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(part.inputs.reshape(-1), count)
         return arrays
-
-    def _optimizer(self) -> Adam:
-        optimizer = self.trainer.optimizer
-        assert isinstance(optimizer, Adam)
-        return optimizer
 
     @contextmanager
     def _in_own_stream(self) -> Iterator[None]:

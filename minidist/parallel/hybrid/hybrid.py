@@ -27,7 +27,7 @@ from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array, device_of
 from minidist.errors import ConfigError
-from minidist.nn import GPT, DropoutKey, GPTConfig, Module
+from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
@@ -153,8 +153,9 @@ class Trainer:
             self.model.initialize(self.seed, device=device)
         if self.plan.strategy == "data-parallel":
             quiet = [Silent() for _ in range(self.plan.replicas - 1)]
-            return load("data-parallel")(self.model, self.plan.replicas, forward=self._forward,   # type: ignore
-                                         recorders=[self.recorder, *quiet])
+            return load("data-parallel")(   # type: ignore[no-any-return]
+                self.model, self.plan.replicas, recorders=[self.recorder, *quiet],
+                forward=lambda replica, inputs, first: replica(inputs, key=self._key(inputs, first)))
         if self.plan.strategy == "parameter-server":
             return load("parameter-server")(self.model, self.mesh["dp"], servers=self.plan.servers,   # type: ignore
                                             asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
@@ -175,8 +176,7 @@ class Trainer:
     def require_room(self, sequences: int) -> None:
         """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
 
-        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With other
-        axes than dp, or experts, whose load is not known, the first step will tell, as it does of what comes on top.
+        With other axes than dp, or experts, whose load is not known, the first step will tell.
         """
         plan = self.plan
         if plan.device_memory is not None and not plan.composed and self.config.mixture is None:
@@ -188,10 +188,6 @@ class Trainer:
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
         return self.model.loss(part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first))
-
-    def _forward(self, replica: Module, inputs: Array, first: int) -> Tensor:
-        """The logits of one replica of several; dropout as above."""
-        return replica(inputs, key=self._key(inputs, first))
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
         if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):
@@ -240,17 +236,11 @@ class Trainer:
         return self._survivors
 
     def check_replicas(self) -> None:
-        """Compare a digest of the weights over the ranks that hold them whole. Every rank calls it.
-
-        Raises:  MismatchError naming the ranks that differ.
-        """
+        """Raise MismatchError, naming ranks, unless weights are equal on those that hold them. Every rank calls it."""
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the master weights in the serial layout, in the order of their names, little-endian.
-
-        Every rank calls it.
-        """
+        """Digest of the master weights in the serial layout, by name, little-endian. Every rank calls it."""
         return weights_digest(self.state_dict())
 
     def close(self) -> None:

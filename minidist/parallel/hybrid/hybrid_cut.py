@@ -1,7 +1,7 @@
 """Chapter 17 · What the axes inside a replica take of a model: tensor shards, experts, tokens. Then come stages."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +18,11 @@ from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.pipeline.stages import Stages
 
 
-class Cut(NamedTuple):
-    """The tokens of a sequence that a rank works on, and those whose activations it hands on between layers.
-
-    They differ with sequence parallelism alone, where a rank hands on its part of its tokens.
-    """
-
-    tokens: OwnTokens
-    carried: OwnTokens
-
-
-def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
+def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]:
     """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does alone.
 
-    Experts are told the ranks that share them, where these are not all ranks of dp, ep and cp.
+    Returns: the tokens of a sequence that this rank works on, and those whose activations it hands on between layers:
+             with sequence parallelism its part of its tokens.
     """
     tp = mesh["tp"]
     if plan.tp > 1:
@@ -39,18 +30,14 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
     if plan.ep > 1:
         load("experts")(model, mesh["ep"])
         shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
-        for parameter in shards:
+        for parameter in shards:        # not by all ranks of dp, ep and cp
             parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
-    tokens: OwnTokens = _divide_tokens(model, mesh["cp"], plan.attention) if plan.cp > 1 else all_tokens
-    return Cut(tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens)
-
-
-def _divide_tokens(model: GPT, cp: Group, attention: str) -> OwnTokens:
-    """Divide each sequence between the ranks of cp, in attention and positions; returns this rank's tokens."""
-    own: OwnTokens = load(attention)(model, cp)
-    divide_positions(model, cp, own)
-    model.assign_names()
-    return own
+    tokens: OwnTokens = all_tokens
+    if plan.cp > 1:
+        tokens = load(plan.attention)(model, mesh["cp"])
+        divide_positions(model, mesh["cp"], tokens)
+        model.assign_names()
+    return tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens
 
 
 # ---------------------------------------------------------------------------------------- a shard of the tokens

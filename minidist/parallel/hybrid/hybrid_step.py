@@ -232,29 +232,19 @@ class Hybrid(Strategy):
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
         """Over all ranks that have a share of the loss; of ranks that share rows one counts their tokens."""
-        return super().sum_shares(loss, tokens * self.counts_tokens, self.shares)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether this rank counts the tokens of its rows; one of the ranks that share them does."""
-        return self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
+        counts = self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
+        return super().sum_shares(loss, tokens * counts, self.shares)
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, in the serial layout, on every rank.
-
-        Cost:    gathers over the data axis (ZeRO), tp and pp.
-        """
+        """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
         if self.pipeline is not None:
             return self.pipeline.state_dict()
         return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare what several ranks should hold alike: over the data axis, over tp, and a tied table at both ends.
-
-        Raises:  MismatchError naming the ranks that differ.
-        """
+        """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied table at both ends."""
         self.data_axis.check_replicas(self.data_axis.group, when=when)
         if self.plan.zero == 3:         # no rank holds weights whole
             return
