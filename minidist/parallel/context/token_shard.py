@@ -39,25 +39,22 @@ def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 class TokenShardEmbedding(Embedding):
-    """A token embedding that is given all ids and looks up the own ones."""
+    """A token embedding that is given all ids (B, T) and looks up the own ones: (B, own, width)."""
+
+    dim = TOKENS
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
-        """All ids (B, T) -> (B, own, width)."""
-        return super().forward(pick(ids, self.own, TOKENS))
+        """All ids -> vectors of the own ones."""
+        return super().forward(pick(ids, self.own, self.dim))
 
 
-class TokenShardPositions(Embedding):
-    """A position embedding that is given all positions and looks up the own ones."""
+class TokenShardPositions(TokenShardEmbedding):
+    """A position embedding that is given all positions (T,) and looks up the own ones: (own, width)."""
 
-    def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
-        self.weight, self.own = embedding.weight, own
-
-    def forward(self, ids: Array) -> Tensor:
-        """All positions (T,) -> (own, width)."""
-        return super().forward(pick(ids, self.own, 0))
+    dim = 0
 
 
 class TokenShardDropout(Dropout):

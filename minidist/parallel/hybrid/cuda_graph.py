@@ -13,13 +13,10 @@ host has done a step's work in one call:
 
 So what differs from step to step may not be an argument. It lies in fixed places on the device (Given), and one copy
 from pinned memory refills them all before each launch: ids and targets, where each id stands (the embedding's gradient
-adds in that order), the learning rate, and the dropout layers' keys. What the update counts, the norm and the clip
-factor are on the device anyway. The loss stays in a fixed place too, and is read late. Gradients keep their places, so
-that the optimizer's tables of pointers stay right. Intermediate results lie in a pool of the graph's own, as long as it
-lives; matrices are multiplied by a cuBLAS of its own (cublas.py).
+adds in that order), the learning rate, and the dropout layers' keys. Loss and gradients have fixed places too.
+Intermediate results lie in a pool of the graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
 
-A host that reads a number, or decides by one, cannot be written down: fp16's loss scale and experts' loads are such,
-and what ranks send each other. They are refused, and so is a batch of another shape than the first.
+A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each other (refuse).
 
 Not yet run on a GPU, and its speed not yet measured.
 Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.

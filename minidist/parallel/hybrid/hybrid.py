@@ -26,7 +26,7 @@ from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array, device_of
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, MemoryLimitError
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.experts.expert_load import ExpertLoad
@@ -35,7 +35,7 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
-from minidist.parallel.memory.offload_costs import require_memory, require_pass
+from minidist.parallel.memory.offload_costs import require_memory
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -179,11 +179,17 @@ class Trainer:
         With other axes than dp, or experts, whose load is not known, the first step will tell.
         """
         plan = self.plan
-        if plan.device_memory is not None and not plan.composed and self.config.mixture is None:
-            at_once = -(-sequences // (plan.dp * plan.accumulate))
-            kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
-                              device=device_of(next(self.model.parameters()).data))
-            require_pass(plan.device_memory, self.account.now["total"], kept, at_once, instead=plan.savings)
+        if plan.device_memory is None or plan.composed or self.config.mixture is not None:
+            return
+        at_once = -(-sequences // (plan.dp * plan.accumulate))
+        kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
+                          device=device_of(next(self.model.parameters()).data))
+        held = self.account.now["total"]
+        if held + kept > plan.device_memory:
+            rows = f"{at_once} sequence{'s' * (at_once > 1)}"
+            raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {kept:,} of activations, of {rows} at "
+                                   f"once, need {held + kept:,} bytes and the limit is {plan.device_memory:,}; "
+                                   f"{plan.savings}")
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

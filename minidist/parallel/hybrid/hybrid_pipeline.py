@@ -8,18 +8,16 @@ with ZeRO-3 each of its forwards and backwards begins with gathers:
     ZeRO-2                    reduce stage        reduce stage        m microbatches: m times the scatters
     ZeRO-3          gather for each F and each B; reduce               and m times the gathers
 
-That is the cost of a pass in chapters 15 and 16: a microbatch is a pass of its stage. In elements a step, over all
-ranks of one group of P on the data axis that holds Ψ elements, R of them in a tied table, for A passes of m
-microbatches:
+A microbatch is a pass of chapters 15 and 16. In elements a step, over all ranks of one group of P on the data axis that
+holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
 
     DDP, ZeRO-1     2 (P-1) Ψ
     ZeRO-2          (A m + 1) (P-1) Ψ
     ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
 
-To have the memory of stages 2 and 3 without this traffic, take fewer microbatches, or ZeRO-1. With keep_gathered a
-unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's first stages then gather
-once a pass, but hold all weights. Where backward is split in two (zb-h1) gradients are reduced after the second half,
-and lie whole until then.
+With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
+first stages then gather once a pass, but hold all weights. Where backward is split in two (zb-h1) gradients are reduced
+after the second half, and lie whole until then.
 
 All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes through too, empty.
 """

@@ -11,8 +11,7 @@ ranks, dp=2, pp=2, tp=2:
 
 With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows, and divide the
 tokens. With ep (chapter 18) several others do; they divide the experts, and rows as dp does. The axis that sends most
-is innermost, where ranks are neighbours and links are fast. A rank takes from the model, in this order: its tensor
-shard, its tokens of each sequence, its stage; then it draws its weights, and the data axis trains them:
+is innermost, where ranks are neighbours and links are fast. A rank takes its part of the model in this order:
 
     model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) -> attention over cp
                 -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over all ranks that have the same weights:
@@ -25,17 +24,13 @@ shard, its tokens of each sequence, its stage; then it draws its weights, and th
     norm        every number of the gradient counts at one rank of the mesh
     update      of the rank's weights, with ZeRO of its pieces of them
 
-With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens. It sends that part to the
-next stage: tp times less than all of tp would send otherwise.
+With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens, and sends that part to the
+next stage. What must be equal on several ranks, to the bit, and why it is:
 
-What must be equal on several ranks, to the bit, and why it is:
-
-    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. The data axis sums
-                                      them in buckets of their own, so that chunks have the same edges on all tp ranks
-    key heads, if fewer than tp       on the ranks that share one: in such buckets too; then these ranks add up the
-                                      sums, with ZeRO those of a rank's piece
-    a tied token table                on both ends of pp: the two ends add up the sums of the data axis, with ZeRO those
-                                      of a rank's piece; in a bucket of its own too
+    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal
+    key heads, if fewer than tp       on the ranks that share one, which add up the sums of the data axis
+    a tied token table                on both ends of pp, which do the same
+                                      (these three in buckets of their own, so that ZeRO's chunks have the same edges)
     loss, norm                        on all ranks: shares are added in rank order
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
@@ -102,6 +97,7 @@ class Hybrid(Strategy):
             self.pipeline = self._make_pipeline(seed, device)
         elif plan.zero < 3:
             model.initialize(seed, device=device)
+        self.ends = self.pipeline and self.pipeline.ends
         self._lay_out()
         self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
                                     recorder=self.recorder)
@@ -150,16 +146,12 @@ class Hybrid(Strategy):
 
     def _twice(self) -> list[Parameter]:
         """The token table, where it lies at both ends of the pipeline and this rank is at one."""
-        return [self.model.tokens.weight] if self.pipeline is not None and self.pipeline.ends is not None else []
+        return [self.model.tokens.weight] if self.ends is not None else []
 
     def _summands(self) -> list[Summand]:
-        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them.
-
-        A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
-        """
-        ends = None if self.pipeline is None else self.pipeline.ends
+        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them."""
         updated = self.data_axis.updated()
-        found = [Summand(table, ends) for table in self._twice() if ends is not None]
+        found = [Summand(table, self.ends) for table in self._twice() if self.ends is not None]
         found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
         pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
@@ -252,5 +244,5 @@ class Hybrid(Strategy):
         shared = self._shared()
         if shared and shared[0].sharers is not None:
             check_equal_replicas(shared, shared[0].sharers, when=when)
-        if self.pipeline is not None and self.pipeline.ends is not None:
-            check_equal_replicas(self._twice(), self.pipeline.ends, when=when)
+        if self.ends is not None:
+            check_equal_replicas(self._twice(), self.ends, when=when)

@@ -205,10 +205,7 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 
 
 def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
-    """Raise PlanError unless the plan is for so many ranks. A plan that it names can cut the model, if one is given.
-
-    It names the plan with another dp, else all ranks on the data axis, and the number of ranks that this plan takes.
-    """
+    """Raise PlanError unless the plan is for so many ranks: it names plans that are, and can cut the model if given."""
     if plan.size == ranks:
         return
     found = (other for other in (_with_dp(plan, ranks), data_alone(plan, ranks))
@@ -235,12 +232,8 @@ def _or(other: tuple["Plan", str] | None) -> str:
     return f", or {other[1]}" if other else ""
 
 
-Misfit = tuple[str, str]
-"""(what does not fit, what would help beside another plan)"""
-
-
-def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
-    """Why a model of this shape cannot be cut so."""
+def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
+    """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
@@ -260,7 +253,7 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
                f"to be divided by cp", "attention=ring, which takes any number of ranks")
 
 
-def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
+def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """The conditions of a mixture of experts, and of ranks that divide it."""
     mixture = config.mixture
     if mixture is None:
