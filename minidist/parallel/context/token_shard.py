@@ -114,12 +114,7 @@ def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
 # ------------------------------------------------------------------------------------------------------------- step
 
 class ContextParallel(SplitModel):
-    """A GPT cut by `context_parallel` (ring_attention.py) or `ulysses`, trained on batches that every rank sees whole.
-
-        model = context_parallel(GPT(config), group)
-        model.initialize(seed)
-        strategy = ContextParallel(model, group)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+    """As TensorParallel, of a GPT cut by `context_parallel` (ring_attention.py) or `ulysses`.
 
     A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
     """

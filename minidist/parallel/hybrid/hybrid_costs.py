@@ -8,7 +8,7 @@ from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.tensor import tensor_parallel as tensor
-from minidist.parallel.tensor.split_gpt import shared_numbers
+from minidist.parallel.tensor.tensor_layers import shared_numbers
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:

@@ -97,7 +97,7 @@ class Hybrid(Strategy):
             self.pipeline = self._make_pipeline(seed, device)
         elif plan.zero < 3:
             model.initialize(seed, device=device)
-        self.ends = self.pipeline and self.pipeline.ends
+        self.ends = None if self.pipeline is None else self.pipeline.ends
         self._lay_out()
         self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
                                     recorder=self.recorder)

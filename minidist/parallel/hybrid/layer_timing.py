@@ -33,8 +33,7 @@ def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: in
                    device: str = "cpu") -> tuple[float, float, float]:
     """Seconds, forward and backward, of a block, the embedding, and output with loss: those of rank 0, on all ranks.
 
-    Args:    rows: sequences, as many as a microbatch has; rounds: the quickest of them counts.
-    Cost:    one broadcast of 24 bytes, counted under `control`; on rank 0 the time that is measured.
+    Args:    rows: sequences, as many as a microbatch has; rounds: the quickest counts. Cost: a broadcast (`control`).
     """
     seconds = np.zeros(3)
     if group.rank == 0:

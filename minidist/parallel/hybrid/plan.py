@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minidist.errors import PlanError
-from minidist.nn import GPTConfig
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
 from minidist.parallel.hybrid.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
@@ -72,19 +71,9 @@ class Plan:
     def __post_init__(self) -> None:
         plan_checks.check(self)
 
-    def require_model(self, config: GPTConfig) -> None:
-        """Raise PlanError unless a model of this shape can be cut so."""
-        plan_checks.check_model(self, config)
-
-    def require(self, ranks: int, config: GPTConfig | None = None) -> None:
-        """Raise PlanError unless the plan is for so many ranks; it names what would fit them, and the model if given.
-        """
-        plan_checks.check_ranks(self, ranks, config)
-
-    @property
-    def savings(self) -> str:
-        """Ways to take less of the device's memory, for errors."""
-        return plan_checks.savings(self)
+    require_model = plan_checks.check_model
+    require = plan_checks.check_ranks
+    savings = property(plan_checks.savings)
 
     # --------------------------------------------------------------------------------------------------- counting
 

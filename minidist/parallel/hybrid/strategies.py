@@ -23,10 +23,7 @@ PLACES = {
 
 
 def load(name: str) -> Any:
-    """The class or function of a plan's word.
-
-    Raises:  KeyError for a word that no plan has.
-    """
+    """The class or function of a plan's word."""
     module, _, attribute = PLACES[name].rpartition(".")
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 

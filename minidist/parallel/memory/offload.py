@@ -24,7 +24,6 @@ bytes, P ranks, with Adam in float32 (and in mixed precision, with masters in fl
     disk                                                               16Ψ/P (16Ψ/P), on whole pages
 
 ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device holds 4Ψ/P (2Ψ/P).
-Under a limit of device memory the third buffer or unit is waited for, so that the peak is the same in every run.
 
 Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the optimizer's bytes a
 parameter, the master's among them in mixed precision:
@@ -43,9 +42,7 @@ parameter, the master's among them in mixed precision:
 
 Weights are read ahead of their unit, gradients are written behind the next one's backward, and the update of a run
 hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
-hides nothing. Which arithmetic is done, in which order, does not change: the same bits as without.
-
-OnDisk is in offload_disk.py. Nothing stays behind on disk, however the process ends: files have no names (disk.py).
+hides nothing. The arithmetic and its order do not change: the same bits as without. OnDisk is in offload_disk.py.
 
 notes:   N2 §10.2
 Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,

@@ -19,11 +19,6 @@ Cost, a step, over all ranks, B sequences of T tokens:
     control      one float64 a rank for the loss; with clipping, one for the norm
     idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as on one rank
 
-The notes' steps (N0, "Model Parallelism"):
-
-    1  the model is cut by layers, and the layers are placed on the GPUs.
-    2  all data goes through these GPUs, one after the other, forward and backward.
-
 Of the two problems in the notes, communication (N0:227) is small, because only activations are sent. Waiting (N0:228)
 is the reason why the pipeline (chapter 11) also cuts the batch.
 

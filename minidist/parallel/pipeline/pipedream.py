@@ -57,9 +57,7 @@ class PipeDream(Pipeline):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One update for each microbatch of a *global* batch; returns the mean of the losses in the forwards.
-
-        Each update is by the mean loss of its own microbatch. All microbatches are complete at the end.
+        """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`: no stage knows the others' gradients, or waits for a second.
         """

@@ -31,8 +31,6 @@ The notes' steps (N0, "Pipeline Parallelism"):
     3  and goes on with the second at once.         4  so all work at the same time, without waiting.
        Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own second problem).
 
-pipedream.py has the pipeline without a bubble, whose stages update after each microbatch.
-
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
 """
@@ -96,10 +94,9 @@ class Pipeline(StageModel):
                          precision=precision, recorder=recorder)
 
     def run(self, part: Part, *, divisor: int) -> float:
-        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.
+        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss:
 
-        The share is the sum of the rows' token losses over `divisor` on the rank of the last stage, and on each rank
-        the balance losses of its mixtures. `accumulate` of a step is how often the schedule runs.
+        on the rank of the last stage the sum of the rows' token losses over `divisor`, on each rank its balance losses.
         """
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)
@@ -124,11 +121,7 @@ class Pipeline(StageModel):
 
 
 class PipelinePass:
-    """What one run of the schedule computes on this rank (the executor's StageWork).
-
-    Args:    parts: the microbatches; divisor: of their losses.
-    Attributes: total: this rank's share of the loss so far.
-    """
+    """What one run of the schedule computes on this rank (the executor's StageWork); total: its loss so far."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
         self.pipeline, self.stages, self.parts, self.divisor = pipeline, pipeline.stages, parts, divisor
@@ -154,9 +147,7 @@ class PipelinePass:
         y = self.stages.forward(stage, part.inputs if start is None else start, targets=part.targets,
                                 divisor=self.divisor, key=self.pipeline.key(part))
         last = stage == self.stages.last
-        self.total += of_stage(self.stages.mixtures(stage), self.divisor)
-        if last:
-            self.total += float(y.item())
+        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (float(y.item()) if last else 0.0)
         if is_grad_enabled():
             self._kept[stage, microbatch] = start, y if last else hollow(y)
         return None if last else y.data

@@ -141,12 +141,10 @@ def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, 
 class StageModel(ABC):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
 
-    Args:    model: weights not yet drawn; the layers of other ranks are taken out of it.
-             seed: of the weights; None: the caller draws them. stages: how many there are in all (default: one a rank).
+    Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default: one a rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of weights and update.
     Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
                 first, last: whether this rank has an end of the model.
-    Raises:  ShardError if the layers do not fit the stages.
     """
 
     cuts: type[Stages] = Stages     # chapter 17 has stages of a shard of the tokens
@@ -181,8 +179,7 @@ class StageModel(ABC):
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    as Single.step; clip bounds the norm of the gradient of all stages together.
-                 accumulate: in how many runs the rows are taken.
+        Args:    as Single.step; clip bounds the norm of all stages together; accumulate: how many runs take the rows.
         """
         optimizer.zero_grad()
         share = 0.0
@@ -192,10 +189,7 @@ class StageModel(ABC):
         return sum_in_order(self.group, share)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (in mixed precision the masters), whole, on the host, by dotted path.
-
-        Cost:    one all-gather, counted under `control`. Every rank calls it.
-        """
+        """Copies of all weights (masters, in mixed precision), whole, on every rank. Cost: one all-gather."""
         mine = self.own_state()
         with self.group.ledger.control():
             joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")

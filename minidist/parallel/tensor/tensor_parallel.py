@@ -50,9 +50,8 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.tensor.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import TensorRegion
+from minidist.parallel.tensor.tensor_layers import TensorRegion, shared_numbers, split_gpt
 
 
 def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
@@ -88,8 +87,6 @@ class TensorParallel(SplitModel):
         model.initialize(seed)
         strategy = TensorParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    The step is that of one process: forward, backward, update. Activations are sent inside forward and backward.
     """
 
 
