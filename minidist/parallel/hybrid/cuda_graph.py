@@ -48,11 +48,7 @@ _ALIGN = 256        # bytes; where CUDA's own allocations begin
 
 
 class Given:
-    """Arrays that a step is given: in fixed places on the device, sent there in one copy from pinned memory.
-
-    Args:    like: by name, arrays as they will be sent.
-    Attributes: there: by name, where they are on the device.
-    """
+    """Arrays like these, by name: in fixed places on the device (`there`), sent in one copy from pinned memory."""
 
     def __init__(self, like: Mapping[str, np.ndarray]) -> None:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
@@ -118,10 +114,7 @@ class CapturedStep:
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """As `step`; the loss is still on its way.
-
-        Raises:  ShapeError for a batch of another shape than the first; KernelError if the step cannot be captured.
-        """
+        """As `step`; the loss is still on its way. Raises KernelError if the step cannot be captured, and as send."""
         trainer, late = self.trainer, LateLoss()
         self._late = [each for each in self._late if not each.done()] + [late]
         trainer.world.tell_step(trainer.steps_done)

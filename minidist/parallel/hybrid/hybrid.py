@@ -87,8 +87,7 @@ class Trainer:
              seed: of the weights and of dropout.
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
              lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
-             clip: bound of the gradients' global norm, or None.
-             device: "cpu" or "cuda".
+             clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
@@ -174,10 +173,7 @@ class Trainer:
                                f"rank {self.world.rank}")
 
     def require_room(self, sequences: int) -> None:
-        """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
-
-        With other axes than dp, or experts, whose load is not known, the first step will tell.
-        """
+        """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
         plan = self.plan
         if plan.device_memory is None or plan.composed or self.config.mixture is not None:
             return
@@ -266,8 +262,7 @@ class Trainer:
     def start_step(self, batch: Batch) -> LateLoss:
         """As `step`; the loss may still be on its way.
 
-        One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
-        fp8's scales, and the routing to experts. With other strategies the loss is there.
+        One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
         """
         self.world.tell_step(self.steps_done)
         with (self.world.ledger.during("step"), self.store.traffic.during_step(),

@@ -12,11 +12,9 @@ from minidist.parallel.tensor.tensor_layers import shared_numbers
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; the data axis has the
-    formulas of its own chapters.
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; for dp see its chapters.
 
-    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks are computed again
-             in backward.
+    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks backward recomputes.
     """
     sent = {}
     if plan.tp > 1:

@@ -56,10 +56,7 @@ def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
 
 
 class TokenShardSequences(Sequences):
-    """For a gate that sees its own tokens of sequences: the choices of all tokens, and what they mean for its own.
-
-    Args:    inner: the sequences without the cut along `group`; group: the ranks that have the other tokens.
-    """
+    """`inner`, for a gate that sees its own tokens of sequences; the ranks of `group` have the others."""
 
     def __init__(self, inner: Sequences, group: Group, own: OwnTokens) -> None:
         self.inner, self.group, self.own = inner, group, own

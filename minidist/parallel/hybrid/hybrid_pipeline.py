@@ -43,7 +43,6 @@ class DataPipeline(Pipeline):
     """This rank's stages of a GPT, whose backwards, gradients and update are those of a data axis that it `serve`s.
 
     Args:    as Pipeline's; of: the precision of its backward; tp: the ranks that divide its layers.
-             seed: None leaves the weights undrawn.
     """
 
     cuts = TokenStages

@@ -74,10 +74,8 @@ from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, sum
 class Hybrid(Strategy):
     """This rank's part of a GPT that a mesh with more axes than dp trains.
 
-    Args:    model: weights not yet drawn; key: of rows, for dropout.
-             precision: of weights and update; recorder: is told what runs when.
+    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout.
     Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
-             parameters: what the optimizer is made of.
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
 

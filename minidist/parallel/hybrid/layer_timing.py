@@ -16,11 +16,7 @@ from minidist.parallel.pipeline.stages import balanced_layers
 
 
 def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu") -> list[int]:
-    """The number of layers of each stage, the same on all ranks of `group`.
-
-    Args:    how: Plan.stage_layers: "even", "measured", or numbers as "1,2,1".
-    Cost, Raises: of "measured" as measured_costs and balanced_layers.
-    """
+    """The number of layers of each stage, the same on all ranks of `group`, as `how` says: Plan.stage_layers."""
     if how == "even":
         return balanced_layers([1.0] * config.layers, stages)
     if how == "measured":

@@ -116,10 +116,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4".
-
-        Raises:  PlanError, in one line, for anything else.
-        """
+        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4". Raises PlanError for all else."""
         sizes: dict[str, Any] = {}
         for pair in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, value = pair.partition("=")

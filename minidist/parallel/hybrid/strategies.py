@@ -29,10 +29,7 @@ def load(name: str) -> Any:
 
 
 def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
-    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all".
-
-    Raises:  DiskError, as OnDisk.
-    """
+    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all"."""
     store = load(f"offload={plan.offload}")
     if plan.offload == "all":
         return store(folder, device=device, recorder=recorder)

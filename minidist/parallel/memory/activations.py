@@ -92,10 +92,7 @@ def checkpoint_blocks(model: GPT, which: str) -> None:
 
 
 def chosen(which: str, blocks: int) -> list[int]:
-    """The blocks that `which` wants computed again, of so many.
-
-    Raises:  PlanError for a word that is none of "none", "scores", "all", or numbers of blocks joined by commas.
-    """
+    """The blocks that `which` wants computed again, of so many. Raises PlanError for what is no such word."""
     if which in (NONE, SCORES):
         return []
     if which == ALL:

@@ -44,11 +44,7 @@ class Region(NamedTuple):
 
 
 class Record:
-    """A file of regions, zero until they are written.
-
-    Args:    label: the name with rank and folder, for errors; fd: the file's descriptor, closed with the record.
-    Attributes: regions by name; nbytes: of the file
-    """
+    """A file of regions, zero until they are written; `label`: its name with rank and folder, for errors."""
 
     def __init__(self, name: str, label: str, fd: int) -> None:
         self.name, self.label, self.fd, self.nbytes = name, label, fd, 0
@@ -57,10 +53,7 @@ class Record:
         self.writing: list[Move] = []           # a read waits for the writes that were begun before it
 
     def add(self, key: str, dtype: Any, count: int) -> None:
-        """A region of `count` numbers, behind the others; its space is reserved.
-
-        Raises:  DiskError if the disk has no room, or files may not be so large.
-        """
+        """A region of `count` numbers, behind the others; its space is reserved. Raises DiskError for want of room."""
         dtype = np.dtype(dtype)
         region = self.regions[key] = Region(self.nbytes, count * dtype.itemsize, dtype)
         size = -(-region.nbytes // PAGE) * PAGE

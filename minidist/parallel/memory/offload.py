@@ -161,10 +161,7 @@ def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:
 
 
 class OnHost(OffDevice):
-    """ZeRO-Offload: master weights, optimizer state, summed gradients and the update on the host.
-
-    Where weights are float32 the host's copy is the master, under `parameters` of the host's account.
-    """
+    """ZeRO-Offload: master weights (in float32 too), optimizer state, summed gradients and the update on the host."""
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Room on the host; `shard` only says where a sum will be when it goes down."""

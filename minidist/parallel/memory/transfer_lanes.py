@@ -26,10 +26,7 @@ LIMIT = 300.0
 
 @dataclass(frozen=True)
 class Pace:
-    """A lane's least time: `latency` seconds a move, and `per_byte` seconds a byte.
-
-    Raises:  ConfigError if one of them is negative or no number.
-    """
+    """A lane's least time: `latency` seconds a move, and `per_byte` seconds a byte. Raises ConfigError below 0."""
 
     latency: float = 0.0
     per_byte: float = 0.0

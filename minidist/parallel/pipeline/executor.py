@@ -56,8 +56,7 @@ class StageWork(Protocol):
 class Executor:
     """Runs a rank's list.
 
-    Args:    schedule: checked (make_schedule, schedule_checker.check), and for as many ranks as `group` has.
-    Raises:  ScheduleError if the schedule is for another number of ranks, or not checked.
+    Raises:  ScheduleError if the schedule is for another number of ranks than `group` has, or not checked.
     """
 
     def __init__(self, schedule: Schedule, group: Group, *, recorder: Recorder | None = None) -> None:

@@ -58,8 +58,6 @@ class ModelParallel(StageModel):
 
         strategy = ModelParallel(GPT(config), group, seed=0)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    Args:    as StageModel, without `stages`.
     """
 
     def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:

@@ -182,10 +182,7 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """The computes of all ranks in time, if each rank goes on as soon as it can.
-
-    Raises:  ScheduleError in a deadlock, with the receives that the ranks wait at.
-    """
+    """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in a deadlock."""
     lasting, spans = times or Times(), list[ComputeSpan]()
     arrives: dict[Instruction, float] = {}          # send -> when its message arrives
 
@@ -227,10 +224,7 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 def peak_held(schedule: Schedule) -> list[int]:
-    """For each rank the most microbatches that it holds at once, counted for each of its stages.
-
-    They are held from the forward to the backward, or to the backward for the weights if it is in two halves.
-    """
+    """For each rank the most microbatches, counted for each of its stages, that are between forward and backward."""
     peaks = []
     for rank in range(schedule.ranks):
         held = peak = 0

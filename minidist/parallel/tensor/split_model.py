@@ -54,9 +54,7 @@ class SplitModel:
         return assemble(self.model, self.precision.state_dict(self.model), self.group)
 
     def load_state_dict(self, whole: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of weights in the serial layout, from `state_dict` or from one process.
-
-        In mixed precision call it before the optimizer is made: masters are copied from the weights at that time.
+        """Take this rank's part of weights in the serial layout, before masters are copied from them.
 
         Raises:  DataError, ShapeError if the weights are another model's; nothing changes then.
         """

@@ -76,8 +76,7 @@ class ColumnLinear(Module):
 class SharedKeysLinear(Module):
     """Queries of this rank's heads, beside keys and values of one key head that several ranks hold.
 
-    Two column linears side by side: ZeRO must cut the shared columns alike on every rank that has them.
-
+    They are two column linears: ZeRO must cut the shared columns alike on every rank that has them.
     Args:    queries, keys: the columns of every rank; sharers: the ranks that hold this rank's key head.
     """
 
@@ -96,9 +95,7 @@ class SharedKeysLinear(Module):
 
 
 class RowLinear(Module):
-    """y = Σ_r x_r W[rows of r, :] + b.
-
-    Every rank holds the whole bias and adds it after the sum; added before, it would count P times.
+    """y = Σ_r x_r W[rows of r, :] + b, which every rank has whole and adds after the sum; else it would count P times.
 
     Args:    rows: of every rank (default: as numpy.array_split).
     """
@@ -210,8 +207,7 @@ def head_columns(heads: int, key_heads: int, head_width: int,
 def shared_numbers(config: GPTConfig, ranks: int) -> int:
     """Numbers that all ranks together send in a step to sum the gradients of key heads that several ranks hold.
 
-    A head held by c ranks costs 2(c-1) times its columns of keys and values, with their biases. With fewer key heads
-    than ranks the c of all heads add up to `ranks`.
+    A head held by c ranks costs 2(c-1) times its columns, with biases; if some are shared, all c add up to `ranks`.
     """
     heads_again = max(0, ranks - config.key_heads)
     return 2 * heads_again * config.layers * (config.width + 1) * 2 * config.head_width
@@ -235,9 +231,8 @@ def split_attention(attention: CausalSelfAttention, region: TensorRegion, sharer
 
 
 def split_gpt(model: GPT, region: TensorRegion) -> None:
-    """Cut a GPT between the ranks of `region`, in place; its weights must not be drawn yet. Norms and dropout stay.
+    """Cut a GPT between the ranks of `region`, in place. Norms and dropout stay.
 
-    Cost:    no messages; if several ranks hold a key head, one Group.split.
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
     group, config = region.group, model.config

@@ -72,10 +72,7 @@ def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, g
 
 
 def tensor_parallel(model: GPT, group: Group) -> GPT:
-    """Cut a GPT between the ranks of `group`, in place; then `model.initialize(seed)` draws this rank's part.
-
-    Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
-    """
+    """Cut a GPT between the ranks of `group`, in place; then its weights may be drawn. Raises: as split_gpt."""
     split_gpt(model, TensorRegion(group))
     return model
 
