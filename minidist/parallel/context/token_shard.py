@@ -47,7 +47,6 @@ class TokenShardEmbedding(Embedding):
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
-        """All ids -> vectors of the own ones."""
         return super().forward(pick(ids, self.own, self.dim))
 
 
@@ -110,8 +109,6 @@ def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
     shard_dropouts(model, own)
     model.assign_names()
 
-
-# ------------------------------------------------------------------------------------------------------------- step
 
 class ContextParallel(SplitModel):
     """As TensorParallel, of a GPT cut by `context_parallel` (ring_attention.py) or `ulysses`.

@@ -157,8 +157,6 @@ class CapturedStep:
             raise
         return self._stream.end_capture()
 
-    # -------------------------------------------------------------------------------------------- what is captured
-
     def _work(self) -> None:
         """The kernels of Single.start_step, on arrays in fixed places; no number comes from the host."""
         trainer, optimizer = self.trainer, self._optimizer
@@ -170,8 +168,6 @@ class CapturedStep:
         zero_unused(self._weights)
         trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
                                  lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr]
-
-    # ------------------------------------------------------------------------------------------------ fixed places
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Give everything that a step reads or leaves its place, at the first batch."""
@@ -197,8 +193,6 @@ class CapturedStep:
             return None
         key = DropoutKey.of_sequences(self.trainer.seed, 0, part.first, *part.inputs.shape)
         return DropoutKey(key.seed, key.step, self._cupy.asarray(key.tokens), streams)
-
-    # ---------------------------------------------------------------------------------------------- what is given
 
     def _parts(self, batch: Batch) -> list[Part]:
         parts = micro_parts(Part(*batch, first=0), self.trainer.plan.accumulate)

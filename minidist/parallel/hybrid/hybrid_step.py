@@ -35,7 +35,7 @@ next stage. What must be equal on several ranks, to the bit, and why it is:
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
 axis overlaps backward as in its own chapter. With one it sends after the last microbatch, or with ZeRO-2 and 3 after
-each of them (hybrid_pipeline.py). Plan refuses what does not go together (plan_checks.py).
+each of them (hybrid_cut.py). Plan refuses what does not go together (plan_checks.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
 up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
@@ -55,8 +55,7 @@ from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
-from minidist.parallel.hybrid.hybrid_cut import cut_model
-from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid.hybrid_cut import DataPipeline, cut_model
 from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
@@ -78,8 +77,6 @@ class Hybrid(Strategy):
     Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
-
-    # ------------------------------------------------------------------------------------------------- partition
 
     def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
@@ -190,10 +187,9 @@ class Hybrid(Strategy):
                                key=own_key(self.key(part), self.tokens))
 
     def squares(self) -> float:
-        """The sum of the squares of the whole gradient; each number counts once.
+        """The sum of the squares of the whole gradient; each number counts once. Cost: as sum_in_order.
 
         Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
-        Cost:    one all-gather of a float64 a rank, under `control`.
         """
         divided = self.data_axis.divides_state
         counts = self.data_axis.first_copy if divided else self.ep.rank == 0
@@ -206,7 +202,6 @@ class Hybrid(Strategy):
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """As the data axis."""
         return self.data_axis.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:

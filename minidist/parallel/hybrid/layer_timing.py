@@ -25,29 +25,29 @@ def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, devi
     return [int(number) for number in how.split(",")]
 
 
-def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: int = 3,
+def measured_costs(config: GPTConfig, group: Group, *, rounds: int = 3,
                    device: str = "cpu") -> tuple[float, float, float]:
-    """Seconds, forward and backward, of a block, the embedding, and output with loss: those of rank 0, on all ranks.
+    """Seconds, forward and backward, of a block, the embedding, and output with loss, for one sequence.
 
-    Args:    rows: sequences, as many as a microbatch has; rounds: the quickest counts. Cost: a broadcast (`control`).
+    Rank 0 measures; the quickest of so many rounds counts. Cost: a broadcast of 24 bytes, counted under `control`.
     """
     seconds = np.zeros(3)
     if group.rank == 0:
         quiet = config.mixture and replace(config.mixture, noise=0.0)
         one = replace(config, layers=1, dropout=0.0, mixture=quiet)
         with account.use(account.MemoryAccount()):      # no memory of it lasts
-            seconds[:] = np.min([_time_parts(one, rows, device) for _ in range(rounds)], axis=0)
+            seconds[:] = np.min([_time_parts(one, device) for _ in range(rounds)], axis=0)
     with group.ledger.control():
         block, first, last = (float(value) for value in group.broadcast(seconds, root=0))
     return block, first, last
 
 
-def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
+def _time_parts(config: GPTConfig, device: str) -> list[float]:
     """Seconds of a block, the embedding, the output and loss."""
     model = GPT(config)
     model.initialize(0, device=device)
-    bits = random_bits("stages", 0, range(rows * config.context)) % np.uint64(config.vocabulary)
-    ids, positions = bits.astype(np.int64).reshape(rows, -1), np.arange(config.context)
+    bits = random_bits("stages", 0, range(config.context)) % np.uint64(config.vocabulary)
+    ids, positions = bits.astype(np.int64).reshape(1, -1), np.arange(config.context)
     xp = module_for(device)
 
     def timed(compute: Any) -> float:
@@ -57,7 +57,7 @@ def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
         to_host(y.data)         # waits for the device
         return time.perf_counter() - start
 
-    x = Tensor(xp.ones((rows, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
+    x = Tensor(xp.ones((1, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
     assert dtype_name(x.dtype) == config.dtype
     return [timed(lambda: model.blocks[0](x, beside(positions, x.data))), timed(lambda: model.embed(ids, positions)),
             timed(lambda: ops.cross_entropy(model.project(x), ids))]

@@ -20,8 +20,7 @@ class Mesh:
     `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
     every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
-    Attributes: shape        {axis: size}
-                coordinates  {axis: this rank's place}
+    Attributes: shape: {axis: size}; coordinates: {axis: this rank's place}.
     Raises:     PlanError if the sizes' product is not the world's size.
     """
 

@@ -38,8 +38,7 @@ class Plan:
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
-    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage, precision or offload, no
-                pass, and for options that the stage or each other do not go with.
+    Raises:     PlanError for a size below 1, an unknown word, and for options that do not go together.
     """
 
     dp: int = 1
@@ -111,8 +110,6 @@ class Plan:
     def pieces(self) -> int:
         """Microbatches a pass."""
         return self.microbatches or (4 * self.pp if self.pp > 1 else 1)
-
-    # ------------------------------------------------------------------------------------------------ in and out
 
     @classmethod
     def parse(cls, text: str) -> "Plan":

@@ -116,12 +116,10 @@ def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: 
     def peak(layers: int, which: str) -> int:
         return _peak(replace(config, layers=layers), sequences, which, device)
 
-    if which in (NONE, SCORES, ALL):
-        one, two = peak(1, which), peak(2, which)
-        return one + (config.layers - 1) * (two - one)
-    one, two, entry = peak(1, NONE), peak(2, NONE), peak(2, ALL) - peak(1, ALL)
-    block = two - one
-    return one + (config.layers - 1) * block - len(chosen(which, config.layers)) * (block - entry)
+    same = which if which in (NONE, SCORES, ALL) else NONE      # as all blocks, or those that are not chosen
+    one, block = peak(1, same), peak(2, same) - peak(1, same)
+    saved = 0 if same == which else len(chosen(which, config.layers)) * (block - (peak(2, ALL) - peak(1, ALL)))
+    return one + (config.layers - 1) * block - saved
 
 
 def _peak(config: GPTConfig, sequences: int, which: str, device: str) -> int:

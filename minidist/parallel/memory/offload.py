@@ -139,7 +139,6 @@ class OffDevice(ShardStore):
             return super().state(model, flats, algorithm=algorithm)
 
     def close(self) -> None:
-        """End the lanes."""
         self.down.close()
         self.up.close()
 

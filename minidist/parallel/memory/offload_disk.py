@@ -27,10 +27,7 @@ from minidist.parallel.step.recorder import Recorder
 class OnDisk(OffDevice):
     """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on disk. For ZeRO-3.
 
-    Args:    folder: where (None: where the system keeps temporary files).
-             buffers: how many records are in memory at most, the unit at work on the device apart.
-             device: "cpu" or "cuda": buffers for a GPU lie in pinned memory.
-             read, write: how slow a disk to imagine.
+    Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up: as OffDevice's.
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
 
@@ -45,7 +42,6 @@ class OnDisk(OffDevice):
         self._sums: dict[int, list[float]] = {}         # of each run's gradients, the blocks' sums of squares
 
     def begin(self, who: str) -> None:
-        """Name the rank."""
         self.disk.who = who
 
     def require(self, nbytes: int, who: str) -> None:
@@ -166,7 +162,6 @@ class OnDisk(OffDevice):
         return sum(record.nbytes for record in self.disk.records)
 
     def close(self) -> None:
-        """End the lanes; the files are gone."""
         super().close()
         self.disk.close()
 

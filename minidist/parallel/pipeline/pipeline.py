@@ -121,7 +121,7 @@ class Pipeline(StageModel):
 
 
 class PipelinePass:
-    """What one run of the schedule computes on this rank (the executor's StageWork); total: its loss so far."""
+    """What one run of the schedule computes on this rank, as StageWork asks (executor.py); total: its loss so far."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
         self.pipeline, self.stages, self.parts, self.divisor = pipeline, pipeline.stages, parts, divisor
@@ -130,7 +130,6 @@ class PipelinePass:
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def skips(self, microbatch: int) -> bool:
-        """Whether a microbatch is left out: it has no rows."""
         return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
     def room(self, receive: Instruction) -> Array:
@@ -153,7 +152,6 @@ class PipelinePass:
         return None if last else y.data
 
     def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
-        """A stage's backward; unless `whole`, the gradients of weights are deferred."""
         start, y = self._kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
             layer.balance_scale = self.pipeline.precision.scale / self.divisor
@@ -163,5 +161,4 @@ class PipelinePass:
         return None if start is None else start.grad
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """The gradients that `backward` deferred."""
         self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))

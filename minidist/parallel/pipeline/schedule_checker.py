@@ -221,8 +221,6 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
         "" if rank in path else f"; and rank {rank} has come to its list's end")
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
 def peak_held(schedule: Schedule) -> list[int]:
     """For each rank the most microbatches, counted for each of its stages, that are between forward and backward."""
     peaks = []

@@ -10,6 +10,7 @@ the sequence. Only layers are replaced, so weights keep their names and the GPT 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,9 @@ class ColumnLinear(Module):
         rank = region.group.rank
         chosen = columns or even_slices(linear.weight.shape[1], region.group.size)
         self.region, self.product = region if enter else None, linear.product
-        self.weight = WeightShard(linear.weight, [(slice(None), own) for own in chosen], rank, sharers=sharers,
-                                  word=word)
-        self.bias = None if linear.bias is None else WeightShard(linear.bias, [(own,) for own in chosen], rank,
-                                                                 sharers=sharers, word=word)
+        shard = partial(WeightShard, rank=rank, sharers=sharers, word=word)
+        self.weight = shard(linear.weight, [(slice(None), own) for own in chosen])
+        self.bias = None if linear.bias is None else shard(linear.bias, [(own,) for own in chosen])
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """(…, inputs) -> (…, own outputs); bias=False: without the bias, if the next op adds it."""

@@ -17,7 +17,7 @@ from minidist.nn import Embedding
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
-from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.step.step import divisors
 from minidist.parallel.zero.gradient_shards import GradientShards
