@@ -88,7 +88,6 @@ class OutsideSequences(Sequences):
         self.group = group
 
     def keys(self, tokens: Array) -> Array:
-        """The keys of the own tokens."""
         return pick(tokens, partial(shard_of, group=self.group), TOKENS)
 
     def total(self, share: Array) -> Array:

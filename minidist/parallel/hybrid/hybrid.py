@@ -211,8 +211,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
 
-        In as many passes as a step takes, so that a model that can be trained can be evaluated.
-        Cost:    one all-gather of two float64 a rank, counted under `control`.
+        In as many passes as a step. Cost: one all-gather of two float64 a rank, counted under `control`.
         """
         group, readers = self.strategy.readers(self.survivors())
         total, tokens = 0.0, 0
@@ -254,8 +253,7 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.
 
-        Returns the global mean token loss, a float with the same bits on every rank.
-        Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
+        Returns: the global mean token loss, the same bits on every rank. Cost: the strategy's, in the phase "step".
         """
         return self.start_step(batch).wait()
 

@@ -35,7 +35,7 @@ next stage. What must be equal on several ranks, to the bit, and why it is:
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
 axis overlaps backward as in its own chapter. With one it sends after the last microbatch, or with ZeRO-2 and 3 after
-each of them (hybrid_cut.py). Plan refuses what does not go together (plan_checks.py).
+each of them (hybrid_cut.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
 up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
@@ -219,8 +219,6 @@ class Hybrid(Strategy):
         """Over all ranks that have a share of the loss; of ranks that share rows one counts their tokens."""
         counts = self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
         return super().sum_shares(loss, tokens * counts, self.shares)
-
-    # --------------------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""

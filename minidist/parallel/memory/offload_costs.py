@@ -36,14 +36,10 @@ def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: 
 
 
 def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
-    """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
-
-    Args:    limit: bytes; units, root: of ZeRO-3 (zero/fsdp_units.py). Activations come on top.
-    """
+    """Raise MemoryLimitError if units of ZeRO-3 cannot fit: two whole ones, a unit's gradients, and the root."""
     if limit is None or not units:
         return
-    pairs = [(one, other) for one, other in zip(units, [*units[1:], units[-1]], strict=True)]
-    one, other = max(pairs, key=lambda pair: pair[0].nbytes + pair[1].nbytes)
+    one, other = max(zip(units, [*units[1:], units[-1]], strict=True), key=lambda pair: pair[0].nbytes + pair[1].nbytes)
     weights = one.nbytes + other.nbytes * (one is not other)
     gradients = max(unit.nbytes for unit in units)
     need = weights + gradients + 2 * root.nbytes

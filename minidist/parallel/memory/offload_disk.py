@@ -144,8 +144,6 @@ class OnDisk(OffDevice):
                     loan.arrays["weights"][...] = loan.arrays["master"]
                 self.disk.start_write(loan, [key for key in record.regions if key != "gradients"])
 
-    # --------------------------------------------------------------------------------------------------- the rest
-
     def master(self, flat: Flat) -> Array:
         """Read from disk: a copy."""
         record = self._records[id(flat)]

@@ -72,8 +72,7 @@ class Executor:
         self._leaving: list[Pending] = []
 
     def run(self, work: StageWork, *, backwards: bool = True) -> None:
-        """Run the list once, until everything is computed and sent; to evaluate without backwards and their messages.
-        """
+        """Run the list once, until all is computed and sent; to evaluate, without backwards and their messages."""
         instructions = [instruction for instruction in self.schedule.lists[self.group.rank]
                         if (backwards or isinstance(instruction, (Forward, SendActivation, RecvActivation)))
                         and not work.skips(instruction.microbatch)]

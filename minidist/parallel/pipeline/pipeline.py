@@ -94,9 +94,9 @@ class Pipeline(StageModel):
                          precision=precision, recorder=recorder)
 
     def run(self, part: Part, *, divisor: int) -> float:
-        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss:
+        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.
 
-        on the rank of the last stage the sum of the rows' token losses over `divisor`, on each rank its balance losses.
+        With mixtures each rank has a share, of its balance losses; else the rank of the last stage has all.
         """
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)

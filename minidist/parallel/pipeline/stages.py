@@ -205,17 +205,14 @@ class StageModel(ABC):
         return self.precision.state_dict(self.model)
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's weights, after all backwards.
-
-        Cost:    with a tied table one all-reduce of it between the ends; with clipping one float64 a rank (`control`).
-        """
+        """The optimizer's step on this rank's weights, after all backwards. Cost: sum_ends, and a float64 with clip."""
         zero_unused(self.weights)
         self.sum_ends()
         with self.recorder.span("optimizer"):
             self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
 
     def sum_ends(self) -> None:
-        """Sum the two gradients of a tied token table, the embedding's and the output's, on both ends."""
+        """Sum the two gradients of a tied token table, the embedding's and the output's: an all-reduce of both ends."""
         if self.ends is not None:
             table = self.model.tokens.weight
             with self.recorder.span("wait for the other end's table"):

@@ -28,8 +28,7 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 class SplitModel:
     """A model divided between the ranks of a group.
 
-    Args:    model: divided between the ranks of `group`, with weights drawn.
-             everyone: the ranks that share the batch, if these are several groups (default: `group`).
+    Args:    model: with weights drawn; everyone: the ranks that share the batch, if several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
              precision: of weights and update (default: one dtype for all).
     Attributes: parameters: what the optimizer is made of.
@@ -49,8 +48,7 @@ class SplitModel:
                              when="before the first step")
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on every rank. Cost: an all-gather a divided one.
-        """
+        """Copies of all weights (or masters), whole, on every rank. Cost: one all-gather for each divided weight."""
         return assemble(self.model, self.precision.state_dict(self.model), self.group)
 
     def load_state_dict(self, whole: Mapping[str, np.ndarray]) -> None:

@@ -182,7 +182,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
             lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (DataPipeline, "go_back_weights",
-                                      lambda self, stage, put_off: self.of.backward_weights(put_off)),
+                                      lambda self, stage, put_off: self.precision.backward_weights(put_off)),
         "a stage's gradients not reduced": (
             Zero2, "set_segments", lambda self, segments: self.__dict__.update(_segments=[[] for _ in segments])),
         "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
