@@ -15,16 +15,13 @@ Cost of a message: one copy into the kernel and one out of it, about 3 system ca
 
 import select
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transports.progress import full_mesh
-from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.progress.poll_loop import PolledTransport
+from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
@@ -32,23 +29,6 @@ BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
 SPINS = 20                  # looks at the connections before sleeping
-
-
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> PolledTransport:
-    """This rank's connections to all others.
-
-    Args:    host: the address to listen at: this host's own, as the other ranks see it.
-    Raises:  HandshakeError, TimeoutError: see full_mesh.join.
-    """
-    listener = listen(host)
-    info = {"host": host, "port": listener.getsockname()[1]}
-    connections = full_mesh.join(link, info, listener, lambda info: dial(info, limit), token, limit)
-    return tcp_transport(link.world_rank, limit, connections)
-
-
-def tcp_transport(world_rank: int, limit: float, connections: Mapping[int, socket.socket]) -> PolledTransport:
-    """The transport of a rank that is connected to all others, by world rank."""
-    return PolledTransport("tcp", world_rank, limit, {rank: TcpLink(sock) for rank, sock in connections.items()}, SPINS)
 
 
 def listen(host: str) -> socket.socket:
@@ -151,9 +131,6 @@ class TcpLink(PolledLink):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
-
-    def disarm(self, events: int) -> None:
-        pass
 
     def close(self) -> None:
         """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""

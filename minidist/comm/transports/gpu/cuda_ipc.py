@@ -8,9 +8,9 @@ over the host that it is recorded, let the side's stream wait for their events. 
 rank writes a turn again, it has waited for events that the others recorded after they had read it. The host waits for
 ranks, never for the GPU, and a rank that dies leaves no kernel that waits for it.
 
-The exported memory is whole allocations of cudaMalloc, made for this and freed at the end. An array of CuPy's pool is
-part of a larger allocation, which the pool may divide again while another process reads it. The price is one copy
-inside the GPU. Handles are opened once, at a group's first call, and closed with the world: part().
+The exported memory is whole allocations of cudaMalloc: an array of CuPy's pool is part of a larger one, which the pool
+may divide again while another process reads it. The price is one copy inside the GPU. Handles are opened once, at a
+group's first call, and closed with the world: part().
 
 Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
@@ -96,10 +96,10 @@ class IpcNative(GpuNative):
 
     def let_go(self) -> None:
         """Close the others' memory; the GPU has finished this rank's calls."""
-        while self._awaited:
-            self._runtime.eventDestroy(self._awaited.pop())
-        while self._opened:
-            self._runtime.ipcCloseMemHandle(self._opened.pop())
+        for event in self._awaited:
+            self._runtime.eventDestroy(event)
+        for address in self._opened:
+            self._runtime.ipcCloseMemHandle(address)
 
     def free(self) -> None:
         """Free the memory that this rank has exported."""
@@ -118,10 +118,7 @@ class IpcNative(GpuNative):
         return [turns[turn] for turns, _ in self._boards]
 
     def _look(self, mine: Array | None, longest: int, wanted: Mapping[int, tuple[int, Array]]) -> None:
-        """Show `mine` in rounds, as many as the rank with `longest` bytes needs; fill what is wanted.
-
-        Args:    wanted: for a rank (start, place): its bytes from `start` on go there.
-        """
+        """Show `mine` in rounds, enough for `longest` bytes; `wanted`: by rank, (start, place to fill)."""
         for begin in range(0, longest, TURN_BYTES):
             end = begin + TURN_BYTES
             shown = self._show(NOTHING if mine is None else mine[begin:end])
@@ -194,7 +191,6 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 
     So no rank frees memory that another has open, as CUDA asks. A lost rank has none open. If a rank does not answer
     within the limit, or the job has failed, the memory stays until this process ends, a MOMENT later at least.
-    Cost: one message without payload to each rank of these boards, and one from it; not counted.
     """
     if not boards:
         return
@@ -212,8 +208,7 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
     """Tell the others that this rank has closed their memory; whether all of them say so too, or are lost."""
     transport, tag = gpu.transport, Tag(0, LET_GO)
-    handles = [(rank, transport.start_recv(rank, tag, lambda meta, nbytes: np.empty(nbytes, np.uint8)))
-               for rank in others]
+    handles = [(rank, transport.start_recv(rank, tag, lambda *_: np.empty(0, np.uint8))) for rank in others]
     handles += [(rank, transport.start_send(rank, tag, NOTHING)) for rank in others]
     for rank, handle in handles:
         try:
@@ -227,5 +222,5 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
 
 
 def _firsts(array: Array, counts: Sequence[int]) -> dict[int, tuple[int, Array]]:
-    """What _look() wants of each rank's first bytes: they fill its part of the array."""
+    """Each rank's first bytes, as _look() wants them, fill its part of the array."""
     return {rank: (0, place) for rank, place in enumerate(parts(array, counts))}

@@ -27,7 +27,7 @@ from minidist.comm.limits import META_LIMIT
 from minidist.comm.native import Native
 from minidist.comm.transports.mpi import native as mpi_native
 from minidist.comm.transports.progress.frames import HEADER_BYTES
-from minidist.comm.transports.progress.link import ByteLink
+from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.device import account
 from minidist.errors import CommError

@@ -32,14 +32,6 @@ _ANSWER = 10.0                  # seconds that a caller has to prove that it bel
 log = logging.getLogger("minidist.comm")
 
 
-def join(link: MonitorClient, info: dict[str, Any], listener: socket.socket,
-         dial: Callable[[dict[str, Any]], socket.socket], token: bytes, limit: float) -> dict[int, socket.socket]:
-    """Meet, and connect to every other rank by `dial(its info)` or at `listener`, which is closed; see connect()."""
-    with listening(listener):
-        infos = link.meet(info)
-        return connect(link, range(len(infos)), listener, lambda rank: dial(infos[rank]), token, limit)
-
-
 def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
             token: bytes, limit: float) -> dict[int, socket.socket]:
     """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the higher at `listener`.

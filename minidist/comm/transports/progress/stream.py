@@ -25,8 +25,7 @@ from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Accept, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine
-from minidist.comm.transports.progress.link import ByteLink
-from minidist.comm.transports.progress.message import Frame, Peer, Receive, Send
+from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.comm.transports.shm.ring_buffer import LINE, RING_BYTES, RingReader, RingWriter, copy
 
 

@@ -15,18 +15,13 @@ Groups have boards (exchange_board.py) beside the rings. Where the system lets e
 """
 
 import os
-import platform
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Board
-from minidist.comm.transports.progress import full_mesh
-from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.progress.poll_loop import PolledTransport
+from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.fd_passing import hand_over
@@ -38,24 +33,6 @@ SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each
 BOARDS = 64                     # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
 STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
-
-
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str = "", node: int = 0) -> "ShmTransport":
-    """This rank's rings to all others, which must be on the same host.
-
-    Raises: HandshakeError, TimeoutError: see full_mesh.join.
-    """
-    here = platform.node()
-
-    def dial(info: dict[str, Any]) -> socket.socket:
-        if info["host"] != here:
-            raise CommError(f"shm joins ranks of one host, but rank {link.world_rank} is on {here} and another on "
-                            f"{info['host']}; take the transport auto")
-        return full_mesh.dial_unix(info["address"], limit)
-
-    listener = full_mesh.listen_unix()
-    info = {"host": here, "address": listener.getsockname()}
-    return share(link.world_rank, full_mesh.join(link, info, listener, dial, token, limit), limit)
 
 
 def share(world_rank: int, connections: Mapping[int, socket.socket], limit: float,
