@@ -1,4 +1,4 @@
-"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the peer at its other end."""
+"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the peer at its end."""
 
 from abc import ABC, abstractmethod
 from collections import deque

@@ -1,7 +1,7 @@
 """A board: memory in which every rank of a group shows arrays to all the others.
 
-    rank 0's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 0 writes here
-    rank 1's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 1 writes here
+    rank 0's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 0 writes here
+    rank 1's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
 One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
@@ -15,7 +15,7 @@ Where the ranks may read each other's memory, long arrays need not be copied: a 
 the others read() them there, and all meet once more before the lender may change them.
 
 A rank closes its board while others may still read its last bytes. So its part serves another board only after they
-have closed theirs too: each part counts how often its rank has.
+have closed theirs too: `closed` counts how often.
 
 The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and `asleep` before the
 look at `posted`, so that the later one sees the other, and no wake-up is lost.
@@ -43,7 +43,7 @@ _HEADER_BYTES = 2 * _PAGE   # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
 PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
-_POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
+_POSTED, _ASLEEP, CLOSED = 0, LINE // 8, 2 * LINE // 8
 
 
 class BoardPart:
@@ -56,18 +56,10 @@ class BoardPart:
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
         self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
-    def clear(self) -> None:
-        """Begin anew: nothing was posted."""
+    def clear(self) -> int:
+        """Begin anew: nothing was posted. How often its rank has closed a board here."""
         self.words[_POSTED] = self.words[_ASLEEP] = 0
-
-    @property
-    def closed(self) -> int:
-        """How often its rank has closed a board here."""
-        return self.words[_CLOSED]
-
-    def close(self) -> None:
-        """Its rank reads no part of this board any more."""
-        self.words[_CLOSED] += 1
+        return self.words[CLOSED]
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Put arrays here, one after the other."""
@@ -95,9 +87,8 @@ class SharedBoard(Board):
     def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
                  closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
-        self._closed, self.lends = list(closed), lends
-        own = world_ranks.index(transport.world_rank)
-        self._own = parts[own]
+        self._closed, self.lends = closed, lends
+        self._own = parts[world_ranks.index(transport.world_rank)]
         self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
                         if rank != transport.world_rank]
         self._fence = Fence()
@@ -126,9 +117,9 @@ class SharedBoard(Board):
     def close(self) -> None:
         if self._parts:
             self._fence()  # our reads before `closed`
-            self._own.close()
-            self._transport.close_board(self, [pair for pair in zip(self._parts, self._closed, strict=True)
-                                               if pair[0] is not self._own])
+            self._own.words[CLOSED] += 1
+            self._transport.close_board(self, [(part.words, closed) for part, closed
+                                               in zip(self._parts, self._closed, strict=True)])
             del self._own
             self._parts, self._others = [], []  # the memory goes when nothing points into it
 
@@ -146,7 +137,7 @@ class SharedBoard(Board):
         for rank, words in self._others:
             if words[_ASLEEP]:
                 words[_ASLEEP] = 0
-                self._transport.ring(rank)
+                self._transport.links[rank].ring()
 
     def _wait(self) -> None:
         """Spin, as a leader of the engine does, then wait in the engine."""
@@ -158,8 +149,6 @@ class SharedBoard(Board):
 
 
 class BoardWait(Operation):
-    """A wait for the others to post."""
-
     def __init__(self, transport: Engine, board: SharedBoard, peer: int) -> None:
         super().__init__(transport, peer, Tag(0, 0))
         self.board = board

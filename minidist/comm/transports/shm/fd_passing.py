@@ -13,7 +13,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import NamedTuple
 
 from minidist.comm.transports.shm import process_vm_read
@@ -42,42 +41,46 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
 
     Raises: CommError naming a rank that ended meanwhile.
     """
-    exhibit, rings = process_vm_read.Exhibit(), {}
-    processes: dict[int, int | None] = {world_rank: os.getpid()}
-    with ExitStack() as opened:
-        own = _opened(opened, nameless_file(arena_bytes))
-        arenas = {world_rank: _map(own, arena_bytes)}
+    exhibit, rings, opened = process_vm_read.Exhibit(), {}, [nameless_file(arena_bytes)]
+    arenas, readable = {world_rank: _map(opened[0], arena_bytes)}, {world_rank: os.getpid()}
+    try:
         for rank, sock in connections.items():
-            files = [_opened(opened, nameless_file(ring_bytes))] if rank > world_rank else []
+            files = opened[:1]
+            if rank > world_rank:
+                opened.append(nameless_file(ring_bytes))
+                files.append(opened[-1])
+                rings[rank] = _map(opened[-1], ring_bytes)
             sock.setblocking(True)
             sock.settimeout(limit)
-            socket.send_fds(sock, [exhibit.told], [own, *files])
-            if files:
-                rings[rank] = _map(files[0], ring_bytes)
+            socket.send_fds(sock, [exhibit.told], files)
         for rank, sock in connections.items():
             expected = 1 if rank > world_rank else 2
             told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
-            files = [_opened(opened, file) for file in received]
-            if len(files) != expected or len(told) != EXHIBIT_BYTES:
+            opened += received
+            if len(received) != expected or len(told) != EXHIBIT_BYTES:
                 raise _ended(world_rank, rank)
-            processes[rank] = process_vm_read.process_of(told)
-            arenas[rank] = _map(files[0], arena_bytes)
+            process = process_vm_read.process_of(told)
+            if process is not None:
+                readable[rank] = process
+            arenas[rank] = _map(received[0], arena_bytes)
             if rank < world_rank:
-                rings[rank] = _map(files[1], ring_bytes)
-    return SharedFiles(rings, arenas, _agreed(world_rank, connections, processes))
+                rings[rank] = _map(received[1], ring_bytes)
+    finally:
+        for file in opened:
+            os.close(file)  # its mapping stays
+    every = _all_agree(world_rank, connections, len(readable) == len(arenas))
+    return SharedFiles(rings, arenas, readable if every else None)
 
 
-def _agreed(world_rank: int, connections: Mapping[int, socket.socket], processes: Mapping[int, int | None],
-            ) -> dict[int, int] | None:
-    """The processes, if every rank can read those of all; all ranks get the same answer."""
-    readable = {rank: process for rank, process in processes.items() if process is not None}
+def _all_agree(world_rank: int, connections: Mapping[int, socket.socket], agrees: bool) -> bool:
+    """Whether all ranks do."""
     for sock in connections.values():
-        sock.sendall(_YES if len(readable) == len(processes) else _NO)
+        sock.sendall(_YES if agrees else _NO)
     answers = {rank: sock.recv(1) for rank, sock in connections.items()}
     for rank, answer in answers.items():
         if not answer:
             raise _ended(world_rank, rank)
-    return readable if len(readable) == len(processes) and set(answers.values()) <= {_YES} else None
+    return agrees and set(answers.values()) <= {_YES}
 
 
 def nameless_file(nbytes: int) -> int:
@@ -88,12 +91,6 @@ def nameless_file(nbytes: int) -> int:
         with tempfile.TemporaryFile() as temporary:
             file = os.dup(temporary.fileno())
     os.ftruncate(file, nbytes)
-    return file
-
-
-def _opened(files: ExitStack, file: int) -> int:
-    """A file that is closed with `files`; its mappings stay."""
-    files.callback(os.close, file)
     return file
 
 

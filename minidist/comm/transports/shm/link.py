@@ -78,14 +78,12 @@ class ShmLink(PolledLink):
         self._in.sleeps(False)
         self._out.sleeps(False)
         if events:
-            with suppress(BlockingIOError):
-                self.ended = not self._hear()
-
-    def _hear(self) -> bytes:
-        try:
-            return self._sock.recv(4096)
-        except ConnectionError:
-            return b""
+            try:
+                self.ended = not self._sock.recv(4096)
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                self.ended = True
 
     def close(self) -> None:
         self._sock.close()

@@ -5,10 +5,8 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket (link.py). The memory has
-no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
-
-A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
+The memory has no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing. A
+reduction adds straight from the ring: nothing of the size of a message is allocated, on either side.
 
 Groups have boards (exchange_board.py) beside the rings. Where the system lets each rank read the memory of all others
 (process_vm_read.py: found out when they meet, and the same for all), long arrays are only shown where they lie.
@@ -23,7 +21,7 @@ import numpy as np
 from minidist.comm.transport import Board
 from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.exchange_board import PART_BYTES, BoardPart, BoardWait, SharedBoard
+from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.fd_passing import hand_over
 from minidist.comm.transports.shm.link import ShmLink
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
@@ -58,10 +56,10 @@ class ShmTransport(PolledTransport):
                  name: str = "shm") -> None:
         spins = SPINS if len(links) < _cores() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
-        self._links, self._arenas, self._processes = links, arenas, processes
+        self.links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[BoardPart, int]]]] = []   # places whose boards others may still read
+        self._left: list[tuple[int, list[tuple[memoryview, int]]]] = []  # places whose boards others may still read
         self._waits: list[BoardWait] = []
 
     @property
@@ -71,17 +69,19 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
+        return RING_BYTES * len(self.links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
         """A place, plus BOARDS times the boards closed there before: so others can tell when this one is."""
-        self._take_back()
+        for left in list(self._left):
+            place, others = left
+            if all(words[CLOSED] > before for words, before in others):
+                self._left.remove(left)
+                self._free.append(place)
         if not self._free:
             return -1
         place = self._free.pop()
-        part = self._part(self.world_rank, place)
-        part.clear()
-        return place + BOARDS * part.closed
+        return place + BOARDS * self._part(self.world_rank, place).clear()
 
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> Board | None:
         own = places[world_ranks.index(self.world_rank)]
@@ -94,19 +94,9 @@ class ShmTransport(PolledTransport):
         self._boards[board] = own % BOARDS
         return board
 
-    def close_board(self, board: SharedBoard, others: list[tuple[BoardPart, int]]) -> None:
-        """Its place is free again when all others have closed theirs: until then they may read it."""
+    def close_board(self, board: SharedBoard, others: list[tuple[memoryview, int]]) -> None:
+        """Its place is free again when all ranks have closed theirs: until then they may read it."""
         self._left.append((self._boards.pop(board), others))
-
-    def _take_back(self) -> None:
-        """The places of boards that all ranks have closed are free."""
-        waiting = []
-        for place, others in self._left:
-            if all(part.closed > before for part, before in others):
-                self._free.append(place)
-            else:
-                waiting.append((place, others))
-        self._left = waiting
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
@@ -126,10 +116,6 @@ class ShmTransport(PolledTransport):
             except OSError as error:
                 lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})")
                 raise self.explained(lost, what) from error
-
-    def ring(self, rank: int) -> None:
-        """Wake a rank that sleeps before a board."""
-        self._links[rank].ring()
 
     def close(self) -> None:
         super().close()
@@ -167,7 +153,7 @@ class ShmTransport(PolledTransport):
     def _pass(self) -> bool:
         moved = super()._pass()
         for wait in list(self._waits):
-            gone = [rank for rank in wait.board.missing() if self._links[rank].ended]
+            gone = [rank for rank in wait.board.missing() if self.links[rank].ended]
             missing = wait.board.missing()  # once more: a rank may have posted before it ended
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
