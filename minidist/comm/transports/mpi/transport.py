@@ -46,12 +46,11 @@ class MpiTransport(StreamTransport):
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise CommError("MPI was initialised for one thread only, and a rank here has several: leave mpi4py.rc's "
                             "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
-        comm = MPI.COMM_WORLD.Dup()
-        one_at_a_time = threading.Lock()
-        self._comm, self._one_at_a_time = comm, one_at_a_time
+        self.comm = comm = MPI.COMM_WORLD.Dup()
+        self.one_at_a_time = threading.Lock()               # held around MPI's calls
+        self.calls: list[mpi_native.MpiCall] = []           # collectives to test
         self._natives: dict[int, Native] = {}               # by the group's id
-        self._calls: list[mpi_native.MpiCall] = []
-        links = {rank: MpiLink(comm, rank, one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
+        links = {rank: MpiLink(comm, rank, self.one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
         super().__init__("mpi", comm.rank, limit, links, SPINS)
         self._nap = _SHORTEST
 
@@ -61,22 +60,21 @@ class MpiTransport(StreamTransport):
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         if group not in self._natives:
-            self._natives[group] = mpi_native.MpiNative(self, self._comm, self._one_at_a_time, self._calls, group,
-                                                        world_ranks)
+            self._natives[group] = mpi_native.MpiNative(self, group, world_ranks)
         return self._natives[group]
 
     def _pass(self) -> bool:
         moved = super()._pass()
-        for call in list(self._calls):
+        for call in list(self.calls):
             error = None
             try:
-                with self._one_at_a_time:
+                with self.one_at_a_time:
                     complete = call.request.Test()
             except MPI.Exception as failure:
                 complete, error = True, CommError(f"rank {self.world_rank}: MPI: {failure}")
             if complete:
                 moved = True
-                self._calls.remove(call)
+                self.calls.remove(call)
                 with self.lock:
                     self.finish(call, error)
         if moved:
