@@ -5,15 +5,20 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-The memory has no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing. A
-reduction adds straight from the ring: nothing of the size of a message is allocated, on either side.
+A reduction adds straight from the ring: nothing of the size of a message is allocated, on either side. Groups have
+boards (exchange_board.py) beside the rings, each rank's part in an arena where it alone places boards. Where the system
+lets each rank read the memory of all others (process_vm_read.py), long arrays are only shown where they lie.
 
-Groups have boards (exchange_board.py) beside the rings. Where the system lets each rank read the memory of all others
-(process_vm_read.py: found out when they meet, and the same for all), long arrays are only shown where they lie.
+When two ranks have connected, they pass each other open files through the socket (hand_over): the lower rank the memory
+of their rings, each its arena; and try to read each other's memory. A file has no name and no directory entry. So
+nothing of it can be left behind, no other user can open it, and /dev/shm does not limit its size. Pages never written
+cost nothing.
 """
 
+import mmap
 import os
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,8 +27,8 @@ from minidist.comm.transport import Board
 from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
-from minidist.comm.transports.shm.fd_passing import hand_over
 from minidist.comm.transports.shm.link import ShmLink
+from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.errors import CommError
 
@@ -41,14 +46,82 @@ def share(world_rank: int, connections: Mapping[int, socket.socket], limit: floa
     return ShmTransport(world_rank, limit, links, arenas, far, processes=processes, name=name)
 
 
+def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_bytes: int, arena_bytes: int,
+              limit: float) -> tuple[dict[int, memoryview], dict[int, memoryview], dict[int, int] | None]:
+    """Give files and take them with every rank connected; the sockets are in blocking mode then.
+
+    Returns: the memory shared with each other rank for rings, every rank's arena, this one's included, and every rank's
+             process, None unless each rank may read the memory of all others; all by world rank.
+    Raises:  CommError naming a rank that ended meanwhile.
+    """
+    exhibit, rings, opened = Exhibit(), {}, [nameless_file(arena_bytes)]
+    arenas, readable = {world_rank: _map(opened[0], arena_bytes)}, {world_rank: os.getpid()}
+    try:
+        for rank, sock in connections.items():
+            files = opened[:1]
+            if rank > world_rank:
+                opened.append(nameless_file(ring_bytes))
+                files.append(opened[-1])
+                rings[rank] = _map(opened[-1], ring_bytes)
+            sock.setblocking(True)
+            sock.settimeout(limit)
+            socket.send_fds(sock, [exhibit.told], files)
+        for rank, sock in connections.items():
+            expected = 1 if rank > world_rank else 2
+            told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
+            opened += received
+            if len(received) != expected or len(told) != EXHIBIT_BYTES:
+                raise _ended(world_rank, rank)
+            process = process_vm_read.process_of(told)
+            if process is not None:
+                readable[rank] = process
+            arenas[rank] = _map(received[0], arena_bytes)
+            if rank < world_rank:
+                rings[rank] = _map(received[1], ring_bytes)
+    finally:
+        for file in opened:
+            os.close(file)  # its mapping stays
+    every = _all_agree(world_rank, connections, len(readable) == len(arenas))
+    return rings, arenas, readable if every else None
+
+
+def _all_agree(world_rank: int, connections: Mapping[int, socket.socket], agrees: bool) -> bool:
+    """Whether all ranks do."""
+    for sock in connections.values():
+        sock.sendall(b"y" if agrees else b"n")
+    answers = {rank: sock.recv(1) for rank, sock in connections.items()}
+    for rank, answer in answers.items():
+        if not answer:
+            raise _ended(world_rank, rank)
+    return agrees and set(answers.values()) <= {b"y"}
+
+
+def nameless_file(nbytes: int) -> int:
+    """A file of zeros in memory (a temporary one on systems without), which no directory lists."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("minidist")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, nbytes)
+    return file
+
+
+def _map(file: int, nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(file, nbytes))
+
+
+def _ended(world_rank: int, rank: int) -> CommError:
+    return CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
+
+
 class ShmTransport(PolledTransport):
     """One rank's rings to the others of its host, and the memory where groups among these have their boards.
 
-    Args: links      to every other rank of this host
-          arenas     the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
-          far        links to the ranks of other hosts (auto.py)
-          processes  of the ranks that have an arena, if each of them may read the memory of all others; else None
-          name       what ran: "shm", or "shm+tcp" with far links
+    Args: links              to every other rank of this host
+          arenas, processes  as hand_over() returned them
+          far                links to the ranks of other hosts (auto.py)
+          name               what ran: "shm", or "shm+tcp" with far links
     """
 
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
