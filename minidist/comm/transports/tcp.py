@@ -1,9 +1,7 @@
 """Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to install.
 
-One connection between every two ranks, made at the start (full_mesh.py), each proved to belong to the job. plain_tcp.py
-does the same in one short file, without an engine. Here no socket is waited for.
-
-A message leaves in one `sendmsg` of header and payload. On the other side
+One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same without an engine.
+Here no socket is waited for. A message leaves in one `sendmsg` of header and payload. On the other side
 
     small messages    come with their header in one recv, into the buffer, and are copied out of it
     copies            are received straight into the array they are for
@@ -57,9 +55,10 @@ class TcpLink(PolledLink):
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        _send_at_once(sock)
+        if sock.family != socket.AF_UNIX:
+            _send_at_once(sock)
         self._sock = sock
-        self._buffer: np.ndarray[Any, Any] | None = None     # made when first needed: a ring uses few links
+        self._buffer = np.empty(0, np.uint8)                # made when first needed: a ring uses few links
         self._start = self._stop = 0
         self._low_water = self._expected = 1                # as set on the socket; bytes known to come
 
@@ -72,16 +71,14 @@ class TcpLink(PolledLink):
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
             self._fill(READ_AHEAD, expected=1)
-        if self._stop - self._start < count or self._buffer is None:
-            return None
-        return self._buffer[self._start:self._start + count].tobytes()
+        data = self._buffer[self._start:min(self._start + count, self._stop)]
+        return data.tobytes() if len(data) == count else None
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
             self._to_front()  # where items are aligned
         if self._stop < min(most, BUFFERED_BYTES):
             self._fill(most - self._stop, expected=most - self._stop)
-        assert self._buffer is not None
         whole = min(most, self._stop)
         return self._buffer[:whole - whole % itemsize]
 
@@ -90,7 +87,7 @@ class TcpLink(PolledLink):
 
     def read_into(self, target: np.ndarray) -> int:
         buffered = min(self._stop - self._start, len(target))
-        if buffered == 0 or self._buffer is None:
+        if buffered == 0:
             return self._receive(target, expected=len(target))
         target[:buffered] = self._buffer[self._start:self._start + buffered]
         self._start += buffered
@@ -98,13 +95,13 @@ class TcpLink(PolledLink):
 
     def _to_front(self) -> None:
         left = self._stop - self._start
-        if left and self._buffer is not None:
+        if left:
             self._buffer[:left] = self._buffer[self._start:self._stop]
         self._start, self._stop = 0, left
 
     def _fill(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are buffered."""
-        if self._buffer is None:
+        if not len(self._buffer):
             self._buffer = account.current().hold(np.empty(BUFFERED_BYTES, np.uint8), "communication")
         if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
             self._to_front()
@@ -142,12 +139,7 @@ class TcpLink(PolledLink):
 
 
 def _send_at_once(sock: socket.socket) -> None:
-    """Small messages are not held back; and on loopback, which is never congested, the plainest congestion control.
-
-    BBR, the default of some systems, measures and paces; over loopback that costs a quarter of the bandwidth.
-    """
-    if sock.family == socket.AF_UNIX:
-        return
+    """Small messages are not held back. On loopback BBR, the default of some systems, costs a quarter of the bandwidth."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
         with suppress(OSError):  # not among those this user may choose

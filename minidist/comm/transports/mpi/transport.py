@@ -111,8 +111,7 @@ class MpiLink(ByteLink):
             self._out.post(prefix + payload.tobytes() if len(payload) <= SMALL_BYTES else prefix)
         while len(self._out) <= _DEPTH and (start := self._out.nbytes - len(prefix)) < len(payload):
             self._out.post(payload[start:start + PIECE_BYTES])
-        sent = self._out.oldest()
-        return 0 if sent is None else sent[1]
+        return len(self._out.oldest())
 
     def peek(self, count: int) -> bytes | None:
         if self._start == len(self._buffer):
@@ -147,15 +146,13 @@ class MpiLink(ByteLink):
             return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
-        oldest = self._in.oldest()
-        return 0 if oldest is None else oldest[1]
+        return len(self._in.oldest())
 
     def _take(self) -> None:
         """The oldest message that has come, if any, becomes the buffer."""
         received = self._in.oldest()
-        if received is not None:
-            buffer, count = received
-            self._buffer, self._start = buffer[:count], 0
+        if len(received):
+            self._buffer, self._start = received, 0
 
     def close(self) -> None:
         self._in.cancel()
@@ -179,21 +176,21 @@ class _UnderWay:
             self._posted.append((self._start(buffer), buffer))
         self.nbytes += len(buffer)
 
-    def oldest(self) -> tuple[Any, int] | None:
-        """The oldest, if it is complete, and no longer under way: its buffer, and its length in bytes."""
+    def oldest(self) -> Any:
+        """The bytes of the oldest, if it is complete, and no longer under way then; else none. No message is empty."""
         if not self._posted:
-            return None
+            return b""
         request, buffer = self._posted[0]
         try:
             with self._mpi:
                 if not request.Test(self._status):
-                    return None
+                    return b""
                 count = len(buffer) if self._sends else self._status.Get_count(MPI.BYTE)
         except MPI.Exception as error:
             raise ConnectionError(f"MPI: {error}") from error
         self._posted.popleft()
         self.nbytes -= len(buffer)
-        return buffer, count
+        return buffer[:count]
 
     def cancel(self) -> None:
         """Cancel the messages under way."""

@@ -7,8 +7,6 @@ turns a hidden assumption ("my neighbour will receive some time") into a deadloc
 How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the oldest receive
 posted for the same (peer, tag), whichever came first. The next thread of the receiving rank that waits, for this or for
 another message, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
-
-plain_tcp.py fills mailboxes of processes from connections.
 """
 
 import threading
