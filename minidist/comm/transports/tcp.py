@@ -139,7 +139,7 @@ class TcpLink(PolledLink):
 
 
 def _send_at_once(sock: socket.socket) -> None:
-    """Small messages are not held back. On loopback BBR, the default of some systems, costs a quarter of the bandwidth."""
+    """Small messages are not held back. On loopback BBR, the default of some systems, costs a quarter of the speed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
         with suppress(OSError):  # not among those this user may choose

@@ -167,10 +167,7 @@ class IpcNative(GpuNative):
 
 
 def _combine(values: Sequence[Array], out: Array, op: str) -> None:
-    """out = the values, of two ranks or more, combined in their order; low precision in float32, rounded once.
-
-    A kernel widens what it adds, and rounds the last sum, in the one pass that adds.
-    """
+    """out = the values of two ranks or more, combined in their order; low precision in float32, rounded once."""
     add = kernel("ring_add", *values, out) if op in ("sum", "mean") and out.dtype in LOW_PRECISION else None
     total = widen(values[0])
     if add is not None:

@@ -18,6 +18,7 @@ Source: NCCL user guide (stream semantics, group calls, communicator abort). Not
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class GpuDevice(DeviceTransport):
         self.gpu, self._places, self._ipc = gpu, list(places), ipc
         self._shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpu.nccl.get_version() >= 23000
         self._natives: dict[int, Native] = {}
-        self._sides: dict[int, GpuSide] = {}
+        self._sides: defaultdict[int, GpuSide] = defaultdict(lambda: GpuSide(gpu))
         self._lanes: dict[tuple[int, int, int], NcclLane] = {}
         self._parted: list[cuda_ipc.IpcNative] = []
 
@@ -119,8 +120,6 @@ class GpuDevice(DeviceTransport):
         cuda_ipc.part(self.gpu, boards)
 
     def side(self, group: int) -> GpuSide:
-        if group not in self._sides:
-            self._sides[group] = GpuSide(self.gpu)
         return self._sides[group]
 
 

@@ -6,8 +6,8 @@
 In one communicator, calls match in the order in which they are made, and each call waits for those before it. With all
 messages of two ranks in one, a send would wait for a receive that stands behind another send. A lane has only sends on
 one side and only receives on the other, both in the headers' order, so no circle of waits can form. Its thread also
-waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits, because two
-ranks that meet seem to wait for each other; the limit ends them.
+waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits; the limit ends
+them.
 
 Not yet measured on a GPU.
 """
@@ -33,8 +33,7 @@ _STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to ret
 class Communicator:
     """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
 
-    All pairs are connected at once. NCCL would do so in the first call between them, which would block while it holds
-    this rank's lock of all NCCL calls.
+    All pairs are connected at once: the first call between two would do so while it holds the lock of NCCL's calls.
     """
 
     def __init__(self, gpu: Gpu, side: GpuSide, size: int, id: bytes, rank: int) -> None:

@@ -112,14 +112,11 @@ class Flight:
 
 
 class Watch:
-    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails.
-
-    Attributes: failures  each returns an error that a library found by itself, or ""
-    """
+    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self.failures: list[Callable[[], str]] = []
+        self.failures: list[Callable[[], str]] = []     # each returns an error that a library found by itself, or ""
         self._flights: list[Flight] = []
         self.changed = threading.Condition()
         self._thread: threading.Thread | None = None

@@ -6,8 +6,8 @@
     rank 3    dials 0, 1, 2
 
 Every rank listens before any address is told, so no dial is refused. A rank waits only for lower ones to answer, so no
-ranks wait in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is answered
-in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank.
+ranks wait in a circle. Both ranks of a connection prove that they know the job's token (wire.py). Each caller is
+answered in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank.
 """
 
 import logging

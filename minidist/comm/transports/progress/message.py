@@ -48,7 +48,7 @@ class ByteLink(ABC):
 
 
 class Send(Operation):
-    """A message on its way out: `sent` bytes of prefix + payload have left."""
+    """`sent` bytes of prefix + payload have left."""
 
     def __init__(self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes) -> None:
         super().__init__(engine, peer, tag)
@@ -61,8 +61,6 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """A message asked for: `accept` says where its payload goes."""
-
     incoming = True
 
     def __init__(self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:

@@ -78,11 +78,7 @@ class BoardPart:
 
 
 class SharedBoard(Board):
-    """A group's board, as one of its ranks sees it.
-
-    Args: parts: every rank's, in the order of `world_ranks`; closed: how often boards there were closed before;
-          lends: whether the ranks may read each other's memory.
-    """
+    """A group's board, as one of its ranks sees it; `closed`: how often boards in each part were closed before."""
 
     def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
                  closed: Sequence[int], lends: bool = False) -> None:
@@ -149,8 +145,8 @@ class SharedBoard(Board):
 
 
 class BoardWait(Operation):
-    def __init__(self, transport: Engine, board: SharedBoard, peer: int) -> None:
-        super().__init__(transport, peer, Tag(0, 0))
+    def __init__(self, transport: Engine, board: SharedBoard) -> None:
+        super().__init__(transport, (board.missing() or [transport.world_rank])[0], Tag(0, 0))
         self.board = board
 
     def peers(self) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Fence:
 
 
 class _End:
-    """The part that both ends of a ring have: its words and its data, in memory that the other process sees too."""
+    """What both ends of a ring have."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:_PAGE].cast("Q")
@@ -134,7 +134,6 @@ class RingWriter(_End):
         self._words[_WRITER] = int(asleep)
 
     def roomy(self) -> bool:
-        """Whether half of the ring is free."""
         return self.free() >= CAPACITY // 2
 
 
@@ -173,9 +172,7 @@ class RingReader(_End):
     def skip(self, count: int) -> bool:
         """Consume `count` bytes; whether the writer is to be woken: it asked for it, and enough was read."""
         self._tail += count
-        if self._tail - self._shown < _SHOW_BYTES:
-            return False
-        return self.show()
+        return self._tail - self._shown >= _SHOW_BYTES and self.show()
 
     def show(self) -> bool:
         """Tell the writer how far we have read; whether it is to be woken, answered once."""

@@ -202,9 +202,8 @@ class ShmTransport(PolledTransport):
 
     def await_board(self, board: SharedBoard) -> None:
         """Wait in the engine until all ranks have posted."""
-        missing = board.missing()
-        wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
-        peers = [self._peers[rank] for rank in missing]
+        wait = BoardWait(self, board)
+        peers = [self._peers[rank] for rank in board.missing()]
         with self.lock:
             self.begin()
             self._waits.append(wait)
