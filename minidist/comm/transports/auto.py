@@ -14,6 +14,7 @@ Ranks share memory if they are on one host and their launcher counts them to one
 gives two nodes with TCP between them.
 """
 
+import socket
 from functools import partial
 
 from minidist.comm.health.monitor_client import MonitorClient
@@ -44,8 +45,8 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
         others = [rank for rank in range(len(infos)) if rank not in near]
         if kind == "shm" and others:
             raise CommError(f"shm joins ranks of one host, but ranks {me} and {others[0]} are on two; take auto")
-        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial_unix(infos[rank]["unix"], limit), token,
-                                  limit)
+        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial(
+            socket.socket(socket.AF_UNIX), infos[rank]["unix"], limit), token, limit)
         try:
             far = full_mesh.connect(link, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
         except BaseException:

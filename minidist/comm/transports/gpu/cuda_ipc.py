@@ -132,10 +132,11 @@ class IpcNative(GpuNative):
         self._look(octets if at_root else None, octets.size, {} if at_root else {root: (0, octets)})
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
-        self._look(octets, max(counts), {} if out is None else _firsts(out, counts))
+        places = [] if out is None else parts(out, counts)
+        self._look(octets, max(counts), {rank: (0, place) for rank, place in enumerate(places)})
 
     def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
-        self._look(octets, max(counts), _firsts(out, counts))
+        self.gather(octets, out, counts, self._rank)
 
     def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
         self._look(octets, sum(counts), {} if out is None else {root: (sum(counts[:self._rank]), out)})
@@ -216,8 +217,3 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
         except CommError:
             return False
     return True
-
-
-def _firsts(array: Array, counts: Sequence[int]) -> dict[int, tuple[int, Array]]:
-    """Each rank's first bytes, as _look() wants them, fill its part of the array."""
-    return {rank: (0, place) for rank, place in enumerate(parts(array, counts))}

@@ -205,5 +205,4 @@ class NcclNative(GpuNative):
 
 
 def _at(array: Any) -> int:
-    """A CuPy array's address."""
     return int(array.data.ptr)

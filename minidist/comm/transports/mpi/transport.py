@@ -10,8 +10,6 @@ which it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 
 
 A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything
 is started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
-
-The messages travel in a duplicate of MPI_COMM_WORLD, apart from those of other code.
 """
 
 import threading
@@ -46,7 +44,7 @@ class MpiTransport(StreamTransport):
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise CommError("MPI was initialised for one thread only, and a rank here has several: leave mpi4py.rc's "
                             "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
-        self.comm = comm = MPI.COMM_WORLD.Dup()
+        self.comm = comm = MPI.COMM_WORLD.Dup()             # apart from the messages of other code
         self.one_at_a_time = threading.Lock()               # held around MPI's calls
         self.calls: list[mpi_native.MpiCall] = []           # collectives to test
         self._natives: dict[int, Native] = {}               # by the group's id
@@ -171,7 +169,6 @@ class _UnderWay:
         return len(self._posted)
 
     def post(self, buffer: Any) -> None:
-        """Start one more, from or into `buffer`."""
         with self._mpi:
             self._posted.append((self._start(buffer), buffer))
         self.nbytes += len(buffer)
@@ -193,7 +190,6 @@ class _UnderWay:
         return buffer[:count]
 
     def cancel(self) -> None:
-        """Cancel the messages under way."""
         with self._mpi:
             while self._posted:
                 request, _ = self._posted.popleft()

@@ -70,10 +70,10 @@ class Engine(Transport):
         self._led = 0                               # times a thread has waited, or passed
         self._followers = 0
         self._unfinished = 0                        # transfers started and not finished
-        self._helper: threading.Thread | None = None
-        self._helper_awake = False
+        self._closing = self._helper_awake = False
         self._helper_call = threading.Event()
-        self._closing = False
+        self._helper = threading.Thread(target=self._help, name=f"{name} helper of rank {world_rank}", daemon=True)
+        self._helper.start()
 
     # --- what a transport supplies -----------------------------------------------------------------------------------
 
@@ -202,14 +202,7 @@ class Engine(Transport):
 
     def _call_helper(self) -> None:
         self._helper_awake = True
-        if self._closing:
-            return
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name=f"{self.name} helper of rank {self.world_rank}",
-                                            daemon=True)
-            self._helper.start()
-        else:
-            self._helper_call.set()
+        self._helper_call.set()
 
     def _help(self) -> None:
         """Take a pass now and then while no thread waits; sleep while there is nothing to move, or a thread leads."""
@@ -251,8 +244,7 @@ class Engine(Transport):
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()
-        if self._helper is not None:
-            self._helper.join()
+        self._helper.join()
         with self.lock:
             self._followers += 1
             self._turn.wait_for(lambda: not self._leading, timeout=1.0)

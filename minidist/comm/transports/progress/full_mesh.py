@@ -72,7 +72,6 @@ def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, 
 
 
 def hang_up(connections: Mapping[int, socket.socket]) -> None:
-    """Close them all."""
     for sock in connections.values():
         sock.close()
 
@@ -125,11 +124,6 @@ def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def dial_unix(address: str | bytes, limit: float) -> socket.socket:
-    """A connection to the listener of another process of this host."""
-    return dial(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
 
 
 @contextmanager

@@ -8,11 +8,9 @@ One `show` is all there is: a rank copies its arrays into its part, moves `poste
 as often, and reads their bytes where they lie. So bytes for P-1 ranks are written once, and all ranks wait for each
 other at once instead of one after the other.
 
-Parts have two turns, used alternately. The bytes of a `show` may be read until the reader's next one: a rank overwrites
-a turn only at its second `show` after, and before that all others have posted the first.
-
-Where the ranks may read each other's memory, long arrays need not be copied: a rank lends them. It shows their address,
-the others read() them there, and all meet once more before the lender may change them.
+Parts have two turns, used alternately: a rank overwrites a turn only at its second `show` after, and before that all
+others have posted the first. Where the ranks may read each other's memory, long arrays need not be copied: a rank shows
+their address, the others read() them there, and all meet once more before it may change them.
 
 A rank closes its board while others may still read its last bytes. So its part serves another board only after they
 have closed theirs too: `closed` counts how often.
@@ -99,8 +97,11 @@ class SharedBoard(Board):
         fence()  # our `posted` before theirs and `asleep`
         if self.missing():
             self._wait()
-        else:
-            self._wake()
+        else:  # the last rank to arrive wakes the sleepers
+            for rank, words in self._others:
+                if words[_ASLEEP]:
+                    words[_ASLEEP] = 0
+                    self._transport.links[rank].ring()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
 
@@ -127,13 +128,6 @@ class SharedBoard(Board):
         """Ask to be woken when the last has posted, or no more. Then look at missing() once again."""
         self._own.words[_ASLEEP] = int(asleep)
         self._fence()  # our `asleep` before the look at their `posted`
-
-    def _wake(self) -> None:
-        """The last rank to arrive wakes the sleepers."""
-        for rank, words in self._others:
-            if words[_ASLEEP]:
-                words[_ASLEEP] = 0
-                self._transport.links[rank].ring()
 
     def _wait(self) -> None:
         """Spin, as a leader of the engine does, then wait in the engine."""

@@ -82,7 +82,7 @@ def tcp(info: dict[str, Any]) -> socket.socket:
 
 
 def unix(info: dict[str, Any]) -> socket.socket:
-    return full_mesh.dial_unix(info["address"], 5.0)
+    return full_mesh.dial(socket.socket(socket.AF_UNIX), info["address"], 5.0)
 
 
 def call(listener: socket.socket) -> socket.socket:
