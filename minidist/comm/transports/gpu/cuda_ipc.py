@@ -79,20 +79,17 @@ class IpcNative(GpuNative):
         self._boards = [self._board(rank, words.tobytes()) for rank, words in enumerate(told)]
         self._turn = 0
 
-    def _board(self, rank: int, handles: bytes) -> tuple[list[Array], list[int]]:
-        """A rank's turns, and their events."""
-        if rank == self._rank:
-            return self._views(self._memory.ptr), [event.ptr for event in self._recorded]
-        memory, *events = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
-        self._opened.append(self._runtime.ipcOpenMemHandle(memory))
-        self._awaited.extend(self._runtime.ipcOpenEventHandle(event) for event in events)
-        return self._views(self._opened[-1]), self._awaited[-_TURNS:]
-
-    def _views(self, address: int) -> list[Array]:
-        cuda = self._gpu.cupy.cuda
-        memory = cuda.UnownedMemory(address, _TURNS * TURN_BYTES, self, self._gpu.device.id)
-        return [self._gpu.cupy.ndarray((TURN_BYTES,), np.uint8, memptr=cuda.MemoryPointer(memory, turn * TURN_BYTES))
-                for turn in range(_TURNS)]
+    def _board(self, rank: int, handles: bytes) -> tuple[Array, list[int]]:
+        """A rank's turns, (_TURNS, TURN_BYTES) uint8, and their events."""
+        address, events = self._memory.ptr, [event.ptr for event in self._recorded]
+        if rank != self._rank:
+            memory, *theirs = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
+            address, events = self._runtime.ipcOpenMemHandle(memory), [*map(self._runtime.ipcOpenEventHandle, theirs)]
+            self._opened.append(address)
+            self._awaited += events
+        cupy = self._gpu.cupy
+        memory = cupy.cuda.UnownedMemory(address, _TURNS * TURN_BYTES, self, self._gpu.device.id)
+        return cupy.ndarray((_TURNS, TURN_BYTES), np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)), events
 
     def let_go(self) -> None:
         """Close the others' memory; the GPU has finished this rank's calls."""

@@ -119,16 +119,12 @@ class Watch:
         self.failures: list[Callable[[], str]] = []     # each returns an error that a library found by itself, or ""
         self._flights: list[Flight] = []
         self.changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=self._run, name=f"gpu watch of rank {gpu.transport.world_rank}", daemon=True).start()
 
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
         """Watch one more."""
         with self.changed:
             self._flights.append(Flight(what, begun, done, keep))
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, daemon=True,
-                                                name=f"gpu watch of rank {self._gpu.transport.world_rank}")
-                self._thread.start()
             self.changed.notify_all()
 
     def finish(self) -> None:
