@@ -3,7 +3,7 @@
     node 0          node 1
     r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
-    ||            ||      ||     two rings in shared memory (shm/link.py), and boards for the groups inside a node
+    ||            ||      ||     two rings in shared memory (shm/), and boards for the groups inside a node
     r1 ---------- r3
 
 One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of others, and a peer is

@@ -27,9 +27,8 @@ from minidist.comm.transport import Board
 from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
-from minidist.comm.transports.shm.link import ShmLink
 from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
-from minidist.comm.transports.shm.ring_buffer import RING_BYTES
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
