@@ -17,20 +17,13 @@ from minidist.comm.calls.members import WORLD
 from minidist.comm.native import Native
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.engine import Engine, Operation
-from minidist.errors import CommError, ConfigError
+from minidist.errors import CommError
 
 if TYPE_CHECKING:
     from minidist.comm.transports.mpi.transport import MpiTransport
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-_KINDS = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "c16")
-
-
-def check(op: str, dtype: np.dtype) -> None:
-    """Raises ConfigError unless MPI has this op on this dtype."""
-    known = dtype.isnative and dtype.isbuiltin == 1 and dtype.str[1:] in _KINDS
-    if not known or (dtype.kind == "c" and op in ("max", "min")):
-        raise ConfigError(f"MPI has no {op} of {dtype}; choose another algorithm than native")
+KINDS = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "c16")
 
 
 class MpiCall(Operation):

@@ -28,7 +28,7 @@ from minidist.comm.transports.progress.frames import HEADER_BYTES
 from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.device import account
-from minidist.errors import CommError
+from minidist.errors import CommError, ConfigError
 
 SPINS = 50                          # tests with yielded core before sleeping
 _SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
@@ -53,8 +53,11 @@ class MpiTransport(StreamTransport):
         self._nap = _SHORTEST
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
-        if op is not None and dtype is not None:
-            mpi_native.check(op, dtype)
+        if op is None or dtype is None:
+            return
+        known = dtype.isnative and dtype.isbuiltin == 1 and dtype.str[1:] in mpi_native.KINDS
+        if not known or (dtype.kind == "c" and op in ("max", "min")):
+            raise ConfigError(f"MPI has no {op} of {dtype}; choose another algorithm than native")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         if group not in self._natives:
