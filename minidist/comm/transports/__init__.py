@@ -3,8 +3,8 @@
     name         files                                      ranks
     threads      threads.py  progress/mailbox.py            threads of one process; also "threads-unbuffered"
     plain-tcp    plain_tcp.py  progress/mailbox.py          processes; blocking TCP, to read
-    tcp          tcp.py                                     processes, over TCP alone
-    shm          shm/                                       processes of one host, over shared memory
+    tcp          tcp.py  auto.py connects                   processes, over TCP alone
+    shm          shm/  auto.py connects                     processes of one host, over shared memory
     auto         auto.py                                    processes: shm inside a host, tcp between hosts
     mpi          mpi/                                       processes that mpirun started
     nccl         gpu/  auto.py for the host                 processes with GPUs: their arrays by NCCL, or, where ranks
