@@ -88,8 +88,6 @@ class ForkedJob:
             for rank in self.waiting - set(self.children.running()):
                 self.waiting.discard(rank)
                 self._note(rank, outcomes)
-            if self.monitor.spared or self.monitor.loss is not None:
-                self.monitor.end_frozen()
             if self.monitor.loss is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes

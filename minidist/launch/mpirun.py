@@ -106,7 +106,6 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
         finally:
-            monitor.end_frozen()                            # mpirun would wait for it
             _end(process)
             monitor.close()
 

@@ -157,8 +157,6 @@ class SpawnedJob:
     def _lost(self, loss: Failure) -> int:
         if not loss.traceback:                              # it could not speak for itself
             say_line(f"minidist: {loss}; the job ends")
-        if self.monitor is not None:
-            self.monitor.end_frozen()
         code = self.children.code(loss.world_rank, GRACE)
         return _status(code) if code else loss.status
 

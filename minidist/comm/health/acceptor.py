@@ -33,7 +33,6 @@ class Seat:
     host: str
     sock: socket.socket
     left: bool = False
-    frozen: bool = False
     expendable: bool = False
     system: str = ""
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)

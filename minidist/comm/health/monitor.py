@@ -88,7 +88,6 @@ class Monitor:
         self._deaths.put(None)
         for thread in threads:
             thread.join(2.0)
-        self.end_frozen()
         for seat in self._seats.values():
             seat.sock.close()
         self._watchdog.close()
@@ -133,12 +132,6 @@ class Monitor:
         with self._changed:
             return self._changed.wait_for(lambda: all(
                 rank == lost or self.has_left(rank) for rank in (range(self.size) if late else self._seats)), limit)
-
-    def end_frozen(self) -> None:
-        """Kill a process that was lost since it is stopped: it cannot end by itself."""
-        for seat in list(self._seats.values()):
-            if seat.frozen:
-                self._watchdog.end_stopped(seat)
 
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""

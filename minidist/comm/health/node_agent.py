@@ -3,9 +3,8 @@
     monitor -> node agent                               node agent -> monitor
     look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
-    end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
-    lost     loss: the job is over, and why             goodbye
-    died     loss: of a rank without which it goes on
+    lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
+    died     loss: of a rank without which it goes on   goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -31,7 +30,7 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
+from minidist.comm.health.process_state import ProcessLooks, exit_of, this_system
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -71,6 +70,7 @@ class NodeAgent:
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
                     self._take(wire.recv_frame(sock, None))
+        self._looks.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -118,9 +118,6 @@ class NodeAgent:
                            ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
-            case "end":
-                for pid in frame["pids"]:
-                    kill_stopped(pid)
             case "lost" | "died" as kind:
                 loss = Failure(**frame["loss"])
                 with self._changed:

@@ -16,7 +16,7 @@ from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
-from minidist.comm.health.process_state import LOOK, ProcessLooks, kill_stopped, this_system
+from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
@@ -94,7 +94,6 @@ class Watchdog:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
             if seat.pid in frozen:
-                seat.frozen = True
                 self._lose(Failure(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
             elif seat.pid in ended:
                 self._lose(Failure(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
@@ -107,7 +106,8 @@ class Watchdog:
             return [agent for agent in self._agents if not agent.left]
 
     def close(self) -> None:
-        """Close the connections of all node agents."""
+        """Kill what is frozen here, and close the connections of all node agents, which then do so there."""
+        self._looks.close()
         for agent in self._agents:
             agent.sock.close()
 
@@ -156,13 +156,6 @@ class Watchdog:
             if seat.world_rank in agent.told:
                 return agent.told[seat.world_rank] or None
         return _out_of_reach(self._covered(agent), "its node agent does not answer")
-
-    def end_stopped(self, seat: Seat) -> None:
-        """Have a stopped process killed."""
-        if seat.system == this_system():
-            kill_stopped(seat.pid)
-        elif agent := self._agent_of(seat):
-            agent.send("end", pids=[seat.pid])
 
     def _agent_of(self, seat: Seat) -> AgentSeat | None:
         return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)

@@ -90,7 +90,6 @@ def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
         process.send_signal(signal.SIGSTOP)
         wait_for(lambda: links[0].loss and links[1].loss and agent.loss)
         assert str(links[0].loss) == str(agent.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
-        monitor.end_frozen()
         assert process.wait(SOON) == -signal.SIGKILL
 
 
