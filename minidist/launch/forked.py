@@ -73,7 +73,7 @@ class ForkedJob:
         transports.load(self.transport)         # once, here, rather than in every child
         for rank in range(self.size):
             def body(rank: int = rank) -> int:
-                self.monitor.close_in_child()
+                self.monitor.listener.close()
                 return ForkedRank(rank, self).run(fn, args)
 
             self.processes[rank] = Forked(body)

@@ -148,10 +148,9 @@ class Membership:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
-        if self.joined is not None and self.joined.monitor is not None:
-            self.joined.monitor.close()
-        if self.joined is not None and self.joined.agent is not None:
-            self.joined.agent.close()
+        if self.joined is not None:
+            for helper in self.joined.helpers:
+                helper.close()
 
 
 _membership: Membership | None = None

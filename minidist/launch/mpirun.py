@@ -19,10 +19,10 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import exit_of
-from minidist.comm.health.rendezvous import MonitorAddress
 from minidist.errors import LaunchError
 from minidist.launch import failures
 from minidist.launch.children import Children
+from minidist.launch.joining import MonitorAddress
 from minidist.launch.launchers import clean_environment
 
 GRACE = 2.0             # seconds mpirun gets to end after a rank was lost

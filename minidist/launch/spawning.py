@@ -18,12 +18,13 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
+from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
-from minidist.comm.health.rendezvous import MonitorAddress, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
+from minidist.launch.joining import MonitorAddress, token_from_environment
 from minidist.launch.launchers import clean_environment
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
@@ -71,7 +72,7 @@ class SpawnedJob:
         self.missed: set[int] = set()                       # expendable ranks that have ended
         host, port = nodes.master_addr, nodes.master_port
         if nodes.rank == 0:
-            self.monitor = Monitor(size * nodes.count, token, host=host, port=port,
+            self.monitor = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
                                    how=lambda seat: self.children.how(seat.world_rank))
             port = self.monitor.address[1]
         self.place = MonitorAddress(host, port, token)

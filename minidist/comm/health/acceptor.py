@@ -62,21 +62,13 @@ class AgentSeat(Seat):
 class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
-    Args:   host, port: where to listen; port 0 takes a free one. `address` says which.
-            enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
-            run(target, *args): start a thread.
-    Raises: LaunchError if the port is taken.
+    Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
+          run(target, *args): start a thread.
     """
 
-    def __init__(self, host: str, port: int, backlog: int, token: bytes,
-                 enter: Callable[[socket.socket, dict[str, Any]], None], run: Callable[..., None]) -> None:
-        self._token, self._enter, self._run = token, enter, run
-        try:
-            self.listener = socket.create_server((host, port), backlog=backlog)
-        except OSError as error:
-            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
-                              "another port with --master-port or MASTER_PORT") from error
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+    def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],
+                 run: Callable[..., None]) -> None:
+        self.listener, self._token, self._enter, self._run = listener, token, enter, run
         self.strangers: dict[socket.socket, None] = {}        # in order of arrival
         self._lock = threading.Lock()
         self._closed = False
@@ -118,6 +110,15 @@ class Acceptor:
         finally:
             with self._lock:
                 self.strangers.pop(sock, None)
+
+
+def listen(host: str, port: int, size: int) -> socket.socket:
+    """A listener for `size` ranks; port 0 takes a free one. Raises LaunchError if the port is taken."""
+    try:
+        return socket.create_server((host, port), backlog=max(128, size))
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
+                          "another port with --master-port or MASTER_PORT") from error
 
 
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,

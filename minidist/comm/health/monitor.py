@@ -1,8 +1,8 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
 Without it, a rank that has no connection to a dead rank would wait for ever. The monitor is a
-thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
-no data.
+thread of our launcher, or a child process of rank 0 where another launcher started the ranks (launch/joining.py). It
+moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
@@ -22,24 +22,29 @@ disagreements. The acceptor (acceptor.py) lets ranks in. Every other host has a 
 
 import dataclasses
 import queue
+import select
 import selectors
+import signal
 import socket
+import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen
 from minidist.comm.health.deadlock import Verdict
-from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import this_system
+from minidist.comm.health.failure import Failure, say_line
+from minidist.comm.health.process_state import exit_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
+STOP = 10.0               # seconds that the ranks of a monitor process get to end when one is lost
 
 
 class Monitor:
@@ -47,20 +52,19 @@ class Monitor:
 
     Args:
         size: ranks of the job.                 token: the job's secret.
-        host, port: where to listen; port 0 takes a free one. `address` says which.
+        listener: where ranks connect (acceptor.listen); left out: at a free port of this host. `address` says which.
         how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
-    Raises: LaunchError if the port is taken.
     """
 
-    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
+    def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
                  how: Callable[[Seat], str | None] | None = None) -> None:
-        self.size = size
-        self._how = how or (lambda seat: None)
-        self._acceptor = Acceptor(host, port, max(128, size), token, self._admit, self._run)
-        self.address = self._acceptor.address
+        self.size, self._how = size, how or (lambda seat: None)
+        self.listener = listener or listen("127.0.0.1", 0, size)
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self._acceptor = Acceptor(self.listener, token, self._admit, self._run)
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
@@ -73,9 +77,9 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
-        self._acceptor.listener.setblocking(False)
+        self.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
+        self._selector.register(self.listener, selectors.EVENT_READ)
         self._run(self._hear_all)
         self._run(self._record_deaths)
 
@@ -91,11 +95,7 @@ class Monitor:
         for seat in self._seats.values():
             seat.sock.close()
         self._watchdog.close()
-        self._acceptor.listener.close()
-
-    def close_in_child(self) -> None:
-        """In a forked child: let go of the inherited socket."""
-        self._acceptor.listener.close()
+        self.listener.close()
 
     def lose(self, loss: Failure) -> bool:
         """Note a loss and tell every rank that is still there; returns whether it was news."""
@@ -108,7 +108,7 @@ class Monitor:
                 self.spared[loss.world_rank] = loss
             else:
                 self.loss = loss
-            others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
+            others = [seat for rank, seat in self._present().items() if rank != loss.world_rank]
             self._changed.notify_all()
         for seat in [*others, *self._watchdog.agents()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
@@ -279,3 +279,31 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))
+
+
+def main(size: int, listener: socket.socket) -> None:
+    """The monitor as a child of rank 0 (launch/joining.py): it watches until every rank has gone."""
+    def rank_0_ends() -> bool:
+        return bool(select.select([sys.stdin], [], [], 0.0)[0])
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
+    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid))
+    monitor.start()
+    while not monitor.wait(0.2) and monitor.loss is None:
+        if rank_0_ends():
+            monitor.wait(0.5)                                   # time for its last word to arrive
+            if monitor.loss is None and not monitor.has_left(0):
+                break
+    if monitor.loss is not None:
+        if not monitor.loss.traceback:                          # it could not speak for itself
+            say_line(f"minidist: {monitor.loss}; the job ends")
+        deadline = time.monotonic() + STOP
+        while time.monotonic() < deadline and not rank_0_ends():
+            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
+                break
+        monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
+    monitor.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

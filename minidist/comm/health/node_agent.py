@@ -12,7 +12,7 @@ take no part in it, so a rank may compute for long in one call that holds the in
 keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
-child of the node's first rank.
+child of the node's first rank (launch/joining.py).
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import dataclasses
 import os
 import platform
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -126,22 +125,6 @@ class NodeAgent:
                     else:
                         self.spared[loss.world_rank] = loss
                     self._changed.notify_all()
-
-
-class NodeAgentProcess:
-    """A node agent for every rank of this host, in a child process that ends when the monitor does."""
-
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        command = [sys.executable, "-m", "minidist.comm.health.node_agent", address[0], str(address[1])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                         start_new_session=True)
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            stdin.write(token + b"\n")
-
-    def close(self) -> None:
-        """Wait until it has ended. So the first rank of a host ends last there, as rank 0 does in the whole job."""
-        self._process.wait()
 
 
 if __name__ == "__main__":

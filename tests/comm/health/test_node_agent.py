@@ -21,8 +21,9 @@ from minidist.comm.health import acceptor
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.node_agent import NodeAgent, NodeAgentProcess
+from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import has_ended, this_system
+from minidist.launch.joining import NodeAgentProcess
 
 TOKEN = wire.new_token()
 
