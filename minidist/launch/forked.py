@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, Any
 
 from minidist.comm import wire
@@ -66,18 +67,13 @@ class ForkedJob:
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
-        self.waiting: set[int] = set()          # ranks whose end has not been noted
+        self.waiting = set(range(size))         # ranks whose end has not been noted
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Fork every rank; only then start the monitor's threads."""
         transports.load(self.transport)         # once, here, rather than in every child
         for rank in range(self.size):
-            def body(rank: int = rank) -> int:
-                self.monitor.listener.close()
-                return ForkedRank(rank, self).run(fn, args)
-
-            self.processes[rank] = Forked(body)
-            self.waiting.add(rank)
+            self.processes[rank] = Forked(partial(_run_rank, rank, self, fn, args))
         self.monitor.start()
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
@@ -132,45 +128,34 @@ def _only_this_process() -> Iterator[None]:
         os._exit(status)
 
 
-class ForkedRank:
-    """The child's side."""
-
-    def __init__(self, rank: int, job: ForkedJob) -> None:
-        self.rank, self.job = rank, job
-        self.link: MonitorClient | None = None
-        self.transport: Transport | None = None
-
-    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Run the function and leave what comes of it; returns the exit status."""
-        try:
-            outcome = wire.pack({"result": self._call(fn, args)})
-        except (SystemExit, KeyboardInterrupt) as error:
-            if self.link is not None:
-                self.link.report(error)
-            return 1
-        except Exception as error:      # left, and raised again by the parent
-            if self.link is not None:
-                self.link.report(error)
-            outcome = wire.pack({"error": failures.encode(error)})
-        if self.link is not None:
-            self.link.goodbye()                             # before the transport, so that no abort meets a closed one
-        if self.transport is not None:
-            self.transport.close()
-        flush_output()
-        with self.job.files[self.rank] as file:
-            file.write(outcome)
-        return 0
-
-    def _call(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-        job = self.job
+def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """The child's side: run the function and leave what comes of it; returns the exit status."""
+    link: MonitorClient | None = None
+    transport: Transport | None = None
+    job.monitor.listener.close()
+    try:
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = MonitorClient(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
-        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
-        self.link.attach(self.transport.waits, self.transport.abort, self.transport.lose)
-        self.transport.profile = job.profile
-        world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)
+        link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit)
+        transport = transports.build(job.transport, link, job.token, job.limit, node=job.nodes[rank])
+        link.attach(transport.waits, transport.abort, transport.lose)
+        transport.profile = job.profile
+        world = Group(transport, Ledger(rank), tuple(range(job.size)), nodes=job.nodes)
         with account.use(account.MemoryAccount()), _only_this_process():
             result = fn(world, *args)
         world.close()
-        return result
+        outcome = wire.pack({"result": result})
+    except BaseException as error:
+        if link is not None:
+            link.report(error)
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return 1
+        outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again
+    if link is not None:
+        link.goodbye()                                      # before the transport, so that no abort meets a closed one
+    if transport is not None:
+        transport.close()
+    flush_output()
+    with job.files[rank] as file:
+        file.write(outcome)
+    return 0

@@ -54,7 +54,7 @@ def token_from_environment() -> bytes | None:
     if token is not None and len(token) < 16:
         raise LaunchError("MINIDIST_TOKEN has fewer than 16 characters; make one with "
                           "`python -c 'import secrets; print(secrets.token_hex())'` and give it to every node")
-    return token and token.encode()
+    return None if token is None else token.encode()
 
 
 def place_from_environment() -> MonitorAddress | None:
@@ -149,7 +149,7 @@ class HelperProcess:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Wait until it has ended: rank 0 ends last in the job, as in MPI_Finalize; a host's first rank, on the host."""
+        """Wait until it has ended: so rank 0 ends last in the job, as in MPI_Finalize, or a rank on its host."""
         self._process.communicate()
 
 
@@ -161,7 +161,7 @@ class MonitorProcess(HelperProcess):
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
         with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
-            self.place = MonitorAddress(*listener.getsockname()[:2], token)
+            self.place = MonitorAddress(host, listener.getsockname()[1], token)
             super().__init__(token, "monitor", size, listener.fileno(), fds=[listener.fileno()])
 
 
