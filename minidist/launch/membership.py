@@ -21,7 +21,6 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -57,8 +56,7 @@ class Membership:
 
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
-        launch = self.launch
-        joined = self.find_monitor(limit)
+        launch, joined = self.launch, self.find_monitor(limit)
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
         infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
@@ -130,27 +128,27 @@ class Membership:
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
-        self._left = True
+        self._left, victim = True, False
         if self.status and not self.failed:
             self.fail(SystemExit(self.status))
         if self.world is not None and not self.failed:
             self.world.close()
-        victim = self.joined is not None and self.joined.link.loss is not None
         if self.joined is not None:
+            link = self.joined.link
+            victim = link.loss is not None
             if not self.failed and not victim:
-                self.joined.link.goodbye()
+                link.goodbye()
             elif not victim:
-                self.joined.link.wait_until_released(FAREWELL)      # let the others speak before we end them
-            self.joined.link.close()
+                link.wait_until_released(FAREWELL)          # let the others speak before we end them
+            link.close()
         if self.world is not None:
             self.world.transport.close()                    # after the link, so that no abort meets a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
-        if self.joined is not None:
-            for helper in self.joined.helpers:
-                helper.close()
+        for helper in self.joined.helpers if self.joined is not None else ():
+            helper.close()
 
 
 _membership: Membership | None = None
@@ -243,15 +241,13 @@ def _watch_over_the_end(membership: Membership) -> None:
             flush_output()
             os._exit(membership.status)
 
-    def noting(exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def noting_exit(status: Any = None, /) -> NoReturn:
-            membership.status = status if isinstance(status, int) else int(status is not None)
-            exit(status)
-        return noting_exit
+    def note_and_exit(status: Any = None, /) -> NoReturn:
+        membership.status = status if isinstance(status, int) else int(status is not None)
+        exit(status)
 
     atexit.register(membership.leave)
     sys.excepthook = hook
-    sys.exit = noting(sys.exit)                             # SystemExit reaches no hook
+    exit, sys.exit = sys.exit, note_and_exit                # SystemExit reaches no hook
 
 
 def _abort_mpi(status: int) -> NoReturn:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)
             if monitor.loss is not None:
                 starter.wait(GRACE)
-            outcomes = _outcomes(Path(folder), size)
+            outcomes = {rank: wire.unpack(path.read_bytes()) for rank in range(size)
+                        if (path := Path(folder, f"outcome-{rank}")).exists()}
             if monitor.loss is not None:
                 raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
             late = sorted(set(range(size)) - set(outcomes))
@@ -131,11 +133,6 @@ def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
     return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
 
 
-def _outcomes(folder: Path, size: int) -> dict[int, dict[str, Any]]:
-    return {rank: wire.unpack((folder / f"outcome-{rank}").read_bytes()) for rank in range(size)
-            if (folder / f"outcome-{rank}").exists()}
-
-
 # --- a rank ----------------------------------------------------------------------------------------------------------
 
 def _load(module: str, name: str, file: str) -> Callable[..., Any]:
@@ -152,10 +149,7 @@ def _load(module: str, name: str, file: str) -> Callable[..., Any]:
         home = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = home
         spec.loader.exec_module(home)
-    function: Any = home
-    for part in name.split("."):
-        function = getattr(function, part)
-    return function             # type: ignore[no-any-return]
+    return attrgetter(name)(home)       # type: ignore[no-any-return]
 
 
 def _rank_main(folder: Path) -> None:
@@ -168,21 +162,19 @@ def _rank_main(folder: Path) -> None:
     member = membership.current()
     assert member is not None
     member.quiet = True                                     # the caller raises our errors
+    packed, draft = b"", folder / f"draft-{world.rank}"
     try:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])
         member.importing = ""
         packed = wire.pack({"result": function(world, *task["args"])})
     except Exception as error:
-        _leave_file(folder, world.rank, wire.pack({"error": failures.encode(error)}))
+        packed = wire.pack({"error": failures.encode(error)})
         raise
-    _leave_file(folder, world.rank, packed)
-
-
-def _leave_file(folder: Path, rank: int, packed: bytes) -> None:
-    draft = folder / f"draft-{rank}"
-    draft.write_bytes(packed)
-    draft.replace(folder / f"outcome-{rank}")
+    finally:
+        if packed:                                          # else the program was told to exit
+            draft.write_bytes(packed)
+            draft.replace(folder / f"outcome-{world.rank}")
 
 
 if __name__ == "__main__":

@@ -67,18 +67,16 @@ class SpawnedJob:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes)
         self.helpers: list[threading.Thread] = []
-        self.monitor: Monitor | None = None
         self.told: list[int] = []                           # signals by which we were told to stop
         self.missed: set[int] = set()                       # expendable ranks that have ended
         host, port = nodes.master_addr, nodes.master_port
+        self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
+                                                    self.children.how)
         if nodes.rank == 0:
-            self.monitor = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
-                                   how=lambda seat: self.children.how(seat.world_rank))
-            port = self.monitor.address[1]
+            self.watch = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
+                                 how=lambda seat: self.children.how(seat.world_rank))
+            port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)
-        self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how)
-        self.watch = self.monitor or self.agent           # knows the job's loss
-        self.tell = self.agent.tell if self.monitor is None else self.monitor.lose
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -90,10 +88,10 @@ class SpawnedJob:
                 self._end()
 
     def _start(self) -> None:
-        if self.monitor is not None:
-            self.monitor.start()
+        if isinstance(self.watch, Monitor):
+            self.watch.start()
         else:
-            self.helpers.append(_thread(self.agent.serve, self.place.address, self.place.token))
+            self.helpers.append(_thread(self.watch.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
             if self.told:
                 return
@@ -129,14 +127,14 @@ class SpawnedJob:
             loss = self.watch.loss
             if loss is not None:
                 return self._lost(loss)
-            if not running and (self.monitor is None or self.monitor.deserted()):
+            if not running and (isinstance(self.watch, NodeAgent) or self.watch.deserted()):
                 return 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))
 
     def _stop(self, loss: Failure) -> int:
         """The ranks hear of it where they wait for each other, and unwind."""
-        self.tell(loss)
+        self.watch.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
         say_line(f"minidist: {loss}; its {ranks} ended")
@@ -145,13 +143,13 @@ class SpawnedJob:
     def _failed(self, rank: int, code: int) -> int | None:
         """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
         loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
-        self.tell(loss)
-        if self.watch.loss is None and rank in self.watch.spared:
-            say_line(f"minidist: {loss}; the job goes on without it")
+        self.watch.lose(loss)
+        if self.watch.loss is not None:
+            return self._lost(self.watch.loss)
+        if rank in self.watch.spared:
+            say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
             return None
-        if self.monitor is not None and self.monitor.loss is not None:
-            return self._lost(self.monitor.loss)
-        if code < 0:
+        if code < 0:                                        # and the monitor does not answer
             say_line(f"minidist: {loss}; the job ends")
         return _status(code)
 
@@ -165,9 +163,7 @@ class SpawnedJob:
         loss = self.watch.loss
         told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
         self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
-        if self.monitor is not None:
-            self.monitor.close()
-        self.agent.close()
+        self.watch.close()
         deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:
             helper.join(max(0.0, deadline - time.monotonic()))

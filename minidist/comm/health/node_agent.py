@@ -74,7 +74,7 @@ class NodeAgent:
             self._closed = True
             self._changed.notify_all()
 
-    def tell(self, loss: Failure) -> None:
+    def lose(self, loss: Failure) -> None:
         """A rank here did not end well. Returns when the monitor has answered, or after ANSWER_LIMIT s."""
         with self._changed:
             self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)

@@ -114,7 +114,7 @@ def test_a_rank_that_ends_before_it_joins_is_told_by_its_agent(far):
     agent = NodeAgent([1, 2])
     with job(agent) as (_, links):
         loss = Failure(2, 4711, "far", "exited with status 3 without goodbye")
-        agent.tell(loss)
+        agent.lose(loss)
         assert agent.loss == loss
         wait_for(lambda: links[0].loss and links[1].loss)
         assert links[0].loss == links[1].loss == loss
@@ -142,7 +142,7 @@ def test_the_death_of_an_expendable_rank_is_told_as_such(far):
         links[2]._send({"kind": "expendable"})
         wait_for(lambda: monitor._seats[2].expendable)
         loss = Failure(2, 4711, "far", "was killed by SIGKILL")
-        agent.tell(loss)
+        agent.lose(loss)
         assert (agent.loss, agent.spared, monitor.loss) == (None, {2: loss}, None)
 
 
