@@ -8,6 +8,8 @@ closed first, so many slow strangers cannot keep a rank out.
 import contextlib
 import dataclasses
 import logging
+import os
+import platform
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
+from minidist.comm.health.process_state import this_system
 from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
@@ -123,8 +126,9 @@ def listen(host: str, port: int, size: int) -> socket.socket:
 
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
                        limit: float) -> socket.socket:
-    """The caller's side: a connection to the monitor, tried again until it listens; `name` is for messages.
+    """The caller's side: a connection to the monitor, tried again until it listens.
 
+    Args:   hello: says what this process is to the job, beside its number and system. name: the same, for messages.
     Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
     """
     deadline = time.monotonic() + limit
@@ -141,7 +145,8 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
     try:
         sock.settimeout(None)
         _set_up(sock)
-        wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
+        who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
+        wire.greet(sock, token, hello | who, max(deadline - time.monotonic(), 1.0))
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
             raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import platform
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,6 @@ from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure, listed, say_line
-from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
@@ -40,21 +38,20 @@ class MonitorClient:
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                 limit: float = CONNECT_LIMIT, grace: float = GRACE, end: Callable[[str], None] | None = None) -> None:
+                 limit: float = CONNECT_LIMIT, grace: float = GRACE) -> None:
         """Connect, trying again until the monitor listens.
 
         Args:   limit: seconds until the connection must stand, and that a meeting may last.
-                end(message): ends a process that is still busy `grace` s after a failure; default end_process.
+                grace: seconds that this process gets to end after a failure.
         Raises: HandshakeError if the monitor refuses us; TimeoutError naming the address after `limit` seconds.
         """
-        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
-                 "system": this_system()}
+        hello = {"world_rank": world_rank, "world_size": world_size}
         sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Failure | None = None
-        self._sock, self._grace, self._end = sock, grace, end or end_process
+        self._sock, self._grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
@@ -235,7 +232,7 @@ class MonitorClient:
             if self._end_timer is not None or self._closed:
                 return
             message = f"minidist: rank {self.world_rank} was still busy {self._grace:g} s after {why}; ended"
-            self._end_timer = threading.Timer(self._grace, self._end, [message])
+            self._end_timer = threading.Timer(self._grace, end_process, [message])
             self._end_timer.daemon = True
             self._end_timer.start()
 

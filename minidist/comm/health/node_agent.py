@@ -17,7 +17,6 @@ child of the node's first rank (launch/joining.py).
 
 import contextlib
 import dataclasses
-import os
 import platform
 import socket
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import ProcessLooks, exit_of, this_system
+from minidist.comm.health.process_state import ProcessLooks, exit_of
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -93,11 +92,11 @@ class NodeAgent:
             end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
-        hello = {"node_agent": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
         deadline = time.monotonic() + CONNECT_LIMIT
         while not self._closed and time.monotonic() < deadline:
             try:
-                return connect_to_monitor(address, token, hello, f"the node agent of {platform.node()}", _TRY)
+                return connect_to_monitor(address, token, {"node_agent": self._ranks},
+                                          f"the node agent of {platform.node()}", _TRY)
             except HandshakeError:
                 return None
             except (CommError, OSError):

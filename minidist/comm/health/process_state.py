@@ -65,10 +65,15 @@ def has_ended(pid: int) -> bool:
 
 def state_of(pid: int) -> str:
     """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process behind its name: its state, …, its exit code; [""] if nothing."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [""]
 
 
 def kill_stopped(pid: int) -> None:
@@ -82,9 +87,8 @@ def exit_of(pid: int) -> str | None:
     """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
     deadline = time.monotonic() + REAP_LIMIT
     while True:
-        try:
-            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
+        state, *rest = _stat(pid)
+        if not state:
             return "was killed, or ended without goodbye"
         if state == "Z":
             return how_it_ended(os.waitstatus_to_exitcode(int(rest[-1])))

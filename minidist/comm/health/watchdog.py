@@ -13,7 +13,6 @@ from typing import Any
 
 from minidist.comm.health import deadlock
 from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
-from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
 from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
@@ -33,7 +32,9 @@ class Watchdog:
 
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
-        self.arbiter = Arbiter(self._ask, self._tell)
+        self.arbiter = Arbiter(
+            ask=lambda ranks, number: self._send(ranks, "ask", round=number),
+            tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
         self._looks, self._looked = ProcessLooks(), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
@@ -53,7 +54,7 @@ class Watchdog:
     def table(self) -> str:
         """What every rank waits for, a line each. Takes TABLE_WAIT s, in which idle ranks say where they are."""
         states = dict(self.arbiter.states)
-        self._ask([rank for rank in self._present() if rank not in states or not states[rank].waits], 0)
+        self._send([rank for rank in self._present() if rank not in states or not states[rank].waits], "ask", round=0)
         time.sleep(TABLE_WAIT)
         return deadlock.table({**self.arbiter.states, **self._overdue}, dict(self.arbiter.ended), self._size)
 
@@ -63,17 +64,11 @@ class Watchdog:
         seat.send("table", value=self.table())
         self._overdue.pop(seat.world_rank, None)
 
-    def _ask(self, ranks: list[int], number: int) -> None:
-        seats = self._present()
-        for rank in ranks:
-            if rank in seats:
-                seats[rank].send("ask", round=number)
-
-    def _tell(self, verdict: Verdict) -> None:
-        seats = self._present()
-        for rank in verdict.ranks:
-            if rank in seats:
-                seats[rank].send("verdict", error=verdict.error, text=verdict.text)
+    def _send(self, ranks: list[int], kind: str, **content: Any) -> None:
+        """To those of `ranks` that are there."""
+        for rank, seat in self._present().items():
+            if rank in ranks:
+                seat.send(kind, **content)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -102,8 +97,7 @@ class Watchdog:
 
     def agents(self) -> list[AgentSeat]:
         """The node agents that are there."""
-        with self._news:
-            return [agent for agent in self._agents if not agent.left]
+        return [agent for agent in self._agents if not agent.left]
 
     def close(self) -> None:
         """Kill what is frozen here, and close the connections of all node agents, which then do so there."""
@@ -158,7 +152,7 @@ class Watchdog:
         return _out_of_reach(self._covered(agent), "its node agent does not answer")
 
     def _agent_of(self, seat: Seat) -> AgentSeat | None:
-        return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)
+        return next((agent for agent in self.agents() if agent.covers(seat)), None)
 
     def _note(self, agent: AgentSeat, rank: int, how: str) -> None:
         with self._news:

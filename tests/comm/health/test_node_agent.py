@@ -31,8 +31,7 @@ TOKEN = wire.new_token()
 @pytest.fixture
 def far(monkeypatch):
     """From here on ranks and node agents say that they are on another system; the monitor stays where it is."""
-    for module in ("monitor_client", "node_agent"):
-        monkeypatch.setattr(f"minidist.comm.health.{module}.this_system", lambda: "far")
+    monkeypatch.setattr("minidist.comm.health.acceptor.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
         monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)
@@ -54,10 +53,10 @@ def job(agent, *, pid=None):
         monitor = Monitor(3, TOKEN)
         monitor.start()
         stack.callback(monitor.close)
-        patch.setattr("minidist.comm.health.monitor_client.platform.node", lambda: "far")
+        patch.setattr("minidist.comm.health.acceptor.platform.node", lambda: "far")
         links = []
         with pytest.MonkeyPatch.context() as here:
-            here.setattr("minidist.comm.health.monitor_client.this_system", this_system)
+            here.setattr("minidist.comm.health.acceptor.this_system", this_system)
             links.append(MonitorClient(monitor.address, TOKEN, 0, 3, grace=60))
         links.append(MonitorClient(monitor.address, TOKEN, 1, 3, grace=60))
         patch.setattr("minidist.comm.health.monitor_client.os.getpid", lambda: pid or 4711)
