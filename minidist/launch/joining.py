@@ -102,15 +102,18 @@ def _connect(launch: Launch, place: MonitorAddress, limit: float, *helpers: "Hel
 
 def _by_mpi(launch: Launch, limit: float) -> Joined:
     """Rank 0 starts the monitor and tells the others by MPI, also if it could not."""
-    if launch.world_rank != 0:
-        return _connect(launch, share_by_mpi(None, limit), limit)
-    try:
-        host = "127.0.0.1" if launch.one_host else outward_address()
-        monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host)
-    except (LaunchError, OSError) as error:
-        share_by_mpi(None, limit, problem=str(error))
-        raise
-    return _connect(launch, share_by_mpi(monitor.place, limit), limit, monitor)
+    helpers, words = [], [""]
+    if launch.world_rank == 0:
+        try:
+            host = "127.0.0.1" if launch.one_host else outward_address()
+            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host)
+            helpers, words = [monitor], [host, str(monitor.place.port), monitor.place.token.decode()]
+        except (LaunchError, OSError) as error:
+            words = [str(error)[:500]]
+    words = _broadcast(words, limit)
+    if len(words) == 1:
+        raise LaunchError(words[0])
+    return _connect(launch, MonitorAddress(words[0], int(words[1]), words[2].encode()), limit, *helpers)
 
 
 def _by_address(launch: Launch, limit: float) -> Joined:
@@ -174,15 +177,13 @@ class NodeAgentProcess(HelperProcess):
 
 # --- under mpirun ----------------------------------------------------------------------------------------------------
 
-def share_by_mpi(place: MonitorAddress | None, limit: float, *, problem: str = "") -> MonitorAddress:
-    """Rank 0 tells every rank of MPI_COMM_WORLD where the monitor is, or what kept it from starting.
+def _broadcast(words: list[str], limit: float) -> list[str]:
+    """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests instead of spinning.
 
-    Cost:    one broadcast of 4 KiB; a waiting rank sleeps between tests instead of spinning.
-    Raises:  LaunchError if rank 0 had a `problem`; TimeoutError if MPI's ranks do not come together in `limit` s.
+    Raises: TimeoutError if MPI's ranks do not come together in `limit` s.
     """
     from mpi4py import MPI
 
-    words = [problem[:500]] if place is None else [place.host, place.port, place.token.decode()]
     message = bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_MESSAGE_BYTES))
     request = MPI.COMM_WORLD.Ibcast(message, root=0)                # all but rank 0 receive into theirs
     deadline = time.monotonic() + limit
@@ -190,10 +191,7 @@ def share_by_mpi(place: MonitorAddress | None, limit: float, *, problem: str = "
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the monitor")
         time.sleep(0.0005)
-    words = json.loads(message)
-    if len(words) == 1:
-        raise LaunchError(words[0])
-    return MonitorAddress(words[0], words[1], words[2].encode())
+    return json.loads(message)                                      # type: ignore[no-any-return]
 
 
 def outward_address() -> str:

@@ -5,8 +5,8 @@ thread of our launcher, or a child process of rank 0 where another launcher star
 moves no data.
 
     rank -> monitor                                  monitor -> rank
-    meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
-    missing  round                                   missing  round, [ranks that have not come]
+    meet     info                                    met      [info of rank 0, info of rank 1, ...]
+    missing  (who has not come to the meeting?)      missing  [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     waits    round (0: unasked), state               ask      round: say what you wait for
@@ -29,7 +29,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,7 @@ class Monitor:
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._meetings: defaultdict[int, dict[int, Any]] = defaultdict(dict)     # by round: what each rank brought
+        self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
@@ -234,10 +233,13 @@ class Monitor:
         arbiter = self._watchdog.arbiter
         match frame["kind"]:
             case "meet":
-                self._meet(seat, frame["round"], frame["info"])
+                self._brought[seat.world_rank] = frame["info"]
+                if len(self._brought) == self.size:
+                    brought, self._brought = self._brought, {}
+                    for rank in range(self.size):
+                        self._seats[rank].send("met", value=[brought[rank] for rank in range(self.size)])
             case "missing":
-                missing = set(range(self.size)) - set(self._meetings[frame["round"]])
-                seat.send("missing", round=frame["round"], value=sorted(missing))
+                seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
             case "failed":
                 loss = Failure(**frame["loss"])
                 if frame["blames"] is None:
@@ -264,15 +266,6 @@ class Monitor:
         """The ranks that are here and have not said goodbye, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
-
-    def _meet(self, seat: Seat, number: int, info: Any) -> None:
-        """When the last rank has come, each gets what all have brought."""
-        brought = self._meetings[number]
-        brought[seat.world_rank] = info
-        if len(brought) == self.size:
-            del self._meetings[number]
-            for rank in range(self.size):
-                self._seats[rank].send("met", round=number, value=[brought[rank] for rank in range(self.size)])
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
         """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""

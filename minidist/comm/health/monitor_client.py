@@ -10,7 +10,6 @@ The monitor is the other end (monitor.py). A daemon thread listens; the transpor
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -58,8 +57,7 @@ class MonitorClient:
         self._waits: Waits | None = None                   # of the transport, once there is one; then also:
         self._abort: Callable[[CommError], None] = lambda error: None
         self._lose: Callable[[PeerLostError], None] = lambda error: None
-        self._rounds = itertools.count()
-        self._answers: dict[tuple[str, int], Any] = {}
+        self._answers: dict[str, Any] = {}                 # of the monitor, by kind
         self._end_timer: threading.Timer | None = None
         self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
@@ -71,12 +69,11 @@ class MonitorClient:
         Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
         """
-        number = next(self._rounds)
-        self._send({"kind": "meet", "round": number, "info": info})
-        infos = self._answer("met", number, self.limit)
+        self._send({"kind": "meet", "info": info})
+        infos = self._answer("met", self.limit)
         if infos is None:
-            self._send({"kind": "missing", "round": number})
-            missing = self._answer("missing", number, ANSWER_LIMIT)
+            self._send({"kind": "missing"})
+            missing = self._answer("missing", ANSWER_LIMIT)
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
                                + (f"; {listed(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
@@ -118,7 +115,7 @@ class MonitorClient:
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
             self._leaving = True                           # the monitor may hang up once all others have stopped
-            noted = self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True)
+            noted = self._answer("noted", ANSWER_LIMIT, despite_loss=True)
         except CommError:
             self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
             noted = None
@@ -154,13 +151,13 @@ class MonitorClient:
                 raise PeerLostError(f"rank {self.world_rank} has closed its connection to the job's monitor")
             wire.send_frame(self._sock, frame)
 
-    def _answer(self, kind: str, number: int, limit: float, *, despite_loss: bool = False) -> Any:
+    def _answer(self, kind: str, limit: float, *, despite_loss: bool = False) -> Any:
         """The monitor's answer, or None after `limit` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: (kind, number) in self._answers or self._closed
+            self._changed.wait_for(lambda: kind in self._answers or self._closed
                                    or (self.loss is not None and not despite_loss), limit)
-            if (kind, number) in self._answers:
-                return self._answers.pop((kind, number))
+            if kind in self._answers:
+                return self._answers.pop(kind)
             if self.loss is not None and not despite_loss:
                 raise self.loss.error()
         return None
@@ -190,7 +187,7 @@ class MonitorClient:
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
                 with self._changed:
-                    self._answers[kind, frame.get("round", 0)] = frame["value"]
+                    self._answers[kind] = frame["value"]
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
@@ -210,7 +207,7 @@ class MonitorClient:
         """What all ranks wait for, in words; nothing if the monitor does not say."""
         try:
             self._send({"kind": "table", "state": state.packed()})
-            return str(self._answer("table", 0, ANSWER_LIMIT) or "")
+            return str(self._answer("table", ANSWER_LIMIT) or "")
         except CommError:
             return ""
 
