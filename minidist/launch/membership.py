@@ -1,9 +1,7 @@
 """This process's place in the job its launcher started: md.init joins, the end of the process leaves.
 
-A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD. The module keeps that one membership, so
-calling md.init twice gives the same world. All other groups are passed as arguments.
-
-How a rank ends, and what the others see:
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, and
+all other groups are passed as arguments. How a rank ends, and what the others see:
 
     returns                       goodbye to the monitor; nothing is said
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
@@ -119,10 +117,7 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process: release everything, and say goodbye, or end a failed job.
-
-        A child that this rank has forked is not the rank: it says nothing.
-        """
+        """At the end of the process, but not of a forked child: release everything; say goodbye, or end a failed job."""
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name

@@ -68,7 +68,7 @@ class SpawnedJob:
         self.children = Children(self.processes)
         self.helpers: list[threading.Thread] = []
         self.told: list[int] = []                           # signals by which we were told to stop
-        self.missed: set[int] = set()                       # expendable ranks that have ended
+        self.failed: set[int] = set()                       # ranks that have ended, not well
         host, port = nodes.master_addr, nodes.master_port
         self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
                                                     self.children.how)
@@ -119,15 +119,12 @@ class SpawnedJob:
         while not self.told:
             running = self.children.running()
             for rank, process in self.processes.items():
-                if process.returncode and rank not in self.missed:
-                    status = self._failed(rank, process.returncode)
-                    if status is not None:
-                        return status
-                    self.missed.add(rank)
-            loss = self.watch.loss
-            if loss is not None:
-                return self._lost(loss)
-            if not running and (isinstance(self.watch, NodeAgent) or self.watch.deserted()):
+                if process.returncode and rank not in self.failed:
+                    self.failed.add(rank)
+                    self._note(rank, process.returncode)
+            if self.watch.loss is not None:
+                return self._lost(self.watch.loss)
+            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.present()):
                 return 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))
@@ -140,18 +137,14 @@ class SpawnedJob:
         say_line(f"minidist: {loss}; its {ranks} ended")
         return loss.status
 
-    def _failed(self, rank: int, code: int) -> int | None:
-        """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
+    def _note(self, rank: int, code: int) -> None:
+        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable."""
         loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
         self.watch.lose(loss)
-        if self.watch.loss is not None:
-            return self._lost(self.watch.loss)
-        if rank in self.watch.spared:
+        if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
-            return None
-        if code < 0:                                        # and the monitor does not answer
-            say_line(f"minidist: {loss}; the job ends")
-        return _status(code)
+        elif self.watch.loss is None:                       # the monitor does not answer
+            self.watch.loss = loss
 
     def _lost(self, loss: Failure) -> int:
         if not loss.traceback:                              # it could not speak for itself

@@ -1,8 +1,7 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
-Without it, a rank that has no connection to a dead rank would wait for ever. The monitor is a
-thread of our launcher, or a child process of rank 0 where another launcher started the ranks (launch/joining.py). It
-moves no data.
+Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our launcher, or a child
+process of rank 0 where another launcher started the ranks (launch/joining.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
@@ -14,10 +13,9 @@ moves no data.
     mismatch text, ranks of the group                verdict  error, text: raise that
     goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank, also to those
-that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks and
-disagreements. The acceptor (acceptor.py) lets ranks in. Every other host has a node agent (node_agent.py).
+A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped, and a
+host that is silent (watchdog.py). The first loss is the job's; it goes to every other rank, also to those that connect
+later. The acceptor (acceptor.py) lets ranks in.
 """
 
 import dataclasses
@@ -72,7 +70,7 @@ class Monitor:
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._watchdog = Watchdog(size, self._present, self.lose)
+        self._watchdog = Watchdog(size, self.present, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
@@ -107,7 +105,7 @@ class Monitor:
                 self.spared[loss.world_rank] = loss
             else:
                 self.loss = loss
-            others = [seat for rank, seat in self._present().items() if rank != loss.world_rank]
+            others = [seat for rank, seat in self.present().items() if rank != loss.world_rank]
             self._changed.notify_all()
         for seat in [*others, *self._watchdog.agents()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
@@ -120,11 +118,6 @@ class Monitor:
                                            limit)
             return ended and self.loss is None
 
-    def deserted(self) -> bool:
-        """Whether every rank that ever came has gone."""
-        with self._changed:
-            return all(seat.left for seat in self._seats.values())
-
     def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
         """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
         lost = self.loss.world_rank if self.loss is not None else None
@@ -135,6 +128,11 @@ class Monitor:
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
         return self._watchdog.table()
+
+    def present(self) -> dict[int, Seat]:
+        """The ranks that are here and have not said goodbye, by world rank."""
+        with self._changed:
+            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
@@ -261,11 +259,6 @@ class Monitor:
                     self._changed.notify_all()
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
-
-    def _present(self) -> dict[int, Seat]:
-        """The ranks that are here and have not said goodbye, by world rank."""
-        with self._changed:
-            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
         """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""

@@ -1,9 +1,8 @@
 """The monitor's view of the ranks that are there: what they wait for, and whether their processes run at all.
 
-The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. A rank
-whose wait has reached its limit asks for the table of all waits; the ranks that do not wait are then asked where they
-are. Every process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by
-their node agents (node_agent.py).
+The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. Every
+process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by their node
+agents (node_agent.py).
 """
 
 import threading
