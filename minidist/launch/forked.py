@@ -43,17 +43,23 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     flush_output()                      # or each child would print again what is still buffered here
+    transports.load(transport)          # once, here, rather than in every child
     job = ForkedJob(size, transport, limit, nodes or [0] * size)
     try:
-        job.start(fn, args)
+        for rank in range(size):
+            job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
+        job.monitor.start()             # now: no thread may run where a process is forked
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
-            raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
+            raise failures.first_failure(job.monitor.loss, outcomes)
         if job.waiting:
             raise failures.late(job.waiting, size, limit, job.monitor.table())
         return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
-        job.end()
+        job.children.end(0.0)
+        job.monitor.close()
+        for file in job.files:
+            file.close()
 
 
 class ForkedJob:
@@ -66,15 +72,8 @@ class ForkedJob:
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
-        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
         self.waiting = set(range(size))         # ranks whose end has not been noted
-
-    def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Fork every rank; only then start the monitor's threads."""
-        transports.load(self.transport)         # once, here, rather than in every child
-        for rank in range(self.size):
-            self.processes[rank] = Forked(partial(_run_rank, rank, self, fn, args))
-        self.monitor.start()
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
         """What each rank left; ends early, after GRACE, if one was lost."""
@@ -102,13 +101,6 @@ class ForkedJob:
                 return                  # else it may have failed before it could reach the monitor
             how, trace = f"failed with {error['name']}: {error['message']}", error["traceback"]
         self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
-
-    def end(self) -> None:
-        """Nothing is left over: no process, no thread, no file."""
-        self.children.end(0.0)
-        self.monitor.close()
-        for file in self.files:
-            file.close()
 
 
 @contextlib.contextmanager

@@ -104,8 +104,8 @@ class Membership:
         if first and isinstance(error, ConfigError):
             text = f"minidist: {error}"
         elif first:
-            text = f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n" + "".join(
-                traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+            text = (f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n"
+                    + "".join(traceback.format_exception(error)).rstrip())
         elif self.status == 2:                              # bad input is one line, said by the first
             return
         else:
@@ -117,7 +117,7 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process, but not of a forked child: release everything; say goodbye, or end a failed job."""
+        """At the end of the process, not of its children: release everything; say goodbye, or end a failed job."""
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name

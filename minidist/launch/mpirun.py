@@ -96,7 +96,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             outcomes = {rank: wire.unpack(path.read_bytes()) for rank in range(size)
                         if (path := Path(folder, f"outcome-{rank}")).exists()}
             if monitor.loss is not None:
-                raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
+                raise failures.first_failure(monitor.loss, outcomes)
             late = sorted(set(range(size)) - set(outcomes))
             if late and not in_time:
                 raise failures.late(late, size, limit, monitor.table())

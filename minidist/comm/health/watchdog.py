@@ -87,10 +87,9 @@ class Watchdog:
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
-            if seat.pid in frozen:
-                self._lose(Failure(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
-            elif seat.pid in ended:
-                self._lose(Failure(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
+            how = "is frozen (stopped)" if seat.pid in frozen else ended.get(seat.pid)
+            if how is not None:
+                self._lose(Failure(seat.world_rank, seat.pid, seat.host, how))
 
     # --- node agents of other hosts ----------------------------------------------------------------------------------
 
