@@ -91,7 +91,7 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
         return _connect(launch, place, limit)
     joined = _by_mpi(launch, limit) if launch.by_mpirun else _by_address(launch, limit)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
-        joined.helpers.append(NodeAgentProcess(joined.link.address, joined.token))
+        joined.helpers.append(HelperProcess(joined.token, "node_agent", *joined.link.address))  # for all of this host
     return joined
 
 
@@ -138,9 +138,9 @@ def _by_address(launch: Launch, limit: float) -> Joined:
 # --- processes that a rank starts ------------------------------------------------------------------------------------
 
 class HelperProcess:
-    """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`: the token comes in on its stdin.
+    """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
 
-    That is closed when the rank closes the helper, or is gone.
+    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone; a node agent, when the monitor has.
     """
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:
@@ -157,10 +157,7 @@ class HelperProcess:
 
 
 class MonitorProcess(HelperProcess):
-    """A monitor in a child process that ends when the ranks have, or when we are gone.
-
-    Raises: LaunchError if the port is taken.
-    """
+    """The monitor of a job, at `place`. Raises LaunchError if the port is taken."""
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
         with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
@@ -168,14 +165,7 @@ class MonitorProcess(HelperProcess):
             super().__init__(token, "monitor", size, listener.fileno(), fds=[listener.fileno()])
 
 
-class NodeAgentProcess(HelperProcess):
-    """A node agent for every rank of this host, in a child process that ends when the monitor does."""
-
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        super().__init__(token, "node_agent", *address)
-
-
-# --- under mpirun ----------------------------------------------------------------------------------------------------
+# --- how a rank learns where the monitor is ---------------------------------------------------------------------------
 
 def _broadcast(words: list[str], limit: float) -> list[str]:
     """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests instead of spinning.
@@ -205,10 +195,8 @@ def outward_address() -> str:
         return str(sock.getsockname()[0])
 
 
-# --- under torchrun and srun -----------------------------------------------------------------------------------------
-
 class TokenFile:
-    """The job's token in a file that only this user can read, for ranks whose launcher carries no secret of ours.
+    """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
 
     Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN.
     """

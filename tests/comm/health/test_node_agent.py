@@ -23,7 +23,7 @@ from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import has_ended, this_system
-from minidist.launch.joining import NodeAgentProcess
+from minidist.launch.joining import HelperProcess
 
 TOKEN = wire.new_token()
 
@@ -198,7 +198,7 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
     with nothing_left():
         monitor = Monitor(1, TOKEN)
         monitor.start()
-        child = NodeAgentProcess(monitor.address, TOKEN)
+        child = HelperProcess(TOKEN, "node_agent", *monitor.address)
         wait_for(monitor._watchdog.agents, 60.0)        # it starts Python
         [post] = monitor._watchdog.agents()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
