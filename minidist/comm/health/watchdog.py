@@ -139,7 +139,7 @@ class Watchdog:
         """How the process at this seat ended, as its node agent says; None if there is none, or it does not know."""
         limit = 0.0 if seat.system == this_system() else AGENT_WAIT      # another system's agent is about to come
         with self._news:
-            agent = self._news.wait_for(lambda: self._agent_of(seat), limit)
+            agent = self._news.wait_for(lambda: next((each for each in self.agents() if each.covers(seat)), None), limit)
         if agent is None:
             return None
         agent.send("how", rank=seat.world_rank, pid=seat.pid)
@@ -148,9 +148,6 @@ class Watchdog:
             if seat.world_rank in agent.told:
                 return agent.told[seat.world_rank] or None
         return _out_of_reach(self._covered(agent), "its node agent does not answer")
-
-    def _agent_of(self, seat: Seat) -> AgentSeat | None:
-        return next((agent for agent in self.agents() if agent.covers(seat)), None)
 
     def _note(self, agent: AgentSeat, rank: int, how: str) -> None:
         with self._news:
