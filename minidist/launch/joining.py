@@ -140,7 +140,7 @@ def _by_address(launch: Launch, limit: float) -> Joined:
 class HelperProcess:
     """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
 
-    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone; a node agent ends with the monitor.
+    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone; a node agent ends with it.
     """
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:

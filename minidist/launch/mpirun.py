@@ -88,8 +88,8 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
             stdin=subprocess.DEVNULL,
             env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
+        starter = Children({0: process})
         try:
-            starter = Children({0: process})
             in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)
             if monitor.loss is not None:
                 starter.wait(GRACE)
@@ -108,19 +108,9 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
         finally:
-            _end(process)
+            process.terminate()                             # unless it has ended; it passes SIGTERM on to its ranks
+            starter.end(GRACE)
             monitor.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """mpirun passes SIGTERM on and waits for its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:

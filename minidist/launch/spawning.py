@@ -150,7 +150,7 @@ class SpawnedJob:
         if not loss.traceback:                              # it could not speak for itself
             say_line(f"minidist: {loss}; the job ends")
         code = self.children.code(loss.world_rank, GRACE)
-        return _status(code) if code else loss.status
+        return loss.status if not code else code if code > 0 else 128 - code
 
     def _end(self) -> None:
         loss = self.watch.loss
@@ -175,10 +175,6 @@ def _copy(pipe: IO[bytes], rank: int) -> None:
             text = line.decode(errors="replace").rstrip("\r\n")
             sys.stderr.write("".join(f"[rank {rank}] {part}\n" for part in text.split("\r") if part))
             sys.stderr.flush()
-
-
-def _status(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 @contextmanager

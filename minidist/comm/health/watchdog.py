@@ -139,7 +139,7 @@ class Watchdog:
         """How the process at this seat ended, as its node agent says; None if there is none, or it does not know."""
         limit = 0.0 if seat.system == this_system() else AGENT_WAIT      # another system's agent is about to come
         with self._news:
-            agent = self._news.wait_for(lambda: next((each for each in self.agents() if each.covers(seat)), None), limit)
+            agent = self._news.wait_for(lambda: next((one for one in self.agents() if one.covers(seat)), None), limit)
         if agent is None:
             return None
         agent.send("how", rank=seat.world_rank, pid=seat.pid)
