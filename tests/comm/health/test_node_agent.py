@@ -31,6 +31,7 @@ TOKEN = wire.new_token()
 @pytest.fixture
 def far(monkeypatch):
     """From here on ranks and node agents say that they are on another system; the monitor stays where it is."""
+    this_system()                               # it is remembered: here, before any test gives the host another name
     monkeypatch.setattr("minidist.comm.health.acceptor.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
