@@ -4,7 +4,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array
 from minidist.nn.config import GPTConfig
-from minidist.nn.linear import Linear
+from minidist.nn.layers import Linear
 from minidist.nn.module import Module
 
 

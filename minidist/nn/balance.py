@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array, array_module
-from minidist.nn.output import Output
 
 if TYPE_CHECKING:
     from minidist.nn.moe import Mixture
@@ -35,7 +34,6 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def _add_balance(loss: Array, *, layers: Sequence["Mixture"], share: float) -> tuple[Array, Saved]:
-    """loss + share · the layers' balance losses; its gradient sets `balance_scale` of the layers."""
     balance: Any = sum(layer.balance for layer in layers)
     return loss + loss.dtype.type(share) * balance, saved()
 
@@ -47,29 +45,12 @@ def _(node: Node, dy: Array) -> Array:
     return dy
 
 
+def add_balance(loss: Tensor, layers: Sequence["Mixture"], divisor: float) -> Tensor:
+    """loss + the balance losses of the newest forward / divisor; its gradient sets `balance_scale` of the layers."""
+    layers = [layer for layer in layers if layer.training and layer.balance is not None]
+    return _add_balance(loss, layers=layers, share=1.0 / divisor) if layers else loss
+
+
 def of_stage(layers: Sequence[Any], divisor: float) -> float:
     """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided by `divisor`."""
     return sum(float(layer.balance) for layer in layers if layer.training and layer.balance is not None) / divisor
-
-
-class BalancedOutput(Output):
-    """An Output whose loss includes the balance losses of `layers`; all else is as in `output`."""
-
-    def __init__(self, output: Output, layers: Sequence["Mixture"]) -> None:
-        self.output, self.layers = output, layers
-
-    def last(self, x: Tensor) -> Tensor:
-        """As Output.last."""
-        return self.output.last(x)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """As Output.whole."""
-        return self.output.whole(logits)
-
-    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Cross-entropies and balance losses, divided by `divisor` (default: the number of tokens)."""
-        loss = self.output.loss(logits, targets, divisor=divisor)
-        layers = [layer for layer in self.layers if layer.training and layer.balance is not None]
-        if not layers:
-            return loss
-        return _add_balance(loss, layers=layers, share=1.0 / (targets.size if divisor is None else divisor))

@@ -14,20 +14,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minidist.autograd import ops
 from minidist.autograd.ops.gather import SortedIds
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.device.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
+from minidist.nn.balance import add_balance
 from minidist.nn.config import STD, GPTConfig
 from minidist.nn.dropout import Dropout, DropoutKey
-from minidist.nn.embedding import Embedding
-from minidist.nn.linear import Linear
-from minidist.nn.mlp import MLP
+from minidist.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from minidist.nn.module import Module
-from minidist.nn.moe import Mixture, mixture
-from minidist.nn.norm import LayerNorm, RMSNorm
-from minidist.nn.output import Output
+from minidist.nn.moe import Mixture, mixture, mixtures
 
 
 class Block(Module):
@@ -48,6 +46,22 @@ class Block(Module):
         """(B, T, width), global positions (T,), the key of dropout -> (B, T, width)."""
         x = self.dropout_attention(self.attention(self.norm_attention(x), positions), key, residual=x)
         return self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key, residual=x)
+
+
+class Output:
+    """The loss of logits, and their use in generating text. A strategy that splits logits replaces this object."""
+
+    def last(self, x: Tensor) -> Tensor:
+        """The hidden state of the last token: (B, T, width) -> (B, 1, width)."""
+        return x[:, -1:]
+
+    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
+        """Logits (…, vocabulary), targets (…) -> the sum of the cross-entropies, divided by `divisor`: one number."""
+        return ops.cross_entropy(logits, targets, divisor=divisor)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary: (…, vocabulary)."""
+        return logits
 
 
 class GPT(Module):
@@ -110,14 +124,16 @@ class GPT(Module):
 
     def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
              key: DropoutKey | None = None) -> Tensor:
-        """The sum of the cross-entropies of all tokens, divided by `divisor`: one number.
+        """The sum of the cross-entropies of all tokens and of the balance losses, divided by `divisor`: one number.
 
         Args:    inputs, targets: (B, T) integers; positions, key: as forward's.
                  divisor: default: the number of tokens; a strategy passes the global token count.
         """
-        logits = self(inputs, positions, key)
-        return self.output.loss(logits, np.asarray(targets) if isinstance(targets, (list, tuple)) else targets,
-                                divisor=divisor)
+        targets = np.asarray(targets) if isinstance(targets, (list, tuple)) else targets
+        loss = self.output.loss(self(inputs, positions, key), targets, divisor=divisor)
+        if self.config.mixture is None:
+            return loss
+        return add_balance(loss, mixtures(self), targets.size if divisor is None else divisor)
 
     def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
                  seed: int = 0) -> np.ndarray:

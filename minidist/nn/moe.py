@@ -29,12 +29,11 @@ from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.device import backend
 from minidist.device.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
-from minidist.nn.balance import BalancedOutput, begin_balance
+from minidist.nn.balance import begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
 from minidist.nn.dropout import DropoutKey
 from minidist.nn.hooks import take_along
-from minidist.nn.linear import Linear
-from minidist.nn.mlp import MLP
+from minidist.nn.layers import MLP, Linear
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
 
@@ -233,7 +232,6 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     for block in model.blocks:
         block.mlp = Mixture(model.config, config)
     model.config = replace(model.config, mixture=config)
-    model.output = BalancedOutput(model.output, mixtures(model))
     model.assign_names()
     return model
 

@@ -42,7 +42,7 @@ from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
 from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
-from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
+from minidist.parallel.tensor.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion
 
@@ -115,7 +115,7 @@ def sequence_parallel(model: GPT, group: Group) -> GPT:
     """
     region = SequenceRegion(group)
     split_gpt(model, region)
-    set_output(model, SequenceOutput(model.config.vocabulary, region))
+    model.output = SequenceOutput(model.config.vocabulary, region)
     shard_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model

@@ -19,7 +19,6 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
-from minidist.nn.balance import BalancedOutput
 from minidist.nn.dropout import DropoutKey
 
 
@@ -52,8 +51,6 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
-        if isinstance(model.output, BalancedOutput):
-            cut.output = model.output.output        # each stage adds the balance loss of its own blocks
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """The mixtures of a stage's blocks."""

@@ -9,9 +9,6 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
-from minidist.nn.balance import BalancedOutput
-from minidist.nn.moe import mixtures
-from minidist.nn.output import Output
 from minidist.nn.shares import head_shares, narrowest
 from minidist.parallel.tensor.tensor_layers import (
     ColumnLinear,
@@ -92,11 +89,5 @@ def split_gpt(model: GPT, region: TensorRegion) -> None:
     model.tokens = SplitEmbedding(model.tokens, region)
     if model.head is not None:
         model.head = ColumnLinear(model.head, region)       # type: ignore[assignment]
-    set_output(model, SplitOutput(config.vocabulary, region))
+    model.output = SplitOutput(config.vocabulary, region)
     model.assign_names()
-
-
-def set_output(model: GPT, output: Output) -> None:
-    """Replace a GPT's output; balance losses are still added if the model has any."""
-    layers = mixtures(model)
-    model.output = BalancedOutput(output, layers) if layers else output

@@ -18,8 +18,8 @@ from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
+from minidist.nn.gpt import Output
 from minidist.nn.moe import Sequences
-from minidist.nn.output import Output
 from minidist.nn.shares import even_slices
 from minidist.nn.weight_shard import ShardIndex, WeightShard
 
