@@ -1,8 +1,8 @@
 """The balance losses of a model's mixtures (moe.py), in its loss and its gradient.
 
 A block may be on a pipeline stage without the model's loss, or be computed again after the loss. So a balance loss is
-not passed through the model. Its value is added at the end. Its gradient starts at its layer, when the gradient of the
-layer's output arrives; an array of no elements connects the two on the tape.
+not passed through the model: its value is added at the end, and its gradient starts when the gradient of the layer's
+output arrives. An array of no elements connects the two on the tape.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @op
 def begin_balance(chances: Array, factor: Array, *, layer: "Mixture", dtype: Any) -> tuple[Array, Saved]:
-    """An array of no elements, of `dtype`. When its gradient arrives, that of the loss Σ chances · factor starts.
-
-    Args:    chances, factor: arrays of one shape; layer: gives `balance_scale`, the gradient of the loss.
-    """
+    """An array of no elements. When its gradient arrives, that of Σ chances · factor starts, times `balance_scale`."""
     return array_module(chances).zeros(0, dtype), saved(factor=factor)
 
 

@@ -14,15 +14,12 @@ from minidist.nn.module import Module
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The key of a dropout mask, beside the layer: the run's seed, the step, and the global number of each token.
-
-    Attributes: streams   by layer path, uint64 (1,) on a GPU: keys for the kernels, in place of seed and step
-    """
+    """The key of a dropout mask, beside the layer: the run's seed, the step, and the global number of each token."""
 
     seed: int
     step: int
-    tokens: Array                # (B, T) integers
-    streams: Mapping[str, Array] | None = None
+    tokens: Array                                   # (B, T) integers
+    streams: Mapping[str, Array] | None = None      # by layer path, uint64 (1,) on a GPU: in place of seed and step
 
     @staticmethod
     def of_sequences(seed: int, step: int, first: int, count: int, length: int) -> "DropoutKey":
@@ -31,10 +28,7 @@ class DropoutKey:
 
 
 class Dropout(Module):
-    """In training, zero a share `rate` of x (B, T, width) and scale the rest; otherwise x itself.
-
-    Raises:  ConfigError if rate is not in [0, 1).
-    """
+    """In training, zero a share `rate` of x (B, T, width) and scale the rest. Raises: ConfigError outside [0, 1)."""
 
     def __init__(self, rate: float) -> None:
         if not 0.0 <= rate < 1.0:
@@ -42,10 +36,7 @@ class Dropout(Module):
         self.rate = rate
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
-        """x (B, T, width) after dropout, added to `residual` in the same pass, if given.
-
-        Raises:  ConfigError in training with a rate above 0 and without a key.
-        """
+        """x after dropout, plus `residual`, in one pass. Raises: ConfigError if a rate above 0 trains without a key."""
         if not self.training or self.rate == 0.0:
             return x if residual is None else residual + x
         if key is None:

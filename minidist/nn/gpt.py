@@ -5,9 +5,8 @@
     model.loss(inputs, targets).backward()
     model.generate([7], 200, temperature=0.8, seed=0)
 
-Blocks are pre-norm, as in GPT-2. Initial weights are normal with standard deviation 0.02. The 2 projections per layer
-onto the residual stream have 0.02 / sqrt(2·layers), so that the stream does not grow with depth.
-Source: Radford et al. 2019.
+Blocks are pre-norm, as in GPT-2. Initial weights are normal with standard deviation 0.02; the 2 projections per layer
+onto the residual stream have 0.02 / sqrt(2·layers), so that it does not grow with depth. Source: Radford et al. 2019.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,6 @@ class Block(Module):
         self.dropout_mlp = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """(B, T, width), global positions (T,), the key of dropout -> (B, T, width)."""
         x = self.dropout_attention(self.attention(self.norm_attention(x), positions), key, residual=x)
         return self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key, residual=x)
 

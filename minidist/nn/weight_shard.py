@@ -1,12 +1,10 @@
 """Weights divided between ranks: how the parts are drawn, gathered and cut.
 
 A shard keeps the name of the whole tensor and draws its own part under that name, so any split starts with the bits of
-the whole. If a rank has several parts of one tensor, each part adds a last `word` to the name. Several ranks may hold
-the same part (a key head that more than one rank needs): `sharers` is the group of these ranks. Each of them then has
-one summand of the part's gradient, and the gradient is the sum over the sharers.
+the whole. Several ranks may hold the same part (a key head that more than one rank needs). Each of these `sharers` then
+has one summand of the part's gradient, and the gradient is the sum over the sharers.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +27,7 @@ class WeightShard(Weight):
              parts: of every rank of the group, as indices of the whole tensor; rank: this rank in that list.
              sharers: the ranks that hold this part too, or None.
              among: the ranks that have the parts, if it is another group than that of the model's other shards.
-             word: added to the name, if the rank has other parts of the same tensor.
+             word: the last word of the name, if the rank has other parts of the same tensor.
     Attributes: whole: shape of the whole tensor
     """
 
@@ -56,7 +54,6 @@ class WeightShard(Weight):
         places = positions_of(self.whole, self.parts[self.rank])
         if not (isinstance(part, tuple) and not part):
             places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
-        self._require_name()
         return self.init.draw(self.whole_name(self.name), seed, places, self.dtype, device=device)
 
 
@@ -80,12 +77,10 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
             continue
         flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
         whole = state.setdefault(parameter.whole_name(name), np.empty(parameter.whole, own[name].dtype))
-        start = 0
         for part in parameter.parts:
             where = _grid(part, parameter.whole)
-            shape = tuple(index.size for index in where)
-            whole[where] = flat[start:start + math.prod(shape)].reshape(shape)
-            start += math.prod(shape)
+            piece, flat = np.split(flat, [whole[where].size])
+            whole[where] = piece.reshape(whole[where].shape)
     return state
 
 
