@@ -9,9 +9,9 @@ Forward hooks run around `forward`. For backward hooks each call of the module i
     enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes, enter
       └───────── marker ──────────────┘
 
-When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre hooks run. When it
-reaches `enter`, which is older than all nodes inside, all of them have run: the backward hooks run. The marker, an array
-of no elements, connects the two, so that backward reaches `enter` also in a module of token ids, which have no gradient.
+When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre hooks run. `enter`
+is older than all nodes inside. When backward reaches it, all of them have run: the backward hooks run. The marker, an
+empty array, connects the two, so that backward reaches `enter` also in a module of ids, which have no gradient.
 """
 
 from collections import defaultdict
