@@ -7,7 +7,7 @@ instead of x. Then backward is one product, and no transcendental function runs 
 from collections.abc import Callable
 from typing import Any
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, widen

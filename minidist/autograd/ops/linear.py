@@ -40,10 +40,7 @@ def rows(x: Array) -> Array:
 def column_sums(x: Array, out: Array | None = None) -> Array:
     """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision in float32."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
-    if out is None:
-        return multiply(ones, x)[0]
-    multiply(ones, x, out=out.reshape(1, -1))
-    return out
+    return multiply(ones, x, out=None if out is None else out.reshape(1, -1))[0]
 
 
 @op
@@ -65,10 +62,9 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
-    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it.
+    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it once.
 
-    So the host rounds once, after adding the bias. A GPU rounds the product, so that tensor cores can compute it, and
-    rounds again after adding the bias.
+    A GPU rounds the product, so that tensor cores can compute it, and rounds again after adding the bias.
     """
     if b is None:
         return multiply(x, w)

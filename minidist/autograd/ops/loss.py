@@ -1,6 +1,6 @@
 """Cross-entropy of logits against token ids."""
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, beside, device_of, narrow, widen

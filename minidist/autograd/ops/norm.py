@@ -3,7 +3,7 @@
 On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and scale.
 """
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, widen

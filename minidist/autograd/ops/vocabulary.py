@@ -1,6 +1,6 @@
 """Cross-entropy with a split vocabulary: each rank has the logits of its slice, and no rank has a whole row."""
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.ops.loss import check_targets, logits_gradient
 from minidist.autograd.tape import Node, Saved, op, saved
@@ -10,7 +10,7 @@ from minidist.device.backend import Array, array_module, beside, widen
 
 @op
 def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary: int, group: Group,
-                        divisor: float | None = None, algorithm: str = "ring") -> tuple[Array, Saved]:
+                        divisor: float | None = None) -> tuple[Array, Saved]:
     """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
     Let l be the logits of a token on all ranks, m their maximum, t the logit of the target, and s = sum(exp(l - m)).
@@ -29,14 +29,14 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     xp = array_module(logits)
     wide, ids = rows(widen(logits)), targets.reshape(-1) - first
     count = divisor if divisor is not None else ids.size
-    highest = group.all_reduce(wide.max(axis=1), op="max", algorithm=algorithm)
+    highest = group.all_reduce(wide.max(axis=1), op="max", algorithm="ring")
     mine = (ids >= 0) & (ids < wide.shape[1])
     places = beside(array_module(ids).flatnonzero(mine), wide), beside(ids[mine], wide)
     partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
     for where in row_blocks(wide):
         partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
     partial[1, places[0]] = wide[places]
-    total, target = group.all_reduce(partial, algorithm=algorithm)
+    total, target = group.all_reduce(partial, algorithm="ring")
     loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)
     return xp.asarray(loss), saved(logits=logits, places=places, highest=highest, total=total, divisor=count)
 
