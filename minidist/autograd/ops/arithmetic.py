@@ -1,8 +1,7 @@
 """Arithmetic with broadcasting, and elementwise functions.
 
 Shapes broadcast as NumPy's do; a gradient is summed over the dims that were broadcast. Low precision is computed in
-float32 and rounded once, also for several operations in a row. CuPy adds and multiplies low precision in this way
-itself, in one launch; NumPy does too, but slowly.
+float32 and rounded once. CuPy does so itself, in one launch, where it adds and multiplies; NumPy does so slowly.
 """
 
 from collections.abc import Iterator
@@ -35,10 +34,7 @@ def _computed(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], kind: Any = None) -> Array:
-    """Sum `gradient` over the dims in which `shape` was broadcast to gradient.shape, and round to `kind` once.
-
-    Returns: an array of `shape`; kind: a dtype, by default that of `gradient`.
-    """
+    """Sum `gradient` over the dims in which `shape` was broadcast; rounded once, to `kind` if it is given."""
     kind = gradient.dtype if kind is None else kind
     if gradient.shape == shape:
         return narrow(gradient, kind)
@@ -54,7 +50,14 @@ def add(a: Array, b: Array) -> tuple[Array, Saved]:
     return narrow(a_wide + b_wide, a.dtype), saved()
 
 
+@op
+def sub(a: Array, b: Array) -> tuple[Array, Saved]:
+    """a - b, with broadcasting."""
+    return narrow(widen(a) - widen(b), a.dtype), saved()
+
+
 @add.gradient("a")
+@sub.gradient("a")
 def _(node: Node, dy: Array) -> Array:
     return unbroadcast(dy, node.shapes["a"])
 
@@ -62,17 +65,6 @@ def _(node: Node, dy: Array) -> Array:
 @add.gradient("b")
 def _(node: Node, dy: Array) -> Array:
     return unbroadcast(dy, node.shapes["b"])
-
-
-@op
-def sub(a: Array, b: Array) -> tuple[Array, Saved]:
-    """a - b, with broadcasting."""
-    return narrow(widen(a) - widen(b), a.dtype), saved()
-
-
-@sub.gradient("a")
-def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy, node.shapes["a"])
 
 
 @sub.gradient("b")

@@ -78,18 +78,12 @@ def _(node: Node, dy: Array) -> Array:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token.
+    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token."""
 
-    Attributes: shape    (T, k): tokens, and choices of each token
-                choices  (R,) integers: for each row, its index in the flattened (T, k) choices
-                experts  (R,) integers: the expert of each row
-                counts   (experts,) integers: the number of rows of each expert
-    """
-
-    shape: tuple[int, int]
-    choices: Array
-    experts: Array
-    counts: Array
+    shape: tuple[int, int]      # (T, k): tokens, and choices of each token
+    choices: Array              # (R,) integers: for each row, its index in the flattened (T, k) choices
+    experts: Array              # (R,) integers: the expert of each row
+    counts: Array               # (experts,) integers: the number of rows of each expert
 
     @cached_property
     def tokens(self) -> Array:
@@ -106,9 +100,8 @@ class Placement:
 
 
 def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
-    """The placement of all kept choices.
+    """The placement of all kept choices: chosen (T, k) integers, kept (T, k) bool or None, which keeps all.
 
-    Args:    chosen: (T, k) integers, experts; kept: (T, k) bool; None: all; experts: their number.
     Raises:  ShapeError if the shapes do not fit.
     """
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
@@ -128,9 +121,8 @@ def to_experts(x: Array, placement: Placement) -> tuple[Array, Saved]:
         raise ShapeError(f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
                          f"it needs shape (tokens, n)")
     fast = kernel("to_experts", x)
-    if fast is not None:
-        return fast(x, placement), saved(placement=placement)
-    return array_module(x).take(x, placement.tokens, axis=0), saved(placement=placement)
+    y = fast(x, placement) if fast is not None else array_module(x).take(x, placement.tokens, axis=0)
+    return y, saved(placement=placement)
 
 
 @to_experts.gradient("x")

@@ -40,7 +40,10 @@ def rows(x: Array) -> Array:
 def column_sums(x: Array, out: Array | None = None) -> Array:
     """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision in float32."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
-    return multiply(ones, x, out=None if out is None else out.reshape(1, -1))[0]
+    if out is None:
+        return multiply(ones, x)[0]
+    multiply(ones, x, out=out.reshape(1, -1))
+    return out
 
 
 @op

@@ -27,12 +27,6 @@ def _stretched(node: Node, y: Array) -> Array:
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
 
 
-def _count(node: Node) -> int:
-    """How many elements of x were reduced to each element of the result."""
-    shape = node.shapes["x"]
-    return math.prod(shape[d] for d in _dims(node.options.get("dim"), shape))
-
-
 def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
     """Sum over dims; low precision in float32."""
     return x.sum(axis=dims, keepdims=keepdims, dtype="float32" if x.dtype in LOW_PRECISION else x.dtype)
@@ -55,12 +49,12 @@ def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, 
     dims = _dims(dim, x.shape)
     count = math.prod(x.shape[d] for d in dims)
     total = _total(x, dims, keepdims)
-    return narrow(total / total.dtype.type(count), x.dtype), saved()
+    return narrow(total / total.dtype.type(count), x.dtype), saved(count=count)
 
 
 @mean.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    share = narrow(widen(dy) / widen(dy).dtype.type(_count(node)), dy.dtype)
+    share = narrow(widen(dy) / widen(dy).dtype.type(node.count), dy.dtype)
     return array_module(dy).broadcast_to(_stretched(node, share), node.shapes["x"])
 
 
@@ -84,11 +78,11 @@ def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, S
     dims, wide = _dims(dim, x.shape), widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)
-    return narrow(y, x.dtype), saved(centred=centred)
+    return narrow(y, x.dtype), saved(centred=centred, count=math.prod(x.shape[d] for d in dims))
 
 
 @var.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     wide: Any = widen(dy)
-    scale = wide * wide.dtype.type(2.0 / _count(node))
+    scale = wide * wide.dtype.type(2.0 / node.count)
     return narrow(node.centred * _stretched(node, scale), dy.dtype)

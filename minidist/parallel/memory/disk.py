@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, to_host
-from minidist.device.bytes_view import bytes_view
+from minidist.device.backend import Array, bytes_view, to_host
 from minidist.errors import DiskError
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
