@@ -61,10 +61,7 @@ class Stretch(Node):
     __slots__ = ()
 
     def retrace(self) -> Tensor:
-        """Run the function again, and keep its nodes this time.
-
-        Raises:  GradientError if it did not use the same weights as often as the first time.
-        """
+        """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights otherwise."""
         begin = Node(_stretch, [], {}, {}).order
         outer, _thread.again = computed_again(), True
         try:

@@ -12,12 +12,10 @@ gradient function, beside the forward:
         return unbroadcast(dy * node.b, node.shapes["a"])
 
 Called with Tensors, `mul` returns a Tensor with a Node: the op, its saved values, and the sources of its arguments.
-No closure captures an array, so an array stays alive only if a node holds it. If a saved array is the data of a
-Parameter, the node keeps the Parameter and reads its data again at backward, because a strategy may free and re-gather
-it in between (ZeRO-3).
+No closure captures an array, so an array stays alive only if a node holds it. In place of a Parameter's data the node
+keeps the Parameter and reads it again at backward, because a strategy may free and re-gather it in between (ZeRO-3).
 
 Rules for gradient functions: return a new array, or `dy` or a view of it, never a saved array; do not write to `dy`.
-Backward is in backward.py.
 """
 
 import inspect
@@ -48,10 +46,7 @@ def saved(**values: Any) -> Saved:
 
 
 class Edge:
-    """The source of one argument: output `index` of the Node that made it, or a leaf Tensor.
-
-    Args:    argument: the position of the argument; tensor: its value.
-    """
+    """The source of the argument at position `argument`: output `index` of the Node that made it, or a leaf Tensor."""
 
     __slots__ = ("argument", "source", "index")
 

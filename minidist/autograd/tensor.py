@@ -4,8 +4,7 @@
     loss = (x * x).sum()
     loss.backward()                       # x.grad == 2 * x.data
 
-A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py). A Parameter is a
-leaf with a name, hooks that run when its gradient is final, and a gradient that can live in a strategy's buffer.
+A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -61,8 +60,6 @@ class Tensor:
         result = Tensor(data)
         result.requires_grad, result.node, result.index = node is not None, node, index
         return result
-
-    # ------------------------------------------------------------------------------------------------- properties
 
     @property
     def data(self) -> Array:
@@ -192,12 +189,10 @@ class Parameter(Tensor):
 
     The tape reads `data` again when backward needs it, so a strategy may replace it at any time.
 
-    Attributes: hooks    hook(parameter): called once in each backward that reaches the parameter, when the last
-                         contribution to its gradient has arrived (a tied weight gets several)
-                arrival  arrival(), if set, is called before `data` is read; it waits for numbers from other ranks
-                lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
-
-    Set by a strategy that cuts a model, and read by the one that trains its replicas:
+    Attributes: hooks        hook(parameter): called once in each backward that reaches the parameter, when the last
+                             contribution to its gradient has arrived (a tied weight gets several)
+                arrival      arrival(), if set, is called before `data` is read; it waits for other ranks' numbers
+                lender       lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
                 shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
                 layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
                 stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
@@ -231,9 +226,7 @@ class Parameter(Tensor):
     @property
     def grad(self) -> Array | None:
         """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
-        if self._view is None:
-            return self._grad
-        return self._view if self._fresh else None
+        return self._grad if self._view is None else self._view if self._fresh else None
 
     @grad.setter
     def grad(self, array: Array | None) -> None:

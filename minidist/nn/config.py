@@ -70,8 +70,7 @@ class GPTConfig:
             object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value >= 1) and not (name == "kv_heads" and value is None):
+            if not (type(value) is int and value >= 1) and not (name == "kv_heads" and value is None):
                 raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

@@ -37,10 +37,13 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti e
 from collections.abc import Sequence
 from itertools import accumulate
 
+from minidist.autograd.ops.arithmetic import row_blocks
+from minidist.autograd.ops.linear import rows
+from minidist.autograd.ops.loss import check_targets, logits_gradient
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.comm.chunks import bounds, longest
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array, array_module, beside, widen
 from minidist.errors import ShapeError
 
 # -------------------------------------------------------------------------------------------- whole arrays in and out
@@ -140,14 +143,14 @@ def _sum_and_cut(x: Array, dim: int, group: Group) -> Array:
     The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter slices are padded.
     """
     xp, length, own = array_module(x), x.shape[dim], shard_of(x.shape[dim], group)
-    rows = xp.moveaxis(x, dim, 0)
+    slices = xp.moveaxis(x, dim, 0)
     most = longest(length, group.size)
     if length % group.size:
-        padded = xp.zeros((group.size, most, *rows.shape[1:]), x.dtype)
-        for slot, part in zip(padded, xp.split(rows, bounds(length, group.size)[1:-1]), strict=True):
+        padded = xp.zeros((group.size, most, *slices.shape[1:]), x.dtype)
+        for slot, part in zip(padded, xp.split(slices, bounds(length, group.size)[1:-1]), strict=True):
             slot[:len(part)] = part
-        rows = padded
-    chunk = group.reduce_scatter(xp.ascontiguousarray(rows), algorithm="ring")
+        slices = padded
+    chunk = group.reduce_scatter(xp.ascontiguousarray(slices), algorithm="ring")
     chunk = chunk.reshape(most, *x.shape[:dim % x.ndim], *x.shape[dim % x.ndim + 1:])[:own.stop - own.start]
     return xp.ascontiguousarray(xp.moveaxis(chunk, 0, dim))
 
@@ -184,3 +187,40 @@ def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group) -
     pieces = [xp.ascontiguousarray(piece) for piece in xp.split(x, edges[1:-1], axis=split)]
     came = group.all_to_all(pieces, algorithm="pairwise")
     return xp.concatenate(came, axis=join), (0, *accumulate(piece.shape[join] for piece in came))
+
+
+# ------------------------------------------------------------------------------------------------ a split vocabulary
+
+@op
+def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary: int, group: Group,
+                        divisor: float | None = None) -> tuple[Array, Saved]:
+    """As cross_entropy (loss.py), of logits whose rows are divided among the ranks: no rank has a whole one.
+
+    Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets' logits t together.
+    Args:    logits: (…, own), of the ids first, first + 1, …
+             targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range is checked.
+    Returns: one number, the same bits on all ranks; float32 for low precision too.
+    Raises:  DtypeError, ShapeError if targets do not fit.
+    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: none,
+             because the gradient on each rank is (softmax - one-hot) of its own slice.
+    Source:  Shoeybi et al. 2019, section 3.
+    """
+    check_targets("split_cross_entropy", logits, targets, vocabulary)
+    xp = array_module(logits)
+    wide, ids = rows(widen(logits)), targets.reshape(-1) - first
+    count = divisor if divisor is not None else ids.size
+    highest = group.all_reduce(wide.max(axis=1), op="max", algorithm="ring")
+    mine = (ids >= 0) & (ids < wide.shape[1])
+    places = beside(array_module(ids).flatnonzero(mine), wide), beside(ids[mine], wide)
+    partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
+    for where in row_blocks(wide):
+        partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
+    partial[1, places[0]] = wide[places]
+    total, target = group.all_reduce(partial, algorithm="ring")
+    loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)
+    return xp.asarray(loss), saved(logits=logits, places=places, highest=highest, total=total, divisor=count)
+
+
+@split_cross_entropy.gradient("logits")
+def _(node: Node, dy: Array) -> Array:
+    return logits_gradient(node.logits, node.highest[:, None], node.total[:, None], node.places, dy, node.divisor)

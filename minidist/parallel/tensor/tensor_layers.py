@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives
-from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
@@ -182,8 +181,8 @@ class SplitOutput(Output):
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
-        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
-                                   group=self.region.group, divisor=divisor)
+        return collectives.split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
+                                               group=self.region.group, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
