@@ -115,8 +115,6 @@ class Tensor:
         """The same array, cut off from the tape."""
         return Tensor(self.data)
 
-    # -------------------------------------------------------------------------------------------------- gradients
-
     def backward(self, dy: Array | None = None, *, defer_weights: bool = False,
                  surveyed: Surveyed | None = None) -> "list[WeightGradient]":
         """Add the gradient of sum(self * dy) to the `.grad` of every leaf behind this tensor.
@@ -152,8 +150,6 @@ class Tensor:
     def zero_grad(self) -> None:
         """Forget the gradient."""
         self.grad = None
-
-    # -------------------------------------------------------------------------------------------------- operators
 
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")

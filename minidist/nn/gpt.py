@@ -93,7 +93,7 @@ class GPT(Module):
     def hidden(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
         """The output of the last block: (B, T, width). Args, Raises: as forward's."""
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
-        if ids.ndim != 2:
+        if len(ids.shape) != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
         positions = np.arange(ids.shape[1]) if positions is None else positions
         x = self.embed(ids, positions, key)
@@ -109,8 +109,8 @@ class GPT(Module):
         """
         x = self.tokens(ids)
         if self.positions is not None:
-            if len(positions) > self.config.context:
-                raise ShapeError(f"GPT: sequences of {len(positions)} tokens are longer than the context of "
+            if positions.shape[0] > self.config.context:
+                raise ShapeError(f"GPT: sequences of {positions.shape[0]} tokens are longer than the context of "
                                  f"{self.config.context}; cut them, or build the model with a longer context")
             x = x + self.positions(positions)
         return self.dropout(x, key)

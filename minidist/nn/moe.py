@@ -11,7 +11,6 @@ probabilities. So a model has many weights and uses few of them for a token.
 
 The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss are per sequence,
 noise is keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
-
 Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and balance loss;
          Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
 """
@@ -186,8 +185,7 @@ class Mixture(Module):
         """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
 
         The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the choices in the
-        token's sequence that fell on e. For a sequence this is weight · T · E · Σ f_e mean(p_e), which is weight · T if
-        all are equal. No gradient passes through f.
+        token's sequence that fell on e: weight · T for a sequence if all are equal. No gradient passes through f.
         """
         assert self.routing is not None
         chosen, experts = self.routing.sequences, self.config.experts

@@ -67,7 +67,6 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
     """All weights in the serial layout, on every rank: shards are gathered, other weights stay as they are.
 
     Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, unless a shard names others.
-    Returns: arrays by the dotted paths of the whole model.
     Cost:    one all-gather for each sharded weight.
     """
     state: dict[str, np.ndarray] = {}
@@ -85,17 +84,18 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
 
 
 def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, cut from weights in the serial layout.
+    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, which checks names and dtypes.
 
-    Raises:  ShapeError if a weight has not the shape of the whole tensor; load_state_dict checks names and dtypes.
+    Raises:  ShapeError if a weight has not the shape of the whole tensor.
     """
-    own, taken = {}, set()
+    own = dict(whole)
     for name, parameter in model.named_parameters():
         of = parameter.whole_name(name) if isinstance(parameter, WeightShard) else name
         if isinstance(parameter, WeightShard) and of in whole:
             if whole[of].shape != parameter.whole:
                 raise ShapeError(f"{of} is {whole[of].shape}, the whole weight {parameter.whole}; load what one "
                                  f"process or state_dict saved, not a part")
+            if name != of:
+                own.pop(of, None)
             own[name] = whole[of][_grid(parameter.parts[parameter.rank], parameter.whole)]
-            taken.add(of)
-    return {**{name: array for name, array in whole.items() if name not in taken}, **own}
+    return own

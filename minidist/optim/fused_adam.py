@@ -86,7 +86,7 @@ class FusedAdam:
 
 
 def _copies(data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array) -> list[Array] | None:
-    """For each master its weights, if all masters have weights of the gradients' dtype; else None."""
+    """For each master its weights, if all have the gradients' dtype; else None."""
     found = {id(master): weights for master, weights in roundings}
     copies = [found.get(id(p)) for p in data]
     fits = all(copy is not None and copy.dtype == gradient.dtype and copy.flags.c_contiguous for copy in copies)

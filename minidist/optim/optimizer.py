@@ -80,8 +80,7 @@ class Optimizer(ABC):
     """Base of all optimizers. A subclass names its state (`state_names`) and updates a block (`update`).
 
     Args:    parameters: Parameters, or flat shards with .data and .grad, in a fixed order; float64 or float32.
-             lr: learning rate; `step` may give another.
-             weight_decay: strength; decay: whether it acts on a tensor.
+             lr: learning rate; weight_decay: strength; decay: whether it acts on a tensor.
     Raises:  ConfigError for a value out of range or no parameters; DtypeError for low precision.
     """
 
@@ -126,8 +125,7 @@ class Optimizer(ABC):
         """Update every tensor that has a gradient, in place.
 
         Args:    lr: the learning rate of this step; default: the optimizer's.
-                 scale: a factor for every gradient, which is not overwritten: a number, or an array without dims on a
-                 GPU; the host does not wait for it.
+                 scale: a factor for every gradient, which is not overwritten: a number, or a GPU's array without dims.
                  roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """

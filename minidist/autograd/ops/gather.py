@@ -29,13 +29,6 @@ class SortedIds:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.ids.shape)
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
 
 def check_positions(name: str, ids: Array, count: int) -> None:
     """Check positions. Raises: DtypeError; ShapeError for positions on the host outside of 0 … count - 1."""
