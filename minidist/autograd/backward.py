@@ -69,14 +69,13 @@ class _Walk:
         return []
 
     def _run_deferred(self, node: Node, edge: Edge, dy: Any) -> None:
-        """Run one deferred gradient function; the last one of the node releases it."""
         self.run_gradient(node, edge, dy)
         node.edges.remove(edge)
         if not node.edges:
             node.release()
 
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
-        """The nodes that a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
+        """The nodes a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
         result = stretch.retrace()
         nodes = self.survey(result.node, stretch.order)
         for edge in stretch.edges:

@@ -51,11 +51,9 @@ class MemoryAccount:
         self._peak = dict(self._now)
 
     def hold(self, array: SomeArray, category: str) -> SomeArray:
-        """Count the buffer that owns `array` under `category` until the buffer is freed.
+        """Count the buffer that owns `array` under `category` until the buffer is freed. Returns: `array` itself.
 
-        Returns: `array` itself.
-        Raises:  ConfigError for a category that is not one of CATEGORIES; MemoryLimitError if the buffer passes the
-                 limit, and then it is not counted.
+        Raises:  ConfigError for an unknown category; MemoryLimitError, without counting it, if it passes the limit.
         """
         owner = owner_of(array)
         key = id(owner)
@@ -118,8 +116,6 @@ class MemoryAccount:
 
 
 class _Ambient(threading.local):
-    """The account of the calling thread; each rank that runs as a thread has its own."""
-
     def __init__(self) -> None:
         self.account = MemoryAccount()
 
@@ -128,7 +124,7 @@ _ambient = _Ambient()
 
 
 def current() -> MemoryAccount:
-    """The calling thread's account."""
+    """The calling thread's account; each rank that runs as a thread has its own."""
     return _ambient.account
 
 

@@ -36,8 +36,7 @@ def current() -> "Products | None":
 class Products:
     """Products of matrices on the current device, in the current stream, with sums in float32.
 
-    Args:    library: cuBLAS, or a stand-in for it; None: the library that CuPy has loaded.
-    Raises:  DeviceError if it cannot be loaded.
+    Args:    library: cuBLAS, or a stand-in for it; None: as load(). Raises: DeviceError if it cannot be loaded.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -61,7 +60,7 @@ class Products:
         """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is copied.
 
         cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it computes outᵀ = bᵀ aᵀ.
-        Raises:  ShapeError for more dims; only the path of attention without a kernel has those, and no graph takes it.
+        Raises:  ShapeError for more dims, which only attention without a kernel has.
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
             raise ShapeError(f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it takes two "

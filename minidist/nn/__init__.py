@@ -2,10 +2,9 @@
 
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.config import GPTConfig, MixtureConfig
-from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.nn.gpt import GPT, Block
 from minidist.nn.hooks import HookHandle
-from minidist.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm
+from minidist.nn.layers import MLP, Dropout, DropoutKey, Embedding, LayerNorm, Linear, RMSNorm
 from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture
 from minidist.nn.weights import Init, Weight

@@ -21,8 +21,7 @@ from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.balance import add_balance
 from minidist.nn.config import STD, GPTConfig
-from minidist.nn.dropout import Dropout, DropoutKey
-from minidist.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm
+from minidist.nn.layers import MLP, Dropout, DropoutKey, Embedding, LayerNorm, Linear, RMSNorm
 from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture, mixtures
 

@@ -9,7 +9,6 @@
 
     model = Twice(8)
     model.initialize(seed=0)                           # parameters have shapes before, values after
-    y = model(x)
 """
 
 from abc import ABC, abstractmethod

@@ -30,9 +30,8 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, random_n
 from minidist.errors import ConfigError
 from minidist.nn.balance import begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
-from minidist.nn.dropout import DropoutKey
 from minidist.nn.hooks import take_along
-from minidist.nn.layers import MLP, Linear
+from minidist.nn.layers import MLP, DropoutKey, Linear
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
 

@@ -86,7 +86,6 @@ class Weight(Parameter):
             weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
             weight.draw(7, range(1000, 2000))                 # a flat shard
 
-        Args:    part: positions in the flattened tensor (a range), or a slice or integers for each leading dim.
         Returns: a new array of the part's shape.
         Raises:  ConfigError if the weight has no name; ShapeError if the part does not fit.
         """

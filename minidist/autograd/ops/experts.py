@@ -1,7 +1,7 @@
-"""Ops of a mixture of experts: top-k, the placement of rows, the way to the experts and back, grouped products.
+"""Ops of a mixture of experts: a token that goes to k experts is k rows.
 
-A token that goes to k experts is k rows. `to_experts` copies tokens to rows, sorted by expert. `grouped_linear`
-multiplies each run of rows by the matrix of its expert. `from_experts` weights the results and sums them per token.
+`to_experts` copies tokens to rows, sorted by expert. `grouped_linear` multiplies each run of rows by the matrix of its
+expert. `from_experts` weights the results and sums them per token.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,8 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
 def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array, Saved]:
     """Rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R, out).
 
-    Args:    counts: the number of rows of each group, 0 or more.
+    Args:    counts: the number of rows of each group. Raises: ShapeError if they or the shapes do not fit.
     Cost:    2·R·in·out FLOPs, in one product a group.
-    Raises:  ShapeError if the shapes or counts do not fit.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ShapeError(f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) and "
@@ -154,7 +153,7 @@ def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[
 
 @from_experts.gradient("results", "weights")
 def _(node: Node, dy: Array) -> tuple[Array, Array]:
-    """With dy of the row's token: the gradient of results is weight · dy, that of a weight the dot product row · dy."""
+    """Of results: weight · dy of the row's token; of a weight: the dot product of row and dy."""
     fast = kernel("from_experts_gradient", dy)
     if fast is not None:
         dresults, dweights = fast(dy, node.results, widen(node.weights), node.placement)

@@ -27,8 +27,7 @@ def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, 
             key: Array | None = None) -> tuple[Array, Saved]:
     """Zero a share `rate` of x (…, n), scale the rest by 1 / (1 - rate), and add it to `residual` (…, n).
 
-    A hash of (name, seed, step, global token, global column) chooses the elements, so the mask of a shard is exactly
-    its slice of the whole mask.
+    A hash of (name, seed, step, global token, global column) chooses: a shard's mask is its slice of the whole one.
     Args:    tokens: (…) integers, the global index of each token here, for a shard of the batch or the sequence.
              columns, width: the global columns here (a range) and the number of all, for a shard of the width.
              key: uint64 (1,) on a GPU, read by the kernel: the key of the stream, in place of name, seed and step.

@@ -22,8 +22,7 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _stretched(node: Node, y: Array) -> Array:
     """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts against x."""
-    shape = node.shapes["x"]
-    dims = _dims(node.options.get("dim"), shape)
+    shape, dims = node.shapes["x"], _dims(node.options.get("dim"), node.shapes["x"])
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
 
 

@@ -19,7 +19,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
 
 
 class Stages:

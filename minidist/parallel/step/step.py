@@ -7,7 +7,7 @@ from typing import Any
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.step.precision import Precision
 
