@@ -7,7 +7,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.failure import Failure
+from minidist.comm.health.failure import Failure, begin_with_rank
 from minidist.errors import CommError, DtypeError, TimeoutError
 
 
@@ -26,8 +26,7 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
     """
     message = coded["message"]
     error = _of_its_own_type(coded) or RuntimeError(f"{coded['module']}.{coded['name']}: {message}")
-    if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
-        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
+    begin_with_rank(error, world_rank)
     error.__cause__ = CommError(f"the traceback of rank {world_rank}:\n{coded['traceback']}")
     return error
 
