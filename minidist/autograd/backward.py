@@ -61,9 +61,8 @@ class _Walk:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
-            return []
-        node.released = True  # a second backward is an error from here on, but the deferred gradients are still to run
-        node.edges = list(later)
+        else:
+            node.released, node.edges = True, list(later)   # a second backward is an error, these are still to run
         self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
                           for edge in later if isinstance(edge.source, Parameter)]
         return []

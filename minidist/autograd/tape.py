@@ -177,7 +177,7 @@ class Op(Generic[Result]):
 
         Raises:  ShapeError, DtypeError if the arguments do not fit.
         """
-        if not options.keys().isdisjoint(self.arguments):       # given by keyword: to their positions
+        if options and not options.keys().isdisjoint(self.arguments):       # given by keyword: to their positions
             bound = inspect.signature(self.forward).bind(*args, **options)
             args, options = bound.args, bound.kwargs
         arrays = self._arrays(args)
@@ -202,13 +202,18 @@ class Op(Generic[Result]):
         """Arguments as the forward takes them: arrays instead of Tensors, numbers as arrays of the arrays' dtype."""
         arrays = [a.data if isinstance(a, Tensor) else a for a in args]
         places = [i for i in range(len(arrays)) if self.argument_name(i) in self.gradients and arrays[i] is not None]
-        first: Any = next((arrays[i] for i in places if is_array(arrays[i])), None)
+        first = None
         for i in places:
             if not is_array(arrays[i]):
-                arrays[i] = self._number(arrays[i], first)
+                continue
+            if first is None:
+                first = arrays[i]
             elif arrays[i].dtype != first.dtype:
                 raise DtypeError(f"{self.name}: {self._describe(arrays)} have different dtypes; "
                                  f"choose one with ops.cast(x, {dtype_name(first.dtype)!r})")
+        for i in places:
+            if not is_array(arrays[i]):
+                arrays[i] = self._number(arrays[i], first)
         return arrays
 
     def _number(self, value: Any, like: Array | None) -> Array:

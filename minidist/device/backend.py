@@ -197,8 +197,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
         return instead.multiply(a, b, out)
     if a.dtype not in LOW_PRECISION or (xp is not np and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
-    result = xp.matmul(widen(a), widen(b))
-    return narrow(result, a.dtype, out)
+    return narrow(xp.matmul(widen(a), widen(b)), a.dtype, out)
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers
