@@ -31,7 +31,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.nn.shares import even_slices
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD
-from minidist.parallel.tensor import split_gpt, split_model, tensor_layers
+from minidist.parallel.tensor import split_model, tensor_layers
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
 
 
@@ -194,7 +194,7 @@ def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
 
 def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
     """qkv cut as one matrix: a rank gets queries of all heads and no values."""
-    patch.setattr(split_gpt, "head_columns", lambda heads, keys, width, shares: [
+    patch.setattr(tensor_layers, "head_columns", lambda heads, keys, width, shares: [
         (np.arange(3 * heads * width)[part], np.arange(0))
         for part in even_slices(3 * heads * width, len(shares))])
 
