@@ -2,27 +2,23 @@
 
     import minidist as md
 
-    world = md.init()                                       # this rank's Group; of size 1 without a launcher
+    world = md.init()                                       # this rank's Group, under any launcher; alone of size 1
     results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
-    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid: mesh["dp"] is a Group
-    trainer = md.Trainer(md.Plan(dp=2, tp=2), config, world)        # config: a minidist.nn.GPTConfig
+    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is a Group
+    plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its state is divided
+    trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
     loss = trainer.step(batch)                              # the global batch in, the global mean loss out
+    md.errors                                               # every exception, in one tree
 
-    init        the group of all ranks, under mpirun, srun, torchrun, `minidist launch`, or alone
-    run         a function on several ranks, for the length of one call
-    Mesh        ranks on a grid of axes, and the group of each line
-    Plan        along which axes a job is cut, and how its state is divided
-    Trainer     training steps under a plan
-    errors      every exception, in one tree
-
-`dir(minidist)` lists these names. Each is loaded on first use, so `import minidist` loads neither NumPy nor MPI.
+`dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minidist import errors
+
 if TYPE_CHECKING:
-    from minidist import errors
     from minidist.launch import init, run
     from minidist.parallel.hybrid.hybrid import Trainer
     from minidist.parallel.hybrid.mesh import Mesh
@@ -42,8 +38,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home (PEP 562). Raises: AttributeError for any other name."""
-    if name == "errors":
-        return importlib.import_module("minidist.errors")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'minidist' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -3,9 +3,11 @@
 import argparse
 import difflib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,30 +27,22 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        told = self._with_nearest(message)
-        raise ConfigError(f"{told}{'' if told.endswith('?') else ';'} see `{self.prog} --help`")
-
-    def _with_nearest(self, message: str) -> str:
-        """The message, with the nearest value or option if it complains of an unknown one."""
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
-        if choice:
-            return message + meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
         unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
-        if unknown:
-            return message + meant(unknown[1], [name for name in self._every_option() if name != unknown[1]])
-        return message
+        if choice:
+            message += meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
+        elif unknown:
+            message += meant(unknown[1], set(_options(self)) - {unknown[1]})
+        raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
 
-    def _every_option(self) -> list[str]:
-        """Option strings of this parser and of all its commands: the top parser reports unknown options of each."""
-        names: list[str] = []
-        parsers: list[argparse.ArgumentParser] = [self]
-        while parsers:
-            parser = parsers.pop()
-            for action in parser._actions:
-                names += action.option_strings
-                if isinstance(action, argparse._SubParsersAction):
-                    parsers += action.choices.values()
-        return names
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Option strings of the parser and of all its commands: the top parser reports unknown options of each."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
 
 
 def meant(word: str, known: Iterable[str]) -> str:
@@ -77,10 +71,7 @@ def sizes(text: str) -> list[int]:
     first, last = map(number_of_bytes, text.split(":", 1))
     if not 0 < first <= last:
         raise argparse.ArgumentTypeError(f"{text!r}: a range runs from a size above 0 to one no smaller")
-    doubling = [first]
-    while doubling[-1] * 2 <= last:
-        doubling.append(doubling[-1] * 2)
-    return doubling
+    return [first << doublings for doublings in range((last // first).bit_length())]
 
 
 def positive(text: str) -> int:
@@ -95,31 +86,20 @@ def counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def positive_number(text: str) -> float:
-    """A finite number above 0."""
-    value = not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of an option whose value is `what`: a finite number that `fits`."""
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if math.isfinite(value := float(text)) and fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def not_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    value = not_negative(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
-    return value
+positive_number = _number("a number above 0", lambda value: value > 0)
+not_negative = _number("a number of at least 0", lambda value: value >= 0)
+fraction = _number("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def folder_to_write(text: str) -> Path:

@@ -4,12 +4,13 @@
     check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
     the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
 
-A check stops at the first task that fails, because later tasks would only repeat the same mistake. Every outcome of the
-student's code (an exception, a hang, a wrong value) ends as a Result that says what happened and what to read again,
-never as a traceback of ours.
+A check stops at the first task that fails, because later tasks would only repeat the same mistake. Whatever the
+student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
 """
 
+import ast
 import importlib.util
+import re
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from minidist.errors import ConfigError, MinidistError, TimeoutError
+
+NOT_FILLED = "not filled yet"       # the mistake of a Result that met a hole
 
 
 class HoleError(MinidistError):
@@ -48,6 +51,8 @@ class Result:
         """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3 again`."""
         if self.passed:
             return f"{self.task}: {self.measured} ok"
+        if self.mistake == NOT_FILLED:
+            return f"{self.advice}; {self.measured}"
         tail = ": ".join(part for part in (self.mistake, self.advice) if part)
         return f"{self.task}: {self.measured}, target {self.target}: {tail}"
 
@@ -67,8 +72,7 @@ class Grade:
 
     def as_json(self) -> dict[str, Any]:
         """The grade for `--json`."""
-        return {"lesson": self.lesson, "file": self.file, "passed": self.passed,
-                "results": [asdict(result) for result in self.results]}
+        return {**asdict(self), "passed": self.passed}
 
 
 def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
@@ -120,20 +124,26 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
     chain = [error]         # the error and its causes, outermost first
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-
-    def failed(target: str, measured: str, mistake: str, advice: str) -> Result:
-        return Result("your code", False, target, measured, mistake, advice)
-
-    for cause in chain:
-        if isinstance(cause, HoleError):
-            return failed("no holes left", "a hole", "not filled yet", f"{cause}{_at(cause, exercise_file)}")
-    for cause in chain:
-        if isinstance(cause, SyntaxError):
-            return failed("Python that parses", "a syntax error", "SyntaxError", f"line {cause.lineno}: {cause.msg}")
-    if isinstance(error, TimeoutError):
-        return failed("an end", "no end within the limit", "it waits for ever", str(error))
+    hole_met = next((cause for cause in reversed(chain) if isinstance(cause, HoleError)), None)
+    unparsed = next((cause for cause in chain if isinstance(cause, SyntaxError)), None)
     where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
-    return failed("no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
+    if hole_met:
+        task = re.sub(r"^rank \d+: ", "", str(hole_met))
+        told = "no holes left", _open_holes(exercise_file), NOT_FILLED, f"{task}{where}"
+    elif unparsed:
+        told = "Python that parses", "a syntax error", "SyntaxError", f"line {unparsed.lineno}: {unparsed.msg}"
+    elif isinstance(error, TimeoutError):
+        told = "an end", "no end within the limit", "it waits for ever", str(error)
+    else:
+        told = "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}"
+    return Result("your code", False, *told)
+
+
+def _open_holes(exercise_file: Path) -> str:
+    """How many calls of `hole` the file still has: "6 holes left"."""
+    tree = ast.parse(exercise_file.read_text(encoding="utf-8"))
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node.func) == "hole" for node in ast.walk(tree))
+    return f"{count} hole{'s' * (count != 1)} left"
 
 
 def _at(error: BaseException, file: Path) -> str:

@@ -51,6 +51,15 @@ def test_a_hole_inside_another_error_is_found(tmp_path: Path) -> None:
     assert "fill hole 1: a task (mine.py line 4)" in result.line()
 
 
+def test_an_open_hole_is_one_line_with_how_many_are_left(tmp_path: Path) -> None:
+    """Calls count, and neither comments nor texts that mention one."""
+    exercise = "'''Fill each hole(...).'''\nfrom minidist.grading import hole\none = lambda: 1  # hole(1, 'done')\n"
+    holes = "def two():\n    return hole(2, 'a sum')\n"
+    assert graded(tmp_path, exercise + holes)[-1].line() == "fill hole 2: a sum (mine.py line 5); 1 hole left"
+    more = holes + "def three():\n    return hole(\n        3, 'more')\n"
+    assert graded(tmp_path, exercise + more)[-1].line() == "fill hole 2: a sum (mine.py line 5); 2 holes left"
+
+
 def test_an_error_names_the_students_line(tmp_path: Path) -> None:
     result = graded(tmp_path, "def one():\n    return [][3]\n")[-1]
     assert "list index out of range (mine.py line 2)" in result.line()

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             bench.draw(Path(args.figure), result)
         except OSError as error:
-            raise ConfigError(f"bench --figure {args.figure}: {error.strerror}") from error
+            raise ConfigError(f"--figure {args.figure}: {error.strerror}") from error
     return 0
 
 
@@ -81,12 +81,12 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
     verb = collectives.VERBS[args.what]
     contenders = _chosen(verb, args.only)
     if min(args.sizes) < 4 or any(size % 4 for size in args.sizes):
-        raise ConfigError(f"bench {verb.title}: sizes are whole float32 numbers; choose multiples of 4 bytes")
+        raise ConfigError("sizes are whole float32 numbers; choose multiples of 4 bytes")
     if min(args.ranks) < 2:
-        raise ConfigError(f"bench {verb.title}: one rank sends nothing; choose -n of at least 2")
+        raise ConfigError("one rank sends nothing; choose -n of at least 2")
     if not all(verb.block(min(args.sizes), ranks) for ranks in args.ranks):
-        raise ConfigError(f"bench {verb.title}: {min(args.sizes)} B are not one float32 number for each of "
-                          f"{max(args.ranks)} ranks; choose --sizes from {4 * max(args.ranks)} up")
+        raise ConfigError(f"{min(args.sizes)} B are not one float32 number for each of {max(args.ranks)} ranks; choose "
+                          f"--sizes from {4 * max(args.ranks)} up")
     seconds, left_out = {}, _missing(verb, contenders, args.only)
     for count in args.ranks:
         seconds[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
@@ -104,11 +104,11 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
     for name in chosen:
         base, _, algorithm = name.partition(":")
         if base not in (*collectives.OURS, *verb.peers):
-            raise ConfigError(f"bench {verb.title}: no contender {name!r}; choose from {', '.join(here)}")
+            raise ConfigError(f"no contender {name!r}; choose from {', '.join(here)}")
         if base not in here:
-            raise ConfigError(f"bench {verb.title}: {name} is not installed here; {_install(base)}")
+            raise ConfigError(f"{name} is not installed here; {_install(base)}")
         if algorithm and base in verb.peers:
-            raise ConfigError(f"bench {verb.title}: {name}: a peer chooses its own algorithm; write {base}")
+            raise ConfigError(f"{name}: a peer chooses its own algorithm; write {base}")
         choose(verb.name, algorithm or "auto", 0, 2, board=True)  # refuses a name that the verb does not take
     return chosen
 
@@ -131,9 +131,9 @@ def _draw_collective(path: Path, result: Result) -> None:
 
 
 def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
-    contenders = _known("overlap", args.only, overlap.CONTENDERS, overlap.contenders_here())
+    contenders = _known(args.only, overlap.CONTENDERS, overlap.contenders_here())
     if args.ranks < 2 or args.bytes < 4 or args.bytes % 4 or not args.bandwidth:
-        raise ConfigError("bench overlap: choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
+        raise ConfigError("choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
     rows = overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
                                      progress)
     return {"what": "overlap", "ranks": args.ranks, "nbytes": args.bytes, "alpha": args.alpha,
@@ -145,10 +145,9 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
 
 def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     known, links = overlap_step.STRATEGIES, overlap_step.LINKS
-    chosen = overlap_step.contenders(_known("overlap-step", args.strategy, known, list(known)),
-                                           _known("overlap-step", args.only, links, list(links)))
+    chosen = overlap_step.contenders(_known(args.strategy, known, list(known)), _known(args.only, links, list(links)))
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
-        raise ConfigError("bench overlap-step: choose -n of at least 2, a --bandwidth and a --bucket above 0")
+        raise ConfigError("choose -n of at least 2, a --bandwidth and a --bucket above 0")
     model = Model.of(args)
     model.config()
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
@@ -162,9 +161,9 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     """Calibrate the links of this host; in a job that a launcher started, the job's own link (None but on rank 0)."""
-    links = _known("calibrate", args.only, calibrate.LINKS, calibrate.links_here())
+    links = _known(args.only, calibrate.LINKS, calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
-        raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
+        raise ConfigError("choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
     out = Path(args.out) if args.out else profile_path()
     if detect().alone:
         fitted = calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
@@ -177,19 +176,19 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     try:
         save_profile(profile, out)
     except OSError as error:
-        raise ConfigError(f"bench calibrate --out {out}: {error.strerror}") from error
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
     return {"what": "calibrate", "out": str(out), "links": [asdict(each.cost) for each in fitted],
             "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted]}
 
 
-def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
+def _known(only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
     """The contenders that --only names, or all that are here."""
     chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
-            raise ConfigError(f"bench {what}: no {name!r}{meant(name, known)}; choose from {', '.join(here)}")
+            raise ConfigError(f"no {name!r}{meant(name, known)}; choose from {', '.join(here)}")
         if name not in here:
-            raise ConfigError(f"bench {what}: {name} is not installed here; {_install(name)}")
+            raise ConfigError(f"{name} is not installed here; {_install(name)}")
     return chosen
 
 

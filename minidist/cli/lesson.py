@@ -1,12 +1,4 @@
-"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise.
-
-    minidist lesson                   the table of lessons
-    minidist lesson 03                its story
-    minidist lesson 03 --answers      the story with the quiz's answers
-    minidist lesson 03 -n 4           run it on four ranks
-    minidist lesson 03 --figure       record a run and redraw its figure
-    minidist lesson 03 --copy DIR     an exercise of your own to fill
-"""
+"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise."""
 
 import argparse
 import re
@@ -16,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rich.markdown import Markdown
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist import lessons
 from minidist.console import fail, folder_to_write, positive, write_json
@@ -48,19 +40,19 @@ def run(args: argparse.Namespace) -> int:
     if args.copy:
         return _copy(lesson, Path(args.copy))
     if args.figure:
-        return _figure(lesson, args.out)
+        out = ["--out", str(args.out)] if args.out else []
+        return subprocess.call([sys.executable, str(lesson.part("figure.py")), *out])
     if args.ranks is not None or args.json:
         return _run(lesson, args.ranks or 1, args.json)
-    return _print(lesson, answers=args.answers)
+    page_console().print(Markdown(for_terminal(lesson, answers=args.answers)))
+    return 0
 
 
 def _list(file: str | None) -> int:
     """The table of lessons."""
     there = lessons.every_lesson()
-    table = Table(title="Lessons", title_justify="left", header_style="bold cyan")
-    for column in ("lesson", "title", "notes"):
-        table.add_column(column, overflow="fold")
-    table.add_column("module", no_wrap=True)
+    table = Table(*(Column(name, overflow="fold") for name in ("lesson", "title", "notes")),
+                  Column("module", no_wrap=True), title="Lessons", title_justify="left", header_style="bold cyan")
     for lesson in there:
         table.add_row(lesson.number, lesson.title, lesson.notes, lesson.module.replace(", ", "\n"))
     console = page_console()
@@ -74,15 +66,9 @@ def _list(file: str | None) -> int:
     return 0
 
 
-def _print(lesson: Lesson, *, answers: bool) -> int:
-    """Print the story; with `answers`, the answers of its quiz too."""
+def for_terminal(lesson: Lesson, *, answers: bool) -> str:
+    """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
     text = lesson.part("README.md").read_text(encoding="utf-8")
-    page_console().print(Markdown(for_terminal(text, lesson, answers=answers)))
-    return 0
-
-
-def for_terminal(text: str, lesson: Lesson, *, answers: bool) -> str:
-    """A README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
     text = re.sub(r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text)
     text = re.sub(r"```mermaid\n.*?```\n", "", text, flags=re.DOTALL)
     if answers:
@@ -99,11 +85,6 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     from minidist.launch import spawn
 
     return spawn(argv, ranks)
-
-
-def _figure(lesson: Lesson, out: Path | None) -> int:
-    """Record a run and draw the lesson's figure from it."""
-    return subprocess.call([sys.executable, str(lesson.part("figure.py")), *(["--out", str(out)] if out else [])])
 
 
 def _copy(lesson: Lesson, folder: Path) -> int:

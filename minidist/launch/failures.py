@@ -7,15 +7,14 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.failure import Failure
+from minidist.comm.health.failure import Failure, begin_with_rank
 from minidist.errors import CommError, DtypeError, TimeoutError
 
 
 def encode(error: BaseException) -> dict[str, Any]:
     """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
-    kind = type(error)
-    text = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    return {"module": kind.__module__, "name": kind.__qualname__, "message": str(error), "traceback": text,
+    return {"module": type(error).__module__, "name": type(error).__qualname__, "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
             "args": _travelling(list(error.args)), "state": _travelling(vars(error))}
 
 
@@ -26,17 +25,15 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
     """
     message = coded["message"]
     error = _of_its_own_type(coded) or RuntimeError(f"{coded['module']}.{coded['name']}: {message}")
-    if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
-        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
+    begin_with_rank(error, world_rank)
     error.__cause__ = CommError(f"the traceback of rank {world_rank}:\n{coded['traceback']}")
     return error
 
 
-def first_failure(loss: Failure, outcome: dict[str, Any] | None) -> Exception:
+def first_failure(loss: Failure, outcomes: dict[int, dict[str, Any]]) -> Exception:
     """What md.run raises: the lost rank's own exception if it handed that over, else PeerLostError: how it went."""
-    if outcome is not None and "error" in outcome:
-        return rebuild(outcome["error"], loss.world_rank)
-    return loss.error()
+    coded = outcomes.get(loss.world_rank, {}).get("error")
+    return loss.error() if coded is None else rebuild(coded, loss.world_rank)
 
 
 def late(ranks: Collection[int], size: int, limit: float, table: str) -> TimeoutError:

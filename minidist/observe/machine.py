@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +15,8 @@ def machine() -> dict[str, Any]:
     """Date, cores, processor, system, versions and command line, by name."""
     versions = {}
     for name in ("minidist", "numpy", "mpi4py", "mpich", "torch"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cores": psutil.cpu_count(),
             "processor": processor(), "system": platform.system(), "python": platform.python_version(),
             "versions": versions, "command": " ".join(["minidist", *sys.argv[1:]])}

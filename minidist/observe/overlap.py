@@ -45,10 +45,18 @@ def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
              crosses an edge counts by its part inside.
              of: gives the spans to be hidden: `collectives` (default), or `moves` for a strategy that offloads.
     """
-    window = _window(timeline, set(steps)) if steps is not None else None
-    waits = union(_of(waiting(timeline), window))
-    computing = subtract(union(_of(working(timeline), window)), waits)
-    communicating = union(_of((of or collectives)(timeline), window))
+    window = [(-float("inf"), float("inf"))]
+    if steps is not None:
+        chosen = set(steps)
+        inside = [span for span in timeline.spans if span.name == "step" and span.details.get("step") in chosen]
+        window = [(min(span.start for span in inside), max(span.stop for span in inside))] if inside else []
+
+    def of_window(spans: Iterable[Span]) -> list[Interval]:
+        return intersect(union((span.start, span.stop) for span in spans), window)
+
+    waits = of_window(waiting(timeline))
+    computing = subtract(of_window(working(timeline)), waits)
+    communicating = of_window((of or collectives)(timeline))
     return Overlap(length(communicating), length(computing), length(intersect(communicating, computing)),
                    length(waits))
 
@@ -82,20 +90,10 @@ def working(timeline: Timeline) -> list[Span]:
             if span.row == "compute" and span.name != "step" and not span.name.startswith("wait")]
 
 
-def _window(timeline: Timeline, steps: set[int]) -> Interval:
-    chosen = [span for span in timeline.spans if span.name == "step" and span.details.get("step") in steps]
-    return (min((span.start for span in chosen), default=0.0), max((span.stop for span in chosen), default=0.0))
-
-
-def _of(spans: Iterable[Span], window: Interval | None) -> list[Interval]:
-    intervals = [(span.start, span.stop) for span in spans]
-    return intervals if window is None else intersect(union(intervals), [window])
-
-
 # ----------------------------------------------------------------------------------------------------- intervals
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as sorted intervals that do not touch."""
+    """The same points as sorted intervals that do not touch; empty ones go."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -3,13 +3,12 @@
     timeline = Timeline(world.rank)
     timeline.follow(world.ledger)                      # collectives and messages, from the ledger's events
     with timeline.span("forward", step=3): ...         # work, from the code that does it
-
     timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's clock
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
-One process of the trace is one rank. Its rows are `compute` (forward, backward, optimizer), `communication` (each
-collective, on any thread), `messages` (each message that the rank sent) and `moves` (copies between device, host and
-disk). Overlap is visible: the all-reduce of a bucket on the second row starts before `backward` on the first row ends.
+A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer), `communication` (each collective,
+on any thread), `messages` (each that the rank sent) and `moves` (copies between device, host and disk). Overlap is
+visible: the all-reduce of a bucket on the second row starts before `backward` on the first row ends.
 
 Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset` aligns hosts.
 """
@@ -127,20 +126,16 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
                 group.send(np.array([time.perf_counter()]), dst=0)
             return float(group.recv(src=0)[0])
         for peer in range(1, group.size):
-            group.send(np.array([_measured_offset(group, peer, rounds)]), dst=peer)
+            trips = []      # (seconds there and back, offset), of which the quickest counts
+            for _ in range(rounds):
+                asked = time.perf_counter()
+                group.send(np.zeros(1), dst=peer)
+                theirs = float(group.recv(src=peer)[0])
+                trip = time.perf_counter() - asked
+                trips.append((trip, asked + trip / 2 - theirs))
+            trip, offset = min(trips)
+            group.send(np.array([offset if abs(offset) > trip / 2 else 0.0]), dst=peer)
     return 0.0
-
-
-def _measured_offset(group: Group, peer: int, rounds: int) -> float:
-    trips = []      # (seconds there and back, offset), of which the quickest counts
-    for _ in range(rounds):
-        asked = time.perf_counter()
-        group.send(np.zeros(1), dst=peer)
-        theirs = float(group.recv(src=peer)[0])
-        trip = time.perf_counter() - asked
-        trips.append((trip, asked + trip / 2 - theirs))
-    trip, offset = min(trips)
-    return offset if abs(offset) > trip / 2 else 0.0
 
 
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
@@ -152,7 +147,10 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     events: list[dict[str, Any]] = []
     for timeline in timelines:
         events += _names(timeline)
-        events += [_complete_event(timeline.rank, span, origin) for span in timeline.spans]
+        events += [{"ph": "X", "name": span.name, "cat": span.row, "pid": timeline.rank, "tid": ROWS.index(span.row),
+                    "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.stop - span.start) * 1e6, 3),
+                    "args": {key: value for key, value in span.details.items() if value is not None}}
+                   for span in timeline.spans]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
@@ -167,9 +165,3 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for row, name in enumerate(ROWS):
         yield about("thread_name", row, name=name)
         yield about("thread_sort_index", row, sort_index=row)
-
-
-def _complete_event(rank: int, span: Span, origin: float) -> dict[str, Any]:
-    return {"ph": "X", "name": span.name, "cat": span.row, "pid": rank, "tid": ROWS.index(span.row),
-            "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.stop - span.start) * 1e6, 3),
-            "args": {key: value for key, value in span.details.items() if value is not None}}

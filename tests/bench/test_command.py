@@ -30,3 +30,5 @@ def test_bad_input_is_one_line_and_status_2(options, expected, capsys):
     captured = capsys.readouterr()
     assert expected in captured.err
     assert captured.err.count("\n") == 1
+    said = captured.err.split("; see `")[0]
+    assert said.startswith("minidist bench") and said.count("bench") == 1

@@ -102,11 +102,15 @@ def test_a_missing_extra_says_how_to_get_it():
     assert (finding.state, finding.advice) == ("optional", 'pip install -e ".[digits]"')
 
 
-def test_a_library_that_does_not_load_is_a_finding():
+def test_a_library_that_does_not_load_is_a_finding(monkeypatch):
     def load():
         raise ImportError("libcuda.so.1: cannot open")
 
-    assert doctor._look("GPU", load, "install it").state == "broken"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)      # CuPy is installed
+    monkeypatch.setattr(doctor, "_cupy", load)
+    finding = doctor._gpu()
+    assert (finding.state, finding.found) == ("broken", "libcuda.so.1: cannot open")
+    assert "pip install" in finding.advice
 
 
 def test_a_missing_compiler_says_how_to_get_one(monkeypatch):

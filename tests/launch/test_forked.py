@@ -58,6 +58,7 @@ class Own(Exception):
 @pytest.mark.parametrize(("error", "kind", "says"), [
     (ValueError("boom"), ValueError, "rank 1: boom"),
     (ShapeError("(2,) and (3,)"), ShapeError, r"rank 1: \(2,\) and"),
+    (ShapeError("world rank 1 of 2: no"), ShapeError, "^world rank 1 of 2: no$"),
     (KeyError("name"), KeyError, "name"),
     (OSError(2, "No such file"), FileNotFoundError, "No such file"),
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "bad"),

@@ -65,7 +65,7 @@ def count_all(cases: list[KernelCase], *, seed: int, progress: Progress) -> list
     Raises: ConfigError without g++; KernelError if a kernel breaks a rule.
     """
     if on_cpu.compiler() is None:
-        raise ConfigError("bench kernels --count runs kernels on the CPU, built by g++, which is not on this machine; "
+        raise ConfigError("--count runs kernels on the CPU, built by g++, which is not on this machine; "
                           "apt install g++")
     return [_count(case, version, seed, progress) for case in cases for version in case.versions]
 

@@ -44,7 +44,7 @@ class CudaGpu:
         try:
             self.xp = module_for("cuda")
         except DeviceError as error:
-            raise DeviceError(f"bench kernels: {_without_advice(error)}; without a GPU, --count counts what each rung "
+            raise DeviceError(f"{_without_advice(error)}; without a GPU, --count counts what each rung "
                               f"moves") from error
         self.cuda = self.xp.cuda
         self.properties = self.cuda.runtime.getDeviceProperties(self.cuda.Device().id)

@@ -86,7 +86,7 @@ def chosen(names: Sequence[str]) -> list[KernelCase]:
     known = [*families, *(case.name for case in CASES)]
     for name in names:
         if name not in known:
-            raise ConfigError(f"bench kernels: no kernel {name!r}{meant(name, known)}; choose from "
+            raise ConfigError(f"no kernel {name!r}{meant(name, known)}; choose from "
                               f"{', '.join(families)}, or a kernel of one")
     return [case for case in CASES if not names or case.name in names or case.family in names]
 

@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
     elif args.zero:
         ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
         if min(ranks) < 2:
-            raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
+            raise ConfigError("--zero: one rank divides nothing; choose -n of at least 2")
         rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps, transport, progress)
     else:
         rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
@@ -61,18 +61,18 @@ def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
     for axes in args.plan:
         plan = Plan.parse(axes)
         if plan.size == 1:
-            raise ConfigError(f"bench step --plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
+            raise ConfigError(f"--plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
         if args.ranks not in (None, [plan.size]):
-            raise ConfigError(f"bench step: --plan {axes} is for {plan.size} ranks; leave -n out")
+            raise ConfigError(f"--plan {axes} is for {plan.size} ranks; leave -n out")
         if args.zero and plan.dp < plan.size:
-            raise ConfigError(f"bench step: --plan {axes} with --zero: its peers divide the data axis alone; leave "
+            raise ConfigError(f"--plan {axes} with --zero: its peers divide the data axis alone; leave "
                               f"--zero out, or the other axes")
         if plan.pp > 1:
             plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
         plan.require_model(model.config())
         plans[axes] = plan
     if (args.schedule or args.microbatches) and not any(plan.pp > 1 for plan in plans.values()):
-        raise ConfigError("bench step: --schedule and --microbatches are a pipeline's; add --plan pp=2")
+        raise ConfigError("--schedule and --microbatches are a pipeline's; add --plan pp=2")
     return plans
 
 

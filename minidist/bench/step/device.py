@@ -62,10 +62,10 @@ class DeviceRow:
 def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) -> dict[str, Any]:
     """Measure one process by the options of `minidist bench step`. Raises: ConfigError for options of several ranks."""
     if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
-        raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
+        raise ConfigError("--model, --device and --precision time one process on one device; leave -n, "
                           "--plan and --zero out")
     if args.graph and (args.device, args.precision) != ("cuda", "bf16"):
-        raise ConfigError("bench step: --graph captures a step on a GPU in bf16; add --device cuda --precision bf16, "
+        raise ConfigError("--graph captures a step on a GPU in bf16; add --device cuda --precision bf16, "
                           "or leave it out")
     found = measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps, progress,
                     graph=args.graph)

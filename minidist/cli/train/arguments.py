@@ -1,6 +1,8 @@
 """The command line of `minidist train`: every option, in groups."""
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from minidist.console import fraction, not_negative, number_of_bytes, positive, positive_number
 from minidist.launch.transports import PROCESSES, THREADS
@@ -9,17 +11,20 @@ from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.pipeline.schedules import ORDERS
 
+Add = Callable[..., Any]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
-    for group in (_job, _division, _strategy, _memory, _data, _model, _experts, _training, _result):
-        group(parser)
+    groups = {"the job": _job, "the plan": _division, "other strategies": _strategy, "device memory": _memory,
+              "the data": _data, "the model": _model, "a mixture of experts": _experts, "the training": _training,
+              "the result": _result}
+    for title, options in groups.items():
+        options(parser.add_argument_group(title).add_argument)
 
 
-def _job(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the job").add_argument
-    add("-n", "--ranks", type=positive, metavar="N",
-        help="start N ranks here (without mpirun or another launcher)")
+def _job(add: Add) -> None:
+    add("-n", "--ranks", type=positive, metavar="N", help="start N ranks here (without mpirun or another launcher)")
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
@@ -31,8 +36,7 @@ def _job(parser: argparse.ArgumentParser) -> None:
         help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
 
 
-def _division(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the plan").add_argument
+def _division(add: Add) -> None:
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
              "(tensor) (default: dp=all)")
@@ -57,22 +61,19 @@ def _division(parser: argparse.ArgumentParser) -> None:
         help="with tp=2 or more: divide tokens outside the tensor-parallel regions")
 
 
-def _strategy(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("other strategies").add_argument
+def _strategy(add: Add) -> None:
     add("--strategy", choices=STRATEGIES, default="ddp",
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
     add("--replicas", type=positive, metavar="R", help="of data-parallel: number of devices (default: 2)")
-    add("--servers", type=positive, default=1, metavar="S",
-        help="of parameter-server: number of servers (default: 1)")
+    add("--servers", type=positive, default=1, metavar="S", help="of parameter-server: number of servers (default: 1)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=int, metavar="K",
         help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
 
 
-def _memory(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("device memory").add_argument
+def _memory(add: Add) -> None:
     add("--accumulate", type=positive, default=1, metavar="A",
         help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
     add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
@@ -88,18 +89,15 @@ def _memory(parser: argparse.ArgumentParser) -> None:
         help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
 
 
-def _data(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the data").add_argument
+def _data(add: Add) -> None:
     add("--data", default="python", metavar="PATH",
         help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
     add("--batch", type=positive, default=16, metavar="SEQUENCES",
         help="sequences a step, of the whole job (default: 16)")
-    add("--context", type=positive, default=128, metavar="TOKENS",
-        help="tokens a sequence (default: 128)")
+    add("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the model").add_argument
+def _model(add: Add) -> None:
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
     add("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
@@ -116,8 +114,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
 
 
-def _experts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("a mixture of experts").add_argument
+def _experts(add: Add) -> None:
     add("--experts", type=positive, metavar="E",
         help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
     add("--top-k", type=positive, metavar="K", help="experts of a token (default: 2)")
@@ -135,12 +132,10 @@ def _experts(parser: argparse.ArgumentParser) -> None:
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
 
 
-def _training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the training").add_argument
+def _training(add: Add) -> None:
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw",
-        help="the optimizer (default: adamw)")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="the optimizer (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     add("--lr-schedule", choices=LR_SCHEDULES, default="cosine",
         help="after a warm-up of a twentieth of the steps (default: cosine)")
@@ -148,8 +143,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
         help="bound of the gradients' norm; 0: none (default: 1)")
 
 
-def _result(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the result").add_argument
+def _result(add: Add) -> None:
     add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
-from minidist.parallel.hybrid.hybrid_pipeline import gathers
+from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.step.step import Batch
@@ -70,28 +70,19 @@ def collectives(trainer: Trainer) -> list[Collective]:
     return cast(Zero3, data).traffic(passes, fetches)
 
 
-def measured(metrics: dict[str, Any]) -> dict[str, int]:
-    """Bytes of all ranks and steps by axis; the parts of dp under hybrid sharding count as dp."""
-    sent = dict.fromkeys(metrics["formula"]["axes"], 0)
-    for rank in metrics["ranks"]:
-        for axis, verbs in rank["sent_bytes"].items():
-            if axis != "control":
-                name = axis.split(".")[0]
-                sent[name] = sent.get(name, 0) + sum(verbs.values())
-    return sent
-
-
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """All ranks' bytes in a step along each axis, without scalars."""
     steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
-    table = Table("axis", header_style="bold")
-    for column in ("ranks", "bytes", "formula"):
-        table.add_column(column, justify="right")
-    for axis, sent in measured(metrics).items():
-        if not sent and axis not in by_formula:
-            continue
-        expected = by_formula.get(axis)
-        ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
-        table.add_row(axis, str(ranks), exactly(sent / steps),
-                      "" if expected is None else exactly(expected / steps))
+    sent = dict.fromkeys(by_formula, 0)
+    for rank in metrics["ranks"]:
+        for axis, verbs in rank["sent_bytes"].items():
+            name = axis.split(".")[0]       # the parts of dp under hybrid sharding count as dp
+            sent[name] = sent.get(name, 0) + sum(verbs.values())
+    table = Table("axis", *(Column(name, justify="right") for name in ("ranks", "bytes", "formula")),
+                  header_style="bold")
+    for axis, nbytes in sent.items():
+        if axis in by_formula or (nbytes and axis != "control"):
+            ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
+            table.add_row(axis, str(ranks), exactly(nbytes / steps),
+                          exactly(by_formula[axis] / steps) if axis in by_formula else "")
     return table

@@ -5,7 +5,7 @@ On a ring all ranks send the same; here device 0 and the servers send other byte
 
 from typing import Any, cast
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist.console import exactly
 from minidist.parallel.data.bounded_staleness import key_shards
@@ -19,7 +19,7 @@ Counts = list[list[int]]
 
 
 def device_records(trainer: Trainer) -> list[dict[str, Any]]:
-    """metrics.rank_record for each device of the one process."""
+    """The records of metrics.rank_records for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
             for device in cast(DataParallel, trainer.strategy).devices]
@@ -62,9 +62,8 @@ def _by_device(trainer: Trainer, batch: Batch) -> Counts:
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
-    table = Table("sender", header_style="bold")
-    for column in ("bytes", "formula", "messages", "formula"):
-        table.add_column(column, justify="right")
+    columns = ("bytes", "formula", "messages", "formula")
+    table = Table("sender", *(Column(name, justify="right") for name in columns), header_style="bold")
     totals = [0, 0, 0, 0]
     for record in metrics["ranks"]:
         by_formula = metrics["formula"]["by_rank"][record["rank"]]

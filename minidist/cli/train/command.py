@@ -137,9 +137,7 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
 
 def train_steps(trainer: Trainer, settings: Settings,
                 report: ProgressReport) -> tuple[list[float], list[float], Weights | None]:
-    """Make every step.
-
-    A step may return before its loss is known; that loss is then read after the next step was started.
+    """Make every step. A loss that is not known when its step returns is read after the next step was started.
 
     Returns: the global losses, the seconds of each step on this rank, and with --verify the early weights.
     """

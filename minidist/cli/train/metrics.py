@@ -8,16 +8,16 @@ from platform import python_version
 from typing import Any
 
 from minidist.cli.train import axis_traffic, central_traffic
-from minidist.cli.train.expert_table import expert_record
-from minidist.cli.train.offload_table import offload_record
 from minidist.cli.train.settings import Settings
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
+from minidist.parallel.zero.memory_formula import Each
 
 Metrics = dict[str, Any]
 
@@ -48,26 +48,49 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
-    """Every rank's record on rank 0; of one process that drives several devices, every device's."""
+    """On rank 0: coordinates of each rank, bytes and messages sent in training steps, and memory by category.
+
+    Of one process that drives several devices: the same of every device.
+    """
     if trainer.plan.strategy == "data-parallel":
         return central_traffic.device_records(trainer)
-    return gather_records(world, rank_record(trainer, world))
+    return gather_records(world, {
+        "rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
+                                                  if axis == "dp" or trainer.mesh.shape[axis] > 1},
+        "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
+        "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
+        **offload_record(trainer)})
 
 
-def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
-    """One rank's coordinates, bytes and messages sent in training steps, and memory by category."""
-    return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
-                                                if axis == "dp" or trainer.mesh.shape[axis] > 1},
-            "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
-            **offload_record(trainer)}
+def expert_record(trainer: Trainer) -> dict[str, Any]:
+    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call it."""
+    if trainer.config.mixture is None:
+        return {}
+    loads = trainer.loads.whole(trainer.mesh["pp"])
+    return {"experts": {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}}
+
+
+def offload_record(trainer: Trainer) -> dict[str, Any]:
+    """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
+    if trainer.plan.offload == "none":
+        return {}
+    plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
+    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
+    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
+    learning = sum(piece.data.size for _, piece in strategy.updated())
+    if plan.offload == "optimizer":
+        moved = moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
+    else:
+        units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
+        moved = moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
+                              masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
+    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
+            "moved_bytes": dict(trainer.store.traffic.step),
+            "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved.items()}}
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
-
-    Args:    batch: one batch of the run.
-    """
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights."""
     plan = trainer.plan
     if plan.strategy != "ddp":
         return central_traffic.formula(trainer, batch)
@@ -78,10 +101,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
-
-    Args:    calls: the collectives of one step.
-    """
+    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis."""
     plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
     for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size

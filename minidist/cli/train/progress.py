@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -38,16 +39,12 @@ class Lines(ProgressReport):
         self._last = float("-inf")
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Print the step if `seconds` have passed since the last line."""
-        now = time.monotonic()
-        if number < self.steps and now - self._last < self.seconds:
-            return
-        self._last = now
-        self.print_line(f"step {number:>{len(str(self.steps))}} of {self.steps}  loss {loss:.4f}  "
-                        f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
+        if number == self.steps or time.monotonic() - self._last >= self.seconds:
+            self._last = time.monotonic()
+            self.print_line(f"step {number:>{len(str(self.steps))}} of {self.steps}  loss {loss:.4f}  "
+                            f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Print a line at most every `seconds`."""
         self._last = time.monotonic()
         for number, batch in enumerate(batches):
             if time.monotonic() - self._last >= self.seconds:
@@ -57,7 +54,7 @@ class Lines(ProgressReport):
 
 
 class Bar(ProgressReport):
-    """A progress bar that stays in its place on the screen."""
+    """A progress bar that stays in its place on the screen; held-out text gets a second one, which goes when full."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self.progress = Progress(
@@ -68,32 +65,23 @@ class Bar(ProgressReport):
         self.progress.start()
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Move the bar."""
         self.progress.update(self.task, completed=number, loss=loss, speed=tokens_per_second,
                              sent=size_text(sent_bytes))
 
     def close(self) -> None:
-        """Leave the finished bar on the screen."""
         self.progress.stop()
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Show a second bar, which disappears when it is full."""
         yield from track(batches, "held-out text", console=self.progress.console, transient=True)
 
 
 def launcher_terminal() -> str | None:
-    """The terminal to which mpirun or srun, our ancestor, writes; None if there is none.
-
-    A launcher reads its ranks' output through pipes, so rank 0 has no terminal of its own. Its output arrives unchanged
-    on the launcher's.
-    """
-    try:
+    """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe; None without one."""
+    with suppress(psutil.Error, OSError):   # another system, or no permission: lines instead of a bar
         for parent in psutil.Process().parents():
             if parent.name() in LAUNCHERS:
                 target = os.readlink(f"/proc/{parent.pid}/fd/1")
                 return target if target.startswith(("/dev/pts/", "/dev/tty")) else None
-    except (psutil.Error, OSError):  # another system, or no permission: lines instead of a bar
-        return None
     return None
 
 

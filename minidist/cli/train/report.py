@@ -5,16 +5,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from minidist.cli.train import axis_traffic, central_traffic
-from minidist.cli.train.expert_table import expert_table
-from minidist.cli.train.offload_table import on_device, print_offload
 from minidist.console import exactly, plural
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
 Metrics = dict[str, Any]
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
@@ -28,7 +28,7 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(expert_table(metrics))
     _print_memory(console, metrics)
     if metrics["plan"]["offload"] != "none":
-        print_offload(console, metrics)
+        _print_offload(console, metrics)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
 
@@ -81,6 +81,18 @@ def _print_memory(console: Console, metrics: Metrics) -> None:
     console.print()
 
 
+def _print_offload(console: Console, metrics: Metrics) -> None:
+    """Bytes that rank 0 moved in a step, and its bytes on host and disk."""
+    first, steps = metrics["ranks"][0], len(metrics["losses"])
+    _rule(console, "what rank 0 moved in a step, in bytes, measured and by formula")
+    table = Table("way", *(Column(name, justify="right") for name in ("bytes", "formula")), header_style="bold")
+    for way, nbytes in sorted(first["moved_formula"].items()):
+        table.add_row(way, f"{first['moved_bytes'].get(way, 0) // steps:,}", f"{nbytes // steps:,}")
+    console.print(table)
+    told = ", ".join(f"{name} {now['peak']:,}" for name, now in first["host_memory"].items() if now["peak"])
+    console.print(f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n", markup=False)
+
+
 def short(number: float) -> str:
     """4.0 -> "4", 2.6667 -> "2.67"."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
@@ -101,10 +113,11 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
                    masters=plan["precision"] != "fp32")
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
-    held = on_device(held, plan["offload"], plan["zero"])
+    elsewhere = {"none": (), "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
+                 "all": STATE}[plan["offload"]]
     if plan["strategy"] == "parameter-server":
-        held["optimizer"] = 0.0     # rank 0 is a worker
-    return {category: held[category] for category in STATE}
+        elsewhere = ("optimizer",)      # rank 0 is a worker
+    return {category: 0.0 if category in elsewhere else held[category] for category in STATE}
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
@@ -123,9 +136,8 @@ def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
-    table = Table(header_style="bold")
-    for column in ("rank", "bytes", by_formula[0], "messages", by_formula[1]):
-        table.add_column(column, justify="right")
+    columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
+    table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
     sent, messages = ([sum(count for axis, verbs in rank[kind].items() if axis != "control" for count in verbs.values())
                        // steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
     for rank in range(size):
@@ -136,17 +148,31 @@ def traffic_table(metrics: Metrics) -> Table:
     return table
 
 
+def expert_table(metrics: Metrics) -> Table:
+    """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each expert."""
+    chosen, taken = (np.array(metrics["experts"][kind]) / len(metrics["losses"]) for kind in ("chosen", "taken"))
+    columns = ("layer", "even share", "fewest", "most", "most / even", "dropped")
+    table = Table(*(Column(name, justify="right") for name in columns),
+                  "experts, the fullest bar twice the even share", header_style="bold")
+    for layer, (tokens, kept) in enumerate(zip(chosen, taken, strict=True)):
+        even = tokens.mean()
+        heights = np.clip(tokens / (2 * even) * len(BARS), 0, len(BARS) - 1).astype(int)
+        table.add_row(str(layer), f"{even:,.1f}", f"{tokens.min():,.1f}", f"{tokens.max():,.1f}",
+                      f"{tokens.max() / even:.2f}", f"{1 - kept.sum() / tokens.sum():.1%}",
+                      "".join(BARS[height] for height in heights))
+    return table
+
+
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]
-    table = Table("what", header_style="bold")
-    for column in ("now", "peak", "formula"):
-        table.add_column(column, justify="right")
+    table = Table("what", *(Column(name, justify="right") for name in ("now", "peak", "formula")), header_style="bold")
     for category, held in metrics["ranks"][0]["memory"].items():
-        formula = (" + ".join(f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers) +
-                   f" = {exactly(sum(each[category] * numbers for numbers, each in parts))}"
-                   if category in STATE else "")
+        formula = ""
+        if category in STATE:
+            terms = " + ".join(f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers)
+            formula = f"{terms} = {exactly(sum(each[category] * numbers for numbers, each in parts))}"
         table.add_row(category, f"{held['now']:,}", f"{held['peak']:,}", formula, end_section=category == "workspace")
     return table

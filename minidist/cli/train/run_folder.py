@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from minidist.observe.timeline import Timeline, write_perfetto
 def run_folder(folder: Path) -> Iterator[None]:
     """Make the run folder before the first step: a run that cannot write its results does not start.
 
-    If the folder is still empty at the end, it goes again with the parents made for it, however the run ended.
+    If the folder is still empty at the end, it goes again with the parents made for it, also after a SIGTERM.
     Raises:  ConfigError if it cannot be made.
     """
     made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
@@ -36,37 +36,26 @@ def run_folder(folder: Path) -> Iterator[None]:
             for empty in made:
                 empty.rmdir()
 
-    try:
-        with _before_sigterm(clear):
-            yield
-    finally:
-        clear()
-
-
-@contextmanager
-def _before_sigterm(last: Callable[[], None]) -> Iterator[None]:
-    """In the block, a SIGTERM that would end this process at once ends it after `last()`."""
     def end(number: int, frame: FrameType | None) -> None:
-        last()
+        clear()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
+    main = threading.current_thread() is threading.main_thread()
+    would_end = main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if would_end:
+        signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        clear()
+        if would_end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],
                  weights: dict[str, np.ndarray]) -> None:
-    """Write metrics.json, trace.json, loss.png and model.safetensors.
-
-    Raises:  ConfigError if a file cannot be written.
-    """
+    """Write metrics.json, trace.json, loss.png, model.safetensors. Raises: ConfigError if a file cannot be written."""
     from safetensors.numpy import save_file
 
     try:

@@ -20,20 +20,10 @@ from minidist.parallel.step.step import Batch
 VALIDATION_ROWS = 512
 """The most sequences of held-out text for the validation loss."""
 
-MIXTURE_OPTIONS = {
-    "top_k": "top_k",
-    "capacity": "capacity",
-    "gate_noise": "noise",
-    "balance": "balance",
-    "balance_weight": "balance_weight",
-    "bias_rate": "bias_rate",
-    "shared_experts": "shared",
-    "expert_width": "hidden",
-}
+MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "noise", "balance": "balance",
+                   "balance_weight": "balance_weight", "bias_rate": "bias_rate", "shared_experts": "shared",
+                   "expert_width": "hidden"}
 """Options that are fields of MixtureConfig, besides --experts."""
-
-STALENESS = 2
-"""Default of --staleness."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +54,10 @@ class Settings:
         given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
         if args.zero is None:
             given["zero"] = 3 if args.offload == "all" else 0
-        ahead = STALENESS if args.staleness is None else args.staleness
-        given["staleness"] = None if ahead < 0 else ahead
+        if args.staleness is None:
+            del given["staleness"]      # Plan has a default
+        elif args.staleness < 0:
+            given["staleness"] = None
         given["replicas"] = args.replicas or 1 + (args.strategy == "data-parallel")
         return replace(plan, **given)
 
@@ -112,23 +104,21 @@ def check(args: argparse.Namespace) -> Settings:
 
 def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
     """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts."""
-    given = {field: getattr(args, option) for option, field in MIXTURE_OPTIONS.items()
-             if getattr(args, option) is not None}
-    if args.experts is None and given:
-        option = next(option for option, field in MIXTURE_OPTIONS.items() if field in given)
-        fail(f"--{option.replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it out")
-    return None if args.experts is None else MixtureConfig(experts=args.experts, **given)
+    given = {option: getattr(args, option) for option in MIXTURE_OPTIONS if getattr(args, option) is not None}
+    if args.experts is not None:
+        return MixtureConfig(experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()})
+    if given:
+        fail(f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it out")
+    return None
 
 
 def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:
     """Raise ConfigError if `file` cannot be written, after its missing folders are made. Leaves nothing behind."""
     if file.is_dir():
         fail(f"{option} {file}: is a folder; name a file")
-    folder = file.parent
-    if folder_must_exist and not folder.exists():
-        fail(f"{option} {file}: there is no folder {folder}")
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    if folder_must_exist and not file.parent.exists():
+        fail(f"{option} {file}: there is no folder {file.parent}")
+    folder = next(filter(Path.exists, file.parents), Path())
     if not folder.is_dir():
         fail(f"{option} {file.parent}: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import re
 import signal
 import sys
 import traceback
@@ -64,6 +65,15 @@ class Failure:
         """What the other ranks raise: first a line that names the rank and its end, then the tail of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
+
+
+def begin_with_rank(error: BaseException, world_rank: int) -> bool:
+    """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument is the message."""
+    if not (error.args and isinstance(error.args[0], str) and str(error) == error.args[0]):
+        return False
+    if not re.match(rf"(world )?rank {world_rank}\b", error.args[0]):
+        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
+    return True
 
 
 def say_line(line: str) -> None:

@@ -18,7 +18,7 @@ from minidist.comm.group import Group
 from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Failure
+from minidist.comm.health.failure import Failure, begin_with_rank
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
@@ -28,15 +28,11 @@ _GRACE = 5.0  # seconds that ranks get to end after one has failed
 
 
 def name_rank(error: BaseException, world_rank: int) -> BaseException:
-    """The same exception, its traceback untouched, now saying which rank raised it: "rank 3: …".
+    """The same exception, its traceback untouched, its message now beginning with the rank: "rank 3: …".
 
-    The rank goes in front of the message where the message is the exception's first argument, as it nearly always is.
-    Any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause; Python prints both.
+    One whose message is not its first argument (KeyError, OSError, …) gets a CommError that names the rank as cause.
     """
-    if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
-        name = f"rank {world_rank}"
-        if not error.args[0].startswith(name):
-            error.args = (f"{name}: {error.args[0]}", *error.args[1:])
+    if begin_with_rank(error, world_rank):
         return error
     named = CommError(f"rank {world_rank} failed at {call_site.raised_at(error)}")
     named.__cause__, error.__cause__ = error.__cause__, named

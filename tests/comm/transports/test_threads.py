@@ -37,6 +37,7 @@ class OddError(Exception):
 @pytest.mark.parametrize(("error", "message"), [
     (ValueError("bad"), "rank 1: bad"), (PeerLostError("rank 7 gone", world_rank=7), "rank 1: rank 7 gone"),
     (CommError("rank 1 waited"), "rank 1 waited"), (SystemExit("stop"), "rank 1: stop"),
+    (CommError("world rank 1 of 3: no"), "world rank 1 of 3: no"), (CommError("rank 12 left"), "rank 1: rank 12 left"),
 ])
 def test_the_failure_keeps_its_type_and_names_its_rank(error, message):
     def ranks(world):
