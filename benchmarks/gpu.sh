@@ -154,6 +154,9 @@ trap 'rm -rf "$work"' EXIT
 # Without an installation, minidist is a folder of links in which kernels and lessons have their places.
 mkdir "$work/site" "$work/site/minidist" "$work/empty"
 ln -s "$root"/minidist/* "$root/kernels" "$root/lessons" "$work/site/minidist"
+mkdir "$work/site/minidist.dist-info"          # runs record the version
+printf 'Metadata-Version: 2.1\nName: minidist\nVersion: %s\n' "$(sed -n 's/^version = //p' "$root/setup.cfg")" \
+    >"$work/site/minidist.dist-info/METADATA"
 path=$work/site:$root/tests/support${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}
 stand_in=$root/tests/support/stand_in
 if $rehearsal; then PATH=$stand_in/bin:$PATH; fi
