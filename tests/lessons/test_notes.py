@@ -25,8 +25,8 @@ def index() -> list[tuple[int, int, int, str, set[str]]]:
 
 def sources() -> list[Path]:
     """Every file that may cite the notes."""
-    folders = [path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")]
-    return [path for path in [ROOT / "README.md", *folders] if path.suffix in (".md", ".py") and path.name != "NOTES.md"]
+    paths = [path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")]
+    return [path for path in [ROOT / "README.md", *paths] if path.suffix in (".md", ".py") and path.name != "NOTES.md"]
 
 
 def citations(text: str) -> list[tuple[int, int, int, str]]:
