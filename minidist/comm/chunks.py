@@ -1,6 +1,7 @@
 """Cutting an array into one chunk a rank, as numpy.array_split does: the first n mod P chunks have one element more."""
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,8 +15,7 @@ def bounds(length: int, size: int) -> tuple[int, ...]:
 
 def split(array: np.ndarray, size: int) -> list[np.ndarray]:
     """Views of the `size` chunks along the first dim."""
-    edges = bounds(len(array), size)
-    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [array[start:stop] for start, stop in pairwise(bounds(len(array), size))]
 
 
 def longest(length: int, size: int) -> int:

@@ -4,15 +4,10 @@
                                           \\              /
     the group's side                       e0 awaited | work | e1                        the host does not wait
 
-Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
-arrays are on the GPU, its algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason against it. All
-ranks of a group must bring arrays of the same kind: one that brings a host array calls another algorithm, and raises
-MismatchError.
-
-A call that has no side (it is staged, or its group is one rank alone) works in the program's stream, also where a
-worker carries it out (program()).
-
-Not yet measured on a GPU.
+Without one, arrays cross to the host and back (buffers.py). A call goes to the device if its arrays are on the GPU, its
+algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason against it. All ranks of a group must bring
+arrays of the same kind, else MismatchError. A call that has no side (it is staged, or its group is one rank alone)
+works in the program's stream, also where a worker carries it out (program()). Not yet measured on a GPU.
 """
 
 from abc import ABC, abstractmethod
@@ -44,11 +39,7 @@ def current_stream(cupy: Any) -> Any:
 
 
 def program() -> AbstractContextManager[None]:
-    """The GPU and the stream of the calling thread: inside `with`, another thread works there, too.
-
-    A thread begins on the first GPU, in a default stream, where its work has no order with the program's own. Without a
-    GPU the block does nothing.
-    """
+    """The GPU and the stream of the calling thread: inside `with`, another thread works there, too; or nothing."""
     cupy = imported_cupy()
     if cupy is None or not cupy.is_available():
         return nullcontext()
@@ -132,10 +123,9 @@ class DeviceTransport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory that this rank shares with others, when they have let go of it; finish() has returned.
+        """Give back memory that this rank shares with others; finish() has returned. A second call does nothing.
 
-        Waits for ranks that share the GPU to close, too, up to the limit; those that are lost are not waited for. After
-        abort() it waits a moment only: the others no longer say that they have closed. A second call does nothing.
+        Waits for ranks that share the GPU to close, too, up to the limit, but after abort() a moment only.
         """
 
     @abstractmethod

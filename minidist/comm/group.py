@@ -36,7 +36,6 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.members import WORLD, Members
 from minidist.comm.ledger import Ledger
 from minidist.comm.point_to_point import PointToPoint
-from minidist.comm.subgroups import Subgroup
 from minidist.comm.transport import Transport
 
 __all__ = ["Group", "Pending"]
@@ -79,15 +78,12 @@ class Group(Members):
         """Send `x` to `dst` and receive from `src` at once: no order of the two can deadlock.
 
         Args:    x (...): to send. out: of the shape and dtype that come; may be x.
-        Returns: the array received. Cost: one message.
+        Returns: the array received. Cost: one message. The other ranks may call send and recv, or exchange.
         """
         return self.start_exchange(x, dst, src, out=out).wait()
 
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Pending:
-        """Start exchange. Returns: a Pending; its wait() returns the array received.
-
-        The other ranks may call send and recv, or exchange.
-        """
+        """Start exchange. Returns: a Pending; its wait() returns the array received."""
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
     # ------------------------------------------------------------------------------------------------- from one root
@@ -99,11 +95,11 @@ class Group(Members):
                  algorithm: naive, tree, ring, hierarchical, native, shared.
         Returns: (...), the root's shape and dtype.
         """
-        return self._run(verbs.broadcast(self, x, root, out, algorithm))
+        return self._run(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def start_broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start broadcast. Returns: a Pending; its wait() returns broadcast's result."""
-        return self._start(verbs.broadcast(self, x, root, out, algorithm))
+        return self._start(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
@@ -112,11 +108,11 @@ class Group(Members):
                  algorithm: naive, tree, native.
         Returns: part `rank`, ceil(n/P) or floor(n/P) rows.
         """
-        return self._run(verbs.scatter(self, x, root, out, algorithm))
+        return self._run(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     def start_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start scatter. Returns: a Pending; its wait() returns scatter's result."""
-        return self._start(verbs.scatter(self, x, root, out, algorithm))
+        return self._start(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     # --------------------------------------------------------------------------------------------------- to one root
 
@@ -128,12 +124,12 @@ class Group(Members):
         Returns: (...), as x, at the root; None elsewhere.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
-        return self._run(verbs.reduce(self, x, op, root, out, algorithm))
+        return self._run(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
                      algorithm: str = "auto") -> Pending:
         """Start reduce. Returns: a Pending; its wait() returns reduce's result."""
-        return self._start(verbs.reduce(self, x, op, root, out, algorithm))
+        return self._start(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
@@ -142,11 +138,11 @@ class Group(Members):
                  algorithm: naive, tree, native.
         Returns: (sum of all m, ...) at the root; None elsewhere.
         """
-        return self._run(verbs.gather(self, x, root, out, algorithm))
+        return self._run(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     def start_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start gather. Returns: a Pending; its wait() returns gather's result."""
-        return self._start(verbs.gather(self, x, root, out, algorithm))
+        return self._start(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     # -------------------------------------------------------------------------------------------- from all, to all
 
@@ -160,11 +156,11 @@ class Group(Members):
         Returns: (...), as x.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
-        return self._run(verbs.all_reduce(self, x, op, out, algorithm))
+        return self._run(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result."""
-        return self._start(verbs.all_reduce(self, x, op, out, algorithm))
+        return self._start(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
@@ -188,11 +184,11 @@ class Group(Members):
                  algorithm: naive, ring, halving-doubling, hierarchical, torus, native, shared.
         Returns: (sum of all m, ...).
         """
-        return self._run(verbs.all_gather(self, x, out, algorithm))
+        return self._run(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start all_gather. Returns: a Pending; its wait() returns all_gather's result."""
-        return self._start(verbs.all_gather(self, x, out, algorithm))
+        return self._start(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
         """Every rank sends an array to every rank.
@@ -236,18 +232,18 @@ class Group(Members):
         with self.ledger.control():
             table = self.all_gather(row)
         self._splits += 1
-        return None if color is None else self._child(subgroups.of_color(self, self._splits, color, table, axis))
+        return None if color is None else self._child(*subgroups.of_color(self, self._splits, color, table, axis))
 
     def without(self, gone: Iterable[int]) -> "Group":
         """The group of the ranks that are left when the ranks `gone` are lost, in their order.
 
         Each of them calls it with the same `gone`. Sends nothing: lost ranks would not answer.
         """
-        return self._child(subgroups.without(self, gone))
+        return self._child(*subgroups.without(self, gone))
 
-    def _child(self, subgroup: Subgroup) -> "Group":
-        child = Group(self.transport, self.ledger, subgroup.of(self.world_ranks), axis=subgroup.axis, id=subgroup.id,
-                      nodes=subgroup.of(self.nodes), places=subgroup.places)
+    def _child(self, id: int, axis: str, ranks: list[int], places: list[int]) -> "Group":
+        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis, id=id,
+                      nodes=[self.nodes[rank] for rank in ranks], places=places)
         self._children.append(child)
         return child
 
@@ -256,17 +252,13 @@ class Group(Members):
         self.transport.waits.step = step
 
     def expendable(self) -> None:
-        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError.
-
-        Where the launcher is mpirun, it ends the job all the same. Sends nothing to other ranks.
-        """
+        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun."""
         self.transport.waits.spare()
 
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
 
-        The world waits until the ranks that share this one's GPU close, too, and gives that memory back
-        (device_lane.py).
+        The world waits until the ranks that share this one's GPU close, too.
 
         Raises: the error of a started call whose wait() was never called.
         """

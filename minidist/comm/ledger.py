@@ -11,7 +11,8 @@ by which neighbours compare calls (they carry no payload), nor what a rank sends
 """
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,10 +124,14 @@ class Ledger:
         for subscriber in self.subscribers:
             subscriber(event)
 
+    def publish_now(self, kind: str, name: str, start: float, details: dict[str, Any]) -> None:
+        """Publish an event that ends now, in this thread."""
+        self.publish(Event(kind, name, start, time.perf_counter(), self.world_rank, threading.current_thread().name,
+                           details))
+
     def _by_axis(self, column: str, phase: str | None) -> dict[str, dict[str, int]]:
-        table: dict[str, dict[str, int]] = {}
+        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for row in self.rows():
             if phase is None or row["phase"] == phase:
-                verbs = table.setdefault(row["axis"], {})
-                verbs[row["verb"]] = verbs.get(row["verb"], 0) + row[column]
-        return table
+                table[row["axis"]][row["verb"]] += row[column]
+        return {axis: dict(verbs) for axis, verbs in table.items()}

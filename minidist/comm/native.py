@@ -3,10 +3,10 @@
     native = transport.native(group.id, group.world_ranks)      # ConfigError if the transport has none
     native.all_reduce(x, out, "sum")                            # on every rank of the group, in the same order
 
-The caller makes sure that all ranks make the same call (collectives/native.py): the libraries do not check, and a
-disagreement there hangs or gives garbage. Each method returns when its part is done, and yields the core until
-then. Arrays are 1-D, contiguous and on the host; sums are of their dtype, everything else moves bytes (uint8).
-A DeviceTransport's (device_lane.py) take arrays on the GPU, and return when the work is in the current stream's queue.
+The caller makes sure that all ranks make the same call (collectives/native.py): the libraries do not check. Each method
+returns when its part is done, and yields the core until then. Arrays are 1-D, contiguous and on the host; sums are of
+their dtype, everything else moves bytes (uint8). A DeviceTransport's (device_lane.py) take arrays on the GPU, and
+return when the work is in the current stream's queue.
 
 All raise: PeerLostError or what `abort` was given; TimeoutError that names the rank after the transport's limit.
 """

@@ -6,10 +6,8 @@ says its dtype and shape. What a rank sends to itself is copied, kept until it i
 the GPU whose transport has a lane (device_lane.py) goes by that, and only its header here.
 """
 
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from minidist.comm.calls.buffers import OutputArray, argument, device_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, DeviceLane
 from minidist.comm.handle import Handle, ReportedSend
-from minidist.comm.ledger import Event
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Tag, Transport
 from minidist.device import backend
@@ -34,7 +31,7 @@ class PointToPoint:
     """A group's point-to-point messages."""
 
     def __init__(self, group: Members) -> None:
-        self._group, self._tag = group, Tag(group.id, POINT_TO_POINT)
+        self._group, self.tag = group, Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
         self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)    # from each rank, headers come first
@@ -68,11 +65,6 @@ class PointToPoint:
         return Signature(self._group.id, self._started, verb, None, None, None,
                          None if dtype is None else dtype_code(dtype), shape, call_site.caller())
 
-    def start_recv(self, src: int, accept: Callable[[bytes, int], np.ndarray]) -> Handle:
-        """Begin to receive the next message from rank `src`."""
-        transport, peer = self._link(src)
-        return transport.start_recv(peer, self._tag, accept)
-
     def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
         """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of the host."""
         dst = self._group.rank if dst is None else dst
@@ -86,14 +78,12 @@ class PointToPoint:
                              f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
                              f"`out` must have the sender's shape and dtype; without it any fits")
 
-    def _link(self, rank: int) -> tuple[Transport, int]:
+    def link(self, rank: int) -> tuple[Transport, int]:
         """Transport and world rank for messages to and from `rank`."""
-        world_rank = self._group.world_ranks[rank]
-        if rank != self._group.rank:
-            return self._group.transport, world_rank
-        if self._self_link is None:
+        if rank == self._group.rank and self._self_link is None:
             self._self_link = self._group.transport.loopback()
-        return self._self_link, world_rank
+        own = self._self_link if rank == self._group.rank else None
+        return own or self._group.transport, self._group.world_ranks[rank]
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""
@@ -110,21 +100,18 @@ class PointToPoint:
         return [header, lane.send(array)]
 
     def _start_message(self, signature: Signature, view: np.ndarray, nbytes: int, dst: int, meta: bytes) -> Handle:
-        transport, peer = self._link(dst)
+        transport, peer = self.link(dst)
         ledger = self._group.ledger
         start = time.perf_counter() if ledger.subscribers else 0.0
-        handle = transport.start_send(peer, self._tag, view, meta)
-        if dst == self._group.rank:
-            return handle
+        handle = transport.start_send(peer, self.tag, view, meta)
         axis = "control" if ledger.in_control else self._group.axis
-        ledger.record(axis, signature.verb, "direct", nbytes)
-        if not start:
+        if dst != self._group.rank:
+            ledger.record(axis, signature.verb, "direct", nbytes)
+        if not start or dst == self._group.rank:
             return handle
         details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
                    "dst": peer, "nbytes": nbytes, "label": "", "step": None, "chunk": None}
-        return ReportedSend(handle, lambda: ledger.publish(Event(
-            "message", signature.verb, start, time.perf_counter(), ledger.world_rank, threading.current_thread().name,
-            details)))
+        return ReportedSend(handle, lambda: ledger.publish_now("message", signature.verb, start, details))
 
 
 class Incoming(Handle):
@@ -137,7 +124,8 @@ class Incoming(Handle):
         self._block: BlockHeader | None = None              # of a message that comes by the lane
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
-        self._header = messages.start_recv(src, self._accept)
+        transport, peer = messages.link(src)
+        self._header = transport.start_recv(peer, messages.tag, self._accept)
 
     def wait(self) -> None:
         self._header.wait()

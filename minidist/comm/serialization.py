@@ -58,18 +58,16 @@ def _pack(obj: Any, depth: int) -> bytes:
 
 def _encode(obj: Any, depth: int) -> Any:
     """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
-    if "numpy" in sys.modules:                              # else there is no array
-        import numpy as np
+    if np := sys.modules.get("numpy"):                      # else there is no array
         if isinstance(obj, np.ndarray):
             parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
             return msgpack.ExtType(Kind.ARRAY, _pack(parts, depth + 1))
         if isinstance(obj, np.generic):
             return msgpack.ExtType(Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1))
-    match obj:
-        case complex():
-            return msgpack.ExtType(Kind.COMPLEX, _pack([obj.real, obj.imag], depth + 1))
-        case int() if type(obj) is int:  # more than 64 bits
-            return msgpack.ExtType(Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    if isinstance(obj, complex):
+        return msgpack.ExtType(Kind.COMPLEX, _pack([obj.real, obj.imag], depth + 1))
+    if type(obj) is int:                                    # more than 64 bits
+        return msgpack.ExtType(Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
     for kind, collection in _COLLECTIONS.items():
         if isinstance(obj, collection):
             return msgpack.ExtType(kind, _pack(list(obj), depth + 1))

@@ -11,6 +11,8 @@ it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of 
 """
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,34 +113,28 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
-    """A header's signature, and its block if it carries one.
-
-    Raises: MismatchError if the bytes are no header of a call.
-    """
-    try:
-        (group, *rest), where, *block = _objects(meta[8:])
+    """A header's signature, and its block if it carries one. Raises: MismatchError if it is no header of a call."""
+    with _read(meta) as unpacker:
+        unpacker.feed(meta[8:])
+        (group, *rest), where, *block = unpacker
         return Signature._make((group, int.from_bytes(meta[:8], "big"), *rest, where)), _block(block)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
 
 
 @lru_cache(maxsize=256)
 def block_behind(rest: bytes) -> BlockHeader | None:
-    """The block of a header whose key is known, from the bytes behind the key. Remembered: that saves 3 µs a block.
-
-    Raises: MismatchError if the bytes are no header of a call.
-    """
-    try:
-        _where, *block = _objects(rest)
+    """The block of a header, from the bytes behind its key. Remembered: that saves 3 µs a block. Raises: as unpack."""
+    with _read(rest) as unpacker:
+        unpacker.feed(rest)
+        _where, *block = unpacker
         return _block(block)
+
+
+@contextmanager
+def _read(meta: bytes) -> Iterator[Any]:
+    try:
+        yield msgpack.Unpacker(use_list=False, max_buffer_size=len(meta) or 1)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MismatchError(f"a message whose header is not a call's: it ends in {rest[:80]!r}") from error
-
-
-def _objects(data: bytes) -> list[Any]:
-    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(data) or 1)
-    unpacker.feed(data)
-    return list(unpacker)
+        raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
 
 
 def _block(objects: list[Any]) -> BlockHeader | None:

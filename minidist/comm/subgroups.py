@@ -10,31 +10,15 @@ different one for every group, so groups that overlap or are nested may be used 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
 from minidist.comm.calls.members import Members
 from minidist.errors import ConfigError
 
-
-class Subgroup(NamedTuple):
-    """Some ranks of a group, as a group to be made.
-
-    Attributes: id, axis   of the new group
-                ranks      by their rank in the parent, in the order of the new group
-                places     where each has reserved its board
-    """
-
-    id: int
-    axis: str
-    ranks: list[int]
-    places: list[int]
-
-    def of(self, values: Sequence[int]) -> list[int]:
-        """The entries for the subgroup's ranks, of a list over the parent's ranks."""
-        return [values[rank] for rank in self.ranks]
+Subgroup = tuple[int, str, list[int], list[int]]
+"""A group to be made: id, axis, ranks in their order by their rank in the parent, and where each reserved its board."""
 
 
 def row(members: Members, color: int | None, key: int | None, axis: str | None) -> np.ndarray:
@@ -58,20 +42,17 @@ def of_color(members: Members, number: int, color: int, table: np.ndarray, axis:
     """
     chosen = sorted((int(entry[2]), rank, int(entry[3])) for rank, entry in enumerate(table)
                     if entry[0] and entry[1] == color)
-    return Subgroup(derived_id(members.id, f"{number}/{int(color)}"), axis or f"{members.axis}.split",
-                    [rank for _, rank, _ in chosen], [place for _, _, place in chosen])
+    return (derived_id(members.id, f"{number}/{int(color)}"), axis or f"{members.axis}.split",
+            [rank for _, rank, _ in chosen], [place for _, _, place in chosen])
 
 
 def without(members: Members, gone: Iterable[int]) -> Subgroup:
-    """The ranks that are not `gone`, in their order.
-
-    Raises: ConfigError for a rank that the group does not have.
-    """
+    """The ranks that are not `gone`, in their order. Raises: ConfigError for a rank that the group does not have."""
     lost = sorted(set(gone))
     if unknown := [rank for rank in lost if rank not in range(members.size)]:
         raise ConfigError(f"without: the group {members.axis} has ranks 0 to {members.size - 1}, not {unknown}")
     ranks = [rank for rank in range(members.size) if rank not in lost]
-    return Subgroup(derived_id(members.id, f"without {lost}"), members.axis, ranks, [-1] * len(ranks))
+    return derived_id(members.id, f"without {lost}"), members.axis, ranks, [-1] * len(ranks)
 
 
 def derived_id(parent: int, how: str) -> int:

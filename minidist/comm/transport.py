@@ -4,15 +4,14 @@
     handle = transport.start_recv(peer, tag, accept, reduce=None)   # accept(meta, nbytes) says where the bytes go
     handle.wait()
 
-A group builds everything on these two: send, recv, exchange, and every collective. A new transport is one short file
-that keeps the promises below, plus its name in launch/transports.py and in tests/comm/test_conformance.py, which holds
-it to them.
+A new transport is one short file that keeps the promises below, plus its name in launch/transports.py and in
+tests/comm/test_conformance.py, which holds it to them.
 
 Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
             a message without a receive never holds up one with another tag.
 Progress    `wait()` drives the transfer in the calling thread, and while it waits every other handle of this rank
             moves on too. So `start_send; start_recv; wait both` never deadlocks, whatever the sizes, on any transport.
-Threads     Every method may be called from several threads of the rank at once (a group's worker beside the caller).
+Threads     Every method may be called from several threads of the rank at once.
 Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names this rank, the peer
             and the tag. A lost peer raises PeerLostError with its world rank. After `abort(error)` every wait that is
             not yet satisfied raises `error`.
@@ -66,7 +65,7 @@ class Board(ABC):
 
     @abstractmethod
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
-        """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all; what each rank shows, this one too.
+        """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all.
 
         Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
                  and only until the next show() or close().
@@ -79,11 +78,8 @@ class Board(ABC):
 
     @abstractmethod
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill a contiguous array with the bytes at `address` of the memory of another rank, which showed it.
-
-        That rank must leave them as they are until all have come to the next show(). Only where `lends`.
-
-        Raises: PeerLostError, what `abort` was given.
+        """Fill a contiguous array with the bytes at `address` of another rank's memory, until its next show(); only
+        where `lends`. Raises: PeerLostError, what `abort` was given.
         """
 
     @abstractmethod
@@ -123,9 +119,8 @@ class Transport(ABC):
 
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.
-
-        `peer` is a world rank other than this one: messages to oneself go by loopback().
+        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta` to the
+        world rank `peer`; messages to oneself go by loopback().
         """
 
     @abstractmethod
@@ -146,25 +141,19 @@ class Transport(ABC):
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
         """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
-        raise self._no_native()
+        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
+                          f"and of nccl with arrays on the GPU: choose auto, or another")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
-        """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""
-        raise self._no_native()
-
-    def _no_native(self) -> ConfigError:
-        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of "
-                           f"mpi, and of nccl with arrays on the GPU: choose auto, or another")
+        """Its own collectives among `world_ranks`, the ranks of the group with that id; check_native() comes first."""
+        raise NotImplementedError
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
         """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""
 
     def lose(self, error: PeerLostError) -> None:
-        """One rank is lost and the job goes on: waits for it, now or later, raise `error`. From any thread.
-
-        A transport that cannot go on without a rank aborts.
-        """
+        """One rank is lost and the job goes on, if the transport can: waits for it raise `error`. From any thread."""
         self.abort(error)
 
     @abstractmethod

@@ -22,66 +22,65 @@ from minidist.comm.calls.buffers import (
     list_argument,
 )
 from minidist.comm.calls.call import Call
-from minidist.comm.calls.call_device import place_told, side_for_root, side_of, working_device
 from minidist.comm.calls.members import Members
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.chunks import bounds
 from minidist.comm.collectives.select import ALGORITHMS, ALONE, choose
+from minidist.comm.device_lane import SideStream
 from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
 
-def broadcast(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
-    """The root's array on every rank.
+def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
+    """broadcast and scatter."""
+    root, where, side = group.rank_in("root", root), _working_device(group, algorithm, x), None
+    if algorithm in ("auto", "native") and _refusal(group) is None:     # only the root knows where its array is: all
+        side = _side_of(group, "cuda")                                  # ranks prepare for the GPU
+    result, array = OutputArray(verb, out, where, side), None
+    name = _choose(group, verb, algorithm, where if side is None else "cuda")
+    model = out if x is None and verb == "broadcast" else x             # of the root's dtype and shape
+    model = model if model is None or is_array(model) else as_array(verb, model)
+    if group.rank == root:
+        if x is None:
+            raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
+        array = argument(verb, x, where)
+        if verb == "scatter" and array.ndim == 0:
+            raise ShapeError(f"scatter: rank {root} passes an array without dims; its first dim is to be cut")
 
-    Args:    x (...), at the root; elsewhere None, or anything of the root's shape and dtype. out: of that shape, or
-             None. algorithm: see ALGORITHMS, or "auto".
-    Returns: the call; its result is `out` or a new array.
-    Raises:  ConfigError, ShapeError, DtypeError for this rank's arguments.
-    """
-    return _from_root(group, "broadcast", x, root, out, algorithm, out if x is None else x)
+    def work(call: Call) -> Any:
+        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            if call.side is not None:
+                result.device = call.origin or "cpu"    # where the root has its array
+            return result.array(shape, dtype)
+
+        return _algorithm(group, verb, name)(call, x=array, place=place, root=root)
+
+    def deliver(own: np.ndarray, device: str | None) -> Any:
+        if group.rank == root:                  # it receives nothing: its result is a copy of its own
+            kept = result.array(own.shape, own.dtype)
+            if kept is not own:
+                kept[...] = own
+        return result.deliver(None, device)
+
+    return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side,
+                dtype=getattr(model, "dtype", None), shape=getattr(model, "shape", None))
 
 
-def scatter(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
-    """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
-
-    Args:    x (n, ...), at the root; elsewhere None, or anything of the root's shape and dtype. out: of the part's
-             shape, or None.
-    Returns: the call; its result is `out` or a new array, (ceil or floor of n/P, ...).
-    Raises:  as broadcast; ShapeError for an array without dims.
-    """
-    return _from_root(group, "scatter", x, root, out, algorithm, x)
-
-
-def reduce(group: Members, x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
-    """All ranks' arrays combined elementwise, at the root.
-
-    Args:    x (...), of one shape and dtype on all ranks; op: a name of UFUNCS; out: as x, or None; ignored elsewhere.
-    Returns: the call; its result is `out` or a new array at the root, elsewhere None.
-    Raises:  as broadcast; DtypeError if op does not take the dtype.
-    """
-    return _reduced(group, "reduce", x, op, out, algorithm, root=group.rank_in("root", root))
-
-
-def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
-    """All ranks' arrays combined elementwise, on every rank.
-
-    Args:    x (...), of one shape and dtype on all ranks; op: a name of UFUNCS; out: as x, may be x, or None.
-    Returns: the call; its result is `out` or a new array.
-    Raises:  as reduce.
-    """
-    return _reduced(group, "all_reduce", x, op, out, algorithm)
+def reduced(group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None) -> Call:
+    """reduce and all_reduce; without a root every rank gets the result."""
+    where, has_result = _working_device(group, algorithm, x, op=op), root is None or root == group.rank
+    result = OutputArray(verb, out if has_result else None, where)
+    array = apart(argument(verb, x, where), result.out)
+    how, name = _reduction(verb, op, array, group), _choose(group, verb, algorithm, where, array, op)
+    total = result.array(array.shape, array.dtype).reshape(-1) if has_result else None
+    work = partial(_algorithm(group, verb, name), x=array.reshape(-1), out=total, op=how, **_to(root))
+    return Call(group, verb, name, work, result.deliver if has_result else _nothing, op=op, root=root,
+                dtype=array.dtype, shape=array.shape, device=device_of(x), side=_side_of(group, where))
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
-    """Chunk `rank` of what all_reduce would give, flattened and cut as numpy.array_split does.
-
-    Args:    x (...) of n elements, of one shape and dtype on all ranks; op: a name of UFUNCS; out (ceil or floor of
-             n/P,), may be that chunk of x, or None.
-    Returns: the call; its result is `out` or a new array of one dim.
-    Raises:  as reduce.
-    """
-    where = working_device(group, algorithm, x, op=op)
+    """Chunk `rank` of what all_reduce would give."""
+    where = _working_device(group, algorithm, x, op=op)
     array, result = argument("reduce_scatter", x, where), OutputArray("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
@@ -91,48 +90,31 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     chunk = result.array(mine.shape, array.dtype)
     work = partial(_algorithm(group, "reduce_scatter", name), x=apart(flat, out, mine), out=chunk, op=how)
     return Call(group, "reduce_scatter", name, work, result.deliver, op=op, dtype=array.dtype, shape=array.shape,
-                device=device_of(x), side=side_of(group, where))
+                device=device_of(x), side=_side_of(group, where))
 
 
-def gather(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
-    """All ranks' arrays one after the other along the first dim, at the root.
+def gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
+    """gather and all_gather; without a root every rank gets the result."""
+    where, has_result = _working_device(group, algorithm, x), root is None or root == group.rank
+    side, array = _side_of(group, where), argument(verb, x, where)
+    own = array if array.ndim else array.reshape(1)         # a number is one row
+    result, name = OutputArray(verb, out if has_result else None, where, side), _choose(group, verb, algorithm, where)
 
-    Args:    x (m, ...), of one dtype and further dims on all ranks, any m; a number is one row. out (sum of m, ...) at
-             the root, or None; ignored elsewhere.
-    Returns: the call; its result is `out` or a new array at the root, elsewhere None.
-    Raises:  as broadcast.
-    """
-    root, at_root = group.rank_in("root", root), group.rank == root
-    if at_root:
-        return _gathered(group, "gather", x, out, algorithm, root=root)
-    where = working_device(group, algorithm, x)
-    own, name = _rows_of(argument("gather", x, where)), _choose(group, "gather", algorithm, where)
-    work = partial(_algorithm(group, "gather", name), own=own, rows=None, root=root)
-    return Call(group, "gather", name, work, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
-                device=device_of(x), side=side_of(group, where))
+    def work(call: Call) -> None:
+        rows = Rows(result, own, call.size) if has_result else None
+        block = own if rows is None else rows.put_own(call.rank)
+        _algorithm(group, verb, name)(call, own=block, rows=rows, **_to(root))
 
-
-def all_gather(group: Members, x: Any, out: Any, algorithm: str) -> Call:
-    """All ranks' arrays one after the other along the first dim, on every rank.
-
-    Args:    x (m, ...), as for gather; it may be its own part of `out`. out (sum of m, ...), or None.
-    Returns: the call; its result is `out` or a new array.
-    Raises:  as broadcast.
-    """
-    return _gathered(group, "all_gather", x, out, algorithm)
+    return Call(group, verb, name, work, result.deliver if has_result else _nothing, root=root, dtype=own.dtype,
+                shape=(None, *own.shape[1:]), device=device_of(x), side=side)
 
 
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
-    """What each rank has for this rank.
-
-    Args:    x: an array for each rank, of one dtype and any shapes; out: an array for each rank, or None.
-    Returns: the call; its result is a list of an array from each rank.
-    Raises:  as broadcast; ShapeError for lists of another length.
-    """
+    """What each rank has for this rank."""
     check_lists("all_to_all", x, out, group.size)
-    where = working_device(group, algorithm, *x)
+    where = _working_device(group, algorithm, *x)
     name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
-    side, outs = side_of(group, where), [None] * group.size if out is None else out
+    side, outs = _side_of(group, where), [None] * group.size if out is None else out
     results = [OutputArray("all_to_all", outs[rank], where, side) for rank in range(group.size)]
 
     def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:
@@ -145,62 +127,9 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
 
 
 def barrier(group: Members, algorithm: str) -> Call:
-    """Every rank has come.
-
-    Returns: the call; its result is None. Raises: ConfigError for an unknown algorithm.
-    """
+    """Every rank has come."""
     name = _choose(group, "barrier", algorithm, "cpu")
     return Call(group, "barrier", name, _algorithm(group, "barrier", name))
-
-
-def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str, model: Any) -> Call:
-    """broadcast and scatter; `model` has the dtype and shape of the root's array, as far as this rank knows them."""
-    root, where = group.rank_in("root", root), working_device(group, algorithm, x)
-    side = side_for_root(group, algorithm)
-    result = OutputArray(verb, out, where, side)
-    name = _choose(group, verb, algorithm, where if side is None else "cuda")
-    array = _at_root(group, verb, x, root, where)
-    if verb == "scatter" and array is not None and array.ndim == 0:
-        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
-
-    def work(call: Call) -> Any:
-        return _algorithm(group, verb, name)(call, x=array, place=place_told(result, call), root=root)
-
-    def deliver(own: np.ndarray, device: str | None) -> Any:
-        if group.rank == root:                  # it receives nothing: its result is a copy of its own
-            kept = result.array(own.shape, own.dtype)
-            if kept is not own:
-                kept[...] = own
-        return result.deliver(None, device)
-
-    return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side, **_kind(model, verb))
-
-
-def _reduced(group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None) -> Call:
-    """reduce and all_reduce; without a root every rank gets the result."""
-    where, has_result = working_device(group, algorithm, x, op=op), root is None or root == group.rank
-    result = OutputArray(verb, out if has_result else None, where)
-    array = apart(argument(verb, x, where), result.out)
-    how, name = _reduction(verb, op, array, group), _choose(group, verb, algorithm, where, array, op)
-    total = result.array(array.shape, array.dtype).reshape(-1) if has_result else None
-    work = partial(_algorithm(group, verb, name), x=array.reshape(-1), out=total, op=how, **_to(root))
-    return Call(group, verb, name, work, result.deliver if has_result else _nothing, op=op, root=root,
-                dtype=array.dtype, shape=array.shape, device=device_of(x), side=side_of(group, where))
-
-
-def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
-    """gather at its root, and all_gather."""
-    where = working_device(group, algorithm, x)
-    side = side_of(group, where)
-    own, result = _rows_of(argument(verb, x, where)), OutputArray(verb, out, where, side)
-    name = _choose(group, verb, algorithm, where)
-
-    def work(call: Call) -> None:
-        rows = Rows(result, own, call.size)
-        _algorithm(group, verb, name)(call, own=rows.put_own(call.rank), rows=rows, **_to(root))
-
-    return Call(group, verb, name, work, result.deliver, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
-                device=device_of(x), side=side)
 
 
 def _to(root: int | None) -> dict[str, int]:
@@ -239,23 +168,25 @@ def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reducti
         raise type(error)(f"{verb}: {error}") from None
 
 
-def _kind(x: Any, verb: str = "") -> dict[str, Any]:
-    """dtype and shape for a signature; None where this rank brought nothing that says them."""
-    if x is None:
-        return {"dtype": None, "shape": None}
-    x = x if is_array(x) else as_array(verb, x)
-    return {"dtype": x.dtype, "shape": x.shape}
+def _working_device(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> str:
+    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
+    if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
+        return "cpu"
+    if group.size == 1:
+        return "cuda"
+    refusal = _refusal(group, op, None if op is None else arrays[0].dtype)
+    if refusal is not None and algorithm == "native" and group.transport.device is not None:
+        raise ConfigError(f"algorithm native: {refusal}; choose auto, or another, by way of the host")
+    return "cpu" if refusal else "cuda"
 
 
-def _at_root(group: Members, verb: str, x: Any, root: int, where: str) -> np.ndarray | None:
-    """The root's array, ready to send; None elsewhere."""
-    if group.rank != root:
+def _refusal(group: Members, op: str | None = None, dtype: np.dtype | None = None) -> str | None:
+    device = group.transport.device
+    return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
+
+
+def _side_of(group: Members, where: str) -> SideStream | None:
+    """What carries the call out on the GPU."""
+    if where == "cpu" or group.size == 1 or group.transport.device is None:
         return None
-    if x is None:
-        raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
-    return argument(verb, x, where)
-
-
-def _rows_of(array: np.ndarray) -> np.ndarray:
-    """An array that can be joined along its first dim: a scalar is one row."""
-    return array.reshape(1) if array.ndim == 0 else array
+    return group.transport.device.side(group.id)

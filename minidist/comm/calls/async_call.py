@@ -2,16 +2,15 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from minidist.comm.call_site import entries
 from minidist.comm.calls.call import Call
 from minidist.comm.device_lane import program
 from minidist.comm.handle import Handle
-from minidist.comm.health.running_call import RunningCall
-from minidist.comm.health.wait_state import QUIET
+from minidist.comm.health.wait_state import QUIET, RunningCall
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Transport
 from minidist.device import account
@@ -48,7 +47,9 @@ class PendingCall(Pending, RunningCall):
         with self:
             if not self.finished.wait(QUIET):
                 with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                    self._wait_long()
+                    while not self.finished.wait(_LOOK):    # each wait of the call itself, in the worker, has a limit
+                        if not self.worker.alive():
+                            raise CommError(f"the group was closed before {self.signature.describe()} was carried out")
             if self.error is not None:
                 self.worker.error = None  # the program knows of it now
                 raise self.error
@@ -56,11 +57,6 @@ class PendingCall(Pending, RunningCall):
 
     def done(self) -> bool:
         return self.finished.is_set()
-
-    def _wait_long(self) -> None:
-        while not self.finished.wait(_LOOK):  # no limit here: each wait of the call itself, in the worker, has one
-            if not self.worker.alive():
-                raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
 
 
 @entries
@@ -97,38 +93,31 @@ class CallWorker:
         self.unfinished = 0
         self.error: BaseException | None = None  # of a call whose wait() has not raised it yet
         self.transport, self._account = transport, account.current()
-        self._queue: deque[PendingCall] = deque()
-        self._changed = threading.Condition(threading.Lock())
-        self._closing = False
+        self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
         pending = PendingCall(call, self)
-        with self._changed:
-            self._queue.append(pending)
+        with self._lock:
             self.unfinished += 1
             self.transport.waits.workers.add(self._thread.ident)
-            self._changed.notify()
+        self._queue.put(pending)
         return pending
 
     def busy(self) -> bool:
         """Whether a call is queued or carried out: a later one must wait its turn."""
-        with self._changed:
+        with self._lock:
             return self.unfinished > 0
 
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Carry out what is queued, then end the thread.
-
-        Raises: the error of a call whose wait() was never called.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """Carry out what is queued, then end the thread. Raises: the error of a call whose wait() was never called."""
+        self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
         if self.error is not None:
@@ -136,23 +125,15 @@ class CallWorker:
 
     def _run(self) -> None:
         with account.use(self._account):
-            while (pending := self._next()) is not None:
+            while (pending := self._queue.get()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
                 del pending     # before wait() returns: only its caller keeps the arrays then
-                with self._changed:     # both at once: idle means done, and done means idle
+                with self._lock:        # both at once: idle means done, and done means idle
                     self.unfinished -= 1
                     if not self.unfinished:
                         self.transport.waits.workers.discard(threading.get_ident())
                     finished.set()
-
-    def _next(self) -> PendingCall | None:
-        with self._changed:
-            while not self._queue:
-                if self._closing:
-                    return None
-                self._changed.wait()
-            return self._queue.popleft()
 
     def _carry_out(self, pending: PendingCall) -> None:
         call = pending.call

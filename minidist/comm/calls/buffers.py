@@ -1,11 +1,7 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
-Arrays cross between device and host only here: algorithms see contiguous NumPy arrays, except in calls that a device
-transport carries out on the GPU (device_lane.py).
-
-Copies: a contiguous argument on the call's device is sent as it is, and a result is received into `out` or into the new
-array. Any other array is copied once on its way in or out; between GPU and host that goes through pinned memory
-(backend.to_host), and the host waits for it.
+Algorithms see contiguous NumPy arrays, except in calls that a device transport carries out on the GPU (device_lane.py).
+Other arrays are copied here, once on their way in or out; between GPU and host by pinned memory (backend.to_host).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,42 +41,28 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
 
 def as_array(verb: str, x: Any) -> np.ndarray:
-    """`x`, converted by NumPy.
-
-    Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a masked array.
-    """
+    """`x`, converted by NumPy. Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a masked array."""
     if isinstance(x, np.ma.MaskedArray):
         raise DtypeError(f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or x.data")
     try:
         return np.asarray(x)
-    except ValueError as error:
-        raise ShapeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
-    except (TypeError, RuntimeError) as error:      # what other libraries' arrays say
-        raise DtypeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
+    except (ValueError, TypeError, RuntimeError) as error:      # uneven lists; what other libraries' arrays say
+        kind = ShapeError if isinstance(error, ValueError) else DtypeError
+        raise kind(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
-    """`array`, or a copy of it if writing to `out` would spoil it: if they share memory.
-
-    They may be the same elements at the same places, or `out` be just the `part` of the array that it replaces.
-    """
-    if out is array or not isinstance(out, type(array)):
-        return array
-    if not backend.array_module(array).may_share_memory(array, out):
-        return array
-    if _same_elements(array if part is None else part, out):
+    """`array`, or a copy if it shares memory with `out`, unless `out` is the array, or the `part` that it replaces."""
+    if (out is array or not isinstance(out, type(array))
+            or not backend.array_module(array).may_share_memory(array, out)
+            or _same_elements(array if part is None else part, out)):
         return array
     return account.current().hold(array.copy(), "communication")
 
 
 def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
-    """Check that the arguments of an all_to_all are lists of an array for each of `size` ranks.
-
-    Raises: ShapeError that says which list has what.
-    """
-    for name, arrays in (("x", x), ("out", out)):
-        if arrays is None and name == "out":
-            continue
+    """Raise ShapeError unless the arguments of an all_to_all are lists of an array for each of `size` ranks."""
+    for name, arrays in (("x", x), *([] if out is None else [("out", out)])):
         if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
             raise ShapeError(f"{verb}: {name} is a {type(arrays).__name__}; pass a list of {size} arrays")
         if len(arrays) != size:
@@ -90,10 +72,7 @@ def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
 
 
 def list_argument(verb: str, x: Sequence[Any], out: Sequence[Any] | None, device: str) -> list[np.ndarray]:
-    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an array of `out`.
-
-    Raises: as argument; DtypeError if the dtypes differ.
-    """
+    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an array of `out`."""
     parts = [argument(verb, part, device) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
@@ -112,10 +91,7 @@ def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _overlaps_itself(array: np.ndarray) -> bool:
-    """Whether elements of an array may share memory, as those of a broadcast view do: writing them one by one is lost.
-
-    Sufficient for all that slicing, transposing and reshaping make: each dim steps over the whole of the shorter ones.
-    """
+    """Whether elements may share memory, as a broadcast view's do: a dim does not step over all shorter ones."""
     if array.flags.c_contiguous or array.size == 0:
         return False
     reach = array.itemsize
@@ -148,7 +124,6 @@ def device_of(*arrays: Any) -> str | None:
 class OutputArray:
     """The array of a verb's result: the caller's `out`, else a new array.
 
-        result = OutputArray("all_reduce", out)
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver(None, "cpu")      # out, or the new array, on the device asked for
 
@@ -165,13 +140,14 @@ class OutputArray:
             return
         if not backend.is_array(out) or isinstance(out, np.ma.MaskedArray):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
+        if not isinstance(out, np.ndarray):
+            return
+        if not out.flags.writeable:
             raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
-        if isinstance(out, np.ndarray) and _overlaps_itself(out):
+        if _overlaps_itself(out):
             raise ShapeError(f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it share "
                              "memory and cannot all be written; pass an array of its own memory")
-        if isinstance(out, np.ndarray) and type(out) is not np.ndarray:
-            self.target = out.view(np.ndarray)
+        self.target = out.view(np.ndarray)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The array to fill: `out` itself where that is contiguous and on the algorithm's device.
@@ -180,16 +156,17 @@ class OutputArray:
         """
         out = self.target
         if out is None:
-            self._array = self._new(shape, dtype)
+            array = self._new(shape, dtype)
+        elif out.shape != shape:
+            raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
+        elif out.dtype != dtype:
+            raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
+        elif backend.device_of(out) == self.device and out.flags.c_contiguous:
+            array = out
         else:
-            if out.shape != shape:
-                raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
-            if out.dtype != dtype:
-                raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
-            direct = backend.device_of(out) == self.device and out.flags.c_contiguous
-            self._array = out if direct else account.current().hold(self._new(shape, dtype), "communication")
-        assert self._array is not None
-        return self._array
+            array = account.current().hold(self._new(shape, dtype), "communication")
+        self._array = array
+        return array
 
     def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if self.side is not None and self.device != "cpu":
@@ -209,12 +186,8 @@ class OutputArray:
 class Rows:
     """The result of a gather: blocks of every rank, one after the other along the first dim.
 
-    The blocks' lengths are not known before they arrive. Where they are all like this rank's own, as they nearly always
-    are, each is received straight into its place in the result; where they are not, into arrays of their own that are
-    joined at the end (two copies more).
-
-    Attributes: whole   the result, made for blocks like this rank's own (after place_whole(), for those there are); or
-                        None, if `out` says that they are not
+    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is received straight
+    into its place in `whole`, the result; else into arrays of their own that are joined at the end (two copies more).
     """
 
     def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:

@@ -10,7 +10,6 @@ let both wait for ever.
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,8 +22,7 @@ from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle, ReportedSend
-from minidist.comm.health.running_call import RunningCall
-from minidist.comm.ledger import Event
+from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce
@@ -49,10 +47,7 @@ def _on_side(call: "Call", begun: Any, work: Work, deliver: Deliver) -> Any:
 
 
 class Call(RunningCall):
-    """A collective that this rank has entered, or will.
-
-        with call:                                          # counted, and told to the ledger's subscribers
-            result = call.deliver(call.work(call), call.device)
+    """A collective that this rank has entered, or will. Inside `with` it is counted, and told to subscribers.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
@@ -111,7 +106,7 @@ class Call(RunningCall):
                    chunk: int | None = None) -> Handle:
         """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and device in the header.
 
-        step and chunk are told to the ledger's subscribers only.
+        step and chunk are for the ledger's subscribers.
         """
         self.count(array.nbytes)
         start = time.perf_counter() if self.ledger.subscribers else 0.0
@@ -141,6 +136,11 @@ class Call(RunningCall):
             return into
 
         return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, from next_rank on: so all do not turn to the same one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def wait(self, handles: Iterable[Handle]) -> None:
         """Wait for each of several transfers."""
@@ -206,9 +206,8 @@ class Call(RunningCall):
     def agree(self) -> None:
         """Compare signatures with both neighbours, by one header without payload to next_rank and one from prev_rank.
 
-        Verbs in which some rank receives nothing (the root of a broadcast, a leaf of a reduce), and algorithms whose
-        first receive is not from prev_rank, begin with this: wherever two ranks of the group disagree, some two
-        neighbours on the circle do, and both of them learn it from their first message. Not counted: no payload.
+        Verbs in which some rank receives nothing, and algorithms whose first receive is not from prev_rank, begin with
+        this: wherever two ranks disagree, some two neighbours do, and both learn it from their first message.
         """
         received = self.start_recv(self.prev_rank, _NOTHING)
         sent = self._transport.start_send(self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
@@ -220,14 +219,13 @@ class Call(RunningCall):
         return self.board is not None and self.board.lends
 
     def show(self, *arrays: np.ndarray, lent: Arrays = ()) -> list[np.ndarray]:
-        """Show contiguous 1-D arrays of one dtype to all ranks of the group, in memory they share; and look.
+        """Show contiguous 1-D arrays of one dtype, at most SHOWN_BYTES, to all ranks of the group, and look.
 
-        Together they have at most SHOWN_BYTES. Of arrays `lent` only the addresses are shown, behind the others, 8
-        bytes each. Counted as one message of the arrays' bytes, also of those lent.
+        Of arrays `lent` only the addresses are shown, behind the others, 8 bytes each. Counted as one message of the
+        arrays' bytes, also of those lent.
 
         Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
                  the next show(); what was lent may change after that.
-        Raises:  MismatchError if a rank is in another call.
         """
         meta = b"" if self._messages else self._meta
         return [shown.view(arrays[0].dtype) for _, shown in self._show(meta, arrays, lent)]
@@ -293,6 +291,5 @@ class Call(RunningCall):
         return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
-        details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}
-        self.ledger.publish(Event(kind, self.verb, start, time.perf_counter(), self.ledger.world_rank,
-                                  threading.current_thread().name, details))
+        self.ledger.publish_now(kind, self.verb, start, {"axis": self.axis, "verb": self.verb,
+                                                         "algorithm": self.algorithm, **details})

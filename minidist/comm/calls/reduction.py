@@ -5,8 +5,8 @@ float16, bfloat16 and the float8s combine in float32 and are rounded once: once 
 combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
 wins in max and min.
 
-An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL, whatever numpy.errstate says: the
-algorithm decides which rank adds what, so a warning would appear on an arbitrary rank.
+An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL: a warning would appear on an
+arbitrary rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,21 +33,13 @@ def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop:
 
 
 class Reduction(NamedTuple):
-    """One op on one dtype over `size` ranks.
-
-    Attributes: total   the dtype it accumulates in
-                loop    the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
-    """
+    """One op on one dtype over `size` ranks."""
 
     op: str
     dtype: np.dtype
-    total: np.dtype
-    loop: np.dtype | None
+    total: np.dtype             # the dtype it accumulates in
+    loop: np.dtype | None       # the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
     size: int
-
-    def combine(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-        """out = a (op) b, all of one length; `out` may be `a` or `b`. Rounds to out's dtype."""
-        _apply(UFUNCS[self.op], a, b, out, self.loop)
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
         """out = the values, two or more, combined in their order; `out` may be the first."""
@@ -73,11 +65,8 @@ class Reduction(NamedTuple):
 
     def onto(self, total: np.ndarray) -> Reduce:
         """The Reduce that adds what arrives to `total` and leaves the target alone: for a total wider than that."""
-        def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
-            stop = start + len(piece)
-            self.combine(total[start:stop], piece, out=total[start:stop])
-
-        return reduce
+        add = self.into(total)
+        return lambda target, start, piece: add(total, start, piece)
 
     def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
         """Round a partial result to the dtype in which it travels."""
@@ -86,15 +75,15 @@ class Reduction(NamedTuple):
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
-        if out is total and self.op != "mean":
+        if self.op != "mean":
+            if out is not total:
+                self.pass_on(total, out)
             return
         with np.errstate(all="ignore"):
-            if self.op == "mean" and not isinstance(total, np.ndarray):
-                out[...] = widen(total) / self.size             # on a GPU
-            elif self.op == "mean":
+            if isinstance(total, np.ndarray):
                 np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
             else:
-                self.pass_on(total, out)
+                out[...] = widen(total) / self.size             # on a GPU
 
 
 def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
@@ -109,13 +98,10 @@ def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
 
 @lru_cache(maxsize=512)
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
-    """The reduction `op` on arrays of `dtype`.
-
-    Raises: ConfigError for an op that does not exist; DtypeError for one that the dtype does not take.
-    """
+    """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype does not take."""
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
-    low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and _is_float(dtype))
+    low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
     total = np.dtype(np.float32) if low else dtype
     taken = [name for name, ufunc in UFUNCS.items() if name != "mean" and _keeps_dtype(ufunc, total)]
     if op == "mean" and "prod" in taken and not (low or dtype.kind in "fc"):
@@ -133,21 +119,12 @@ def add_from(call: Call, sources: Iterable[int], x: np.ndarray, out: np.ndarray,
     Returns: the total: `out`, or `x` if there are no sources; in low precision a float32 workspace, not rounded yet.
     """
     if op.total == out.dtype:
-        total = x
         for src in sources:
-            call.recv(src, out, op.into(total))
-            total = out
-    else:
-        total = call.workspace(len(x), op.total)
-        total[...] = x
-        for src in sources:
-            call.recv(src, out, op.onto(total))
+            call.recv(src, out, op.into(x))
+            x = out
+        return x
+    total = call.workspace(len(x), op.total)
+    total[...] = x
+    for src in sources:
+        call.recv(src, out, op.onto(total))
     return total
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    try:
-        ml_dtypes.finfo(dtype)
-    except ValueError:
-        return False
-    return True

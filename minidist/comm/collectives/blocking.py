@@ -12,16 +12,18 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class BlockingGroup(Protocol):
+class Ranks(Protocol):
+    """This rank's number, and how many ranks there are."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class BlockingGroup(Ranks, Protocol):
     """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and 03."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
 
     def send(self, x: Any, dst: int) -> None:
         """Send `x` to rank `dst`."""
@@ -33,16 +35,8 @@ class BlockingGroup(Protocol):
         """Send `x` to rank `dst` and return what comes from rank `src`, both at once."""
 
 
-class SharingGroup(Protocol):
+class SharingGroup(Ranks, Protocol):
     """Ranks of one host that see each other's memory. A Call is one where they do."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
 
     def show(self, x: np.ndarray) -> Sequence[np.ndarray]:
         """Wait for all ranks to show an array; theirs, by rank, to be read until the next show."""

@@ -9,7 +9,10 @@ rank sends, in one message, all parts that have this jump to make, its own and t
 notes: N3 §1 (all-to-all).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +20,6 @@ from minidist.comm.calls.buffers import PlaceOf, bytes_view
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.naive import in_workspace
-from minidist.comm.collectives.packed_shapes import labels_of, shapes_in
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -34,7 +36,51 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
     return [slots[(group.rank - src) % group.size] for src in range(group.size)]        # slot k came from k ranks back
 
 
-# The real one takes parts of any shapes: each travels with a label that says its shape.
+# The real one takes parts of any shapes. Their labels travel before their bytes: a header has no room for so many.
+#
+#     [ number of dims, dim, dim, ... | number of dims, ... ][ bytes of part 0 | bytes of part 1 | ... ]
+#       8 bytes each, the label of each part
+
+WORD = np.dtype("<i8")
+
+
+class PackedShapes(NamedTuple):
+    """What labels say of the parts behind them."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]    # in bytes
+    starts: tuple[int, ...]     # where each begins, and the last one ends, in bytes from where the labels begin
+
+
+def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The labels of arrays, as uint8; only to be read."""
+    labels = np.array([number for part in parts for number in (part.ndim, *part.shape)], WORD).view(np.uint8)
+    labels.setflags(write=False)
+    return labels
+
+
+def shapes_in(packed: np.ndarray, count: int, itemsize: int) -> PackedShapes:
+    """What the labels of `count` parts say, at the beginning of `packed` (uint8)."""
+    words, read, shapes = packed[:len(packed) & -WORD.itemsize].view(WORD), 0, []
+    for _ in range(count):
+        behind = read + 1 + int(words[read])
+        shapes.append(tuple(words[read + 1:behind].tolist()))
+        read = behind
+    lengths = tuple(math.prod(shape) * itemsize for shape in shapes)
+    return PackedShapes(tuple(shapes), lengths, tuple(accumulate(lengths, initial=read * WORD.itemsize)))
+
+
+def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays as one array of bytes, behind their labels."""
+    pieces = [labels_of(parts), *(bytes_view(part) for part in parts)]
+    return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
+
+
+def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
+    """The `count` arrays that were packed, as views of the bundle."""
+    packed = shapes_in(bundle, count, dtype.itemsize)
+    return [bundle[start:start + length].view(dtype).reshape(shape)
+            for shape, length, start in zip(packed.shapes, packed.lengths, packed.starts[:-1], strict=True)]
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
@@ -44,12 +90,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     step 0   -> r1       -> r2       -> r3       -> r0
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Args:    parts: P arrays of one dtype and any shapes, part d for rank d; place(rank): where the part from `rank`
-             goes.
-    Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r) mod P has binary
-             ones, and each time its label with it: 8 bytes that say how many dims it has, and 8 for each dim (a header
-             has no room for P/2 shapes). Workspace: the bundle sent, and those received so far: ceil(log2 P) + 1 of
+             ones, each time with its label. Workspace: the bundle sent, and those received so far: ceil(log2 P) + 1 of
              them at the end, each of at most P/2 parts. A part is copied once a jump, and once at its end.
     """
     slots = [parts[(call.rank + far) % call.size] for far in range(call.size)]
@@ -67,16 +109,3 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
         received[src] = place(src)(slots[far].shape, slots[far].dtype)
         received[src][...] = slots[far]
     return [received[src] for src in range(call.size)]
-
-
-def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays as one array of bytes: a label (number of dims, then the dims) for each, then their elements."""
-    pieces = [labels_of(parts), *(bytes_view(part) for part in parts)]
-    return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
-
-
-def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
-    """The `count` arrays that were packed, as views of the bundle."""
-    packed = shapes_in(bundle, count, dtype.itemsize)
-    return [bundle[start:start + length].view(dtype).reshape(shape)
-            for shape, length, start in zip(packed.shapes, packed.lengths, packed.starts[:-1], strict=True)]

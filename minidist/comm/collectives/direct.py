@@ -29,17 +29,13 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 0   x -> r1     x -> r2     x -> r0
     step 1   x -> r2     x -> r0     x -> r1
 
-    All exchanges are under way at once. The order of the additions does not depend on the layout of the group, and low
-    precision is added in float32 and rounded once.
-
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements, and n more in low
              precision (float32), or in place on ranks from 2 on.
+    Rounding: low precision is added in float32 and rounded once.
     """
-    values = {src: call.workspace(len(x), x.dtype) for src in range(call.size) if src != call.rank}
-    others = [(call.rank - step) % call.size for step in range(1, call.size)]
-    received = [call.start_recv(src, values[src]) for src in others]
-    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(reversed(others))]
+    values = {src: call.workspace(len(x), x.dtype) for src in reversed(call.others)}
+    received = [call.start_recv(src, value) for src, value in values.items()]
+    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(call.others)]
     call.wait(received + sent)
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added

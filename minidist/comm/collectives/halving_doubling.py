@@ -17,6 +17,7 @@ neighbours so that what a core rank speaks for is always one stretch of the arra
 notes: N4 §2.    Source: Thakur, Rabenseifner & Gropp 2005; Rabenseifner 2004.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,28 +52,14 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
 
 
 class Core(NamedTuple):
-    """The Q = 2^k ranks that halve and double, as this rank sees them.
+    """The Q = 2^k ranks that halve and double, as this rank sees them."""
 
-    Attributes: firsts  place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
-                place   this rank's, or that of the rank that speaks for it
-                alone   whether it speaks for this rank only
-                surplus whether this rank is not of the core
-    """
-
-    firsts: Sequence[int]
-    place: int
-    alone: bool
-    surplus: bool
-
-    @property
-    def steps(self) -> int:
-        """log2 Q."""
-        return (len(self.firsts) - 1).bit_length() - 1
-
-    @property
-    def folds(self) -> int:
-        """Steps of a fold: 1, or 0 if P is a power of two."""
-        return int(self.firsts[-1] > 1 << self.steps)
+    firsts: Sequence[int]       # place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
+    place: int                  # this rank's, or that of the rank that speaks for it
+    alone: bool                 # whether it speaks for this rank only
+    surplus: bool               # whether this rank is not of the core
+    steps: int                  # log2 Q
+    folds: int                  # steps of a fold: 1, or 0 if P is a power of two
 
     def stretch(self, place: int, distance: int) -> tuple[int, int]:
         """The ranks (first, behind the last) that the `distance` places around `place` speak for: aligned at 2^k."""
@@ -81,22 +68,23 @@ class Core(NamedTuple):
 
 
 def core_of(call: Call) -> Core:
-    """The core of this call, as this rank sees it."""
-    firsts = bounds(call.size, 1 << (call.size.bit_length() - 1))
-    place = max(place for place, first in enumerate(firsts[:-1]) if first <= call.rank)
-    return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank)
+    """The core of this call, after its ranks have agreed: partners are not always neighbours, but two ranks are."""
+    if call.size > 2:
+        call.agree()
+    steps = call.size.bit_length() - 1
+    firsts = bounds(call.size, 1 << steps)
+    place = bisect_right(firsts, call.rank) - 1
+    return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank, steps,
+                int(call.size > 1 << steps))
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Rabenseifner's: halve, then double, in `out`.
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2 log2(Q) messages per core rank, and one to and one from each of P-Q surplus ranks: in all
-             2 Q log2(Q) + 2(P-Q), 2 log2(Q) + 2 one after the other (without the 2 where P = Q).
+    Cost:    2 Q log2(Q) + 2(P-Q) messages in all, 2 log2(Q) + 2 one after the other (without the 2 where P = Q).
              2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
     """
-    _agree(call)
     core, cut = core_of(call), bounds(len(x), call.size)
     values = fold(call, core, x, out, op)
     if not core.surplus:
@@ -110,13 +98,10 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Halve alone; a core rank ends with the chunks it speaks for, and hands on the second.
 
-    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
-    Cost:    log2(Q) messages per core rank, and one to and one from each of P-Q surplus ranks: in all
-             Q log2(Q) + 2(P-Q). Over all ranks (P-1)*nbytes, and the chunks of the surplus ranks once more.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*nbytes, and the chunks of the surplus ranks once more.
              Workspace: n elements, on core ranks. One copy of a chunk.
     Rounding: as all_reduce.
     """
-    _agree(call)
     core, cut = core_of(call), bounds(len(x), call.size)
     if core.surplus:
         fold(call, core, x, x, op)
@@ -140,13 +125,11 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 0   -> r1       -> r0       -> r3       -> r2
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received. Each message says the shape
-             of the blocks in it joined: no rank needs to know where one ends and the next begins.
-    Returns: all blocks, one after the other in rank order.
+    Each message says the shape of the blocks in it joined: no rank needs to know where one ends and the next begins.
+
     Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and the blocks of the
              surplus ranks once more. No copy where all blocks have one length.
     """
-    _agree(call)
     core = core_of(call)
     if core.surplus:
         call.send_block(call.prev_rank, own, step=0)
@@ -178,12 +161,10 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
 
     Two partners add the same two values in the same order, lower rank first, so that all ranks end with the same bits.
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    Q log2(Q) + 2(P-Q) messages in all, log2(Q) + 2 one after the other (without the 2 where P = Q), each of
              the whole array. Workspace: n elements; a copy of the array at the end of every second step count.
-    Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
+    Rounding: as all_reduce.
     """
-    _agree(call)
     core = core_of(call)
     values = fold(call, core, x, out, op)
     if not core.surplus:
@@ -203,12 +184,9 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
 
 
 def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction) -> np.ndarray:
-    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`.
-
-    P=3      step 0   r1 -> r0
+    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`, perhaps x itself.
 
     Returns: what this rank brings to the core: `total`, or x where it speaks for itself alone.
-    Cost:    P-Q messages of the whole array. `total` may be x.
     """
     if core.surplus:
         call.send(call.prev_rank, x, step=0)
@@ -219,7 +197,7 @@ def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction
 
 
 def unfold(call: Call, core: Core, out: np.ndarray, step: int) -> None:
-    """Each surplus rank is told the result. Cost: P-Q messages of the whole array."""
+    """Each surplus rank is told the result."""
     if core.surplus:
         call.recv(call.prev_rank, out)
     elif not core.alone:
@@ -233,9 +211,7 @@ def halve(call: Call, core: Core, values: np.ndarray, partial: np.ndarray, cut: 
     step 0   c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
     step 1   c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
 
-    Args:    values   (n,), this rank's, only read; `cut` in one chunk a rank of the group.
-             partial  (n,): partial sums, in the places of their chunks; ends with the chunks this rank speaks for. May
-                      be `values`.
+    Args:    values, partial (n,): this rank's, only read, and the sums, in the places of their chunks; may be the same.
     Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no allocation.
     """
     for step in range(core.steps):
@@ -268,9 +244,3 @@ def _elements(core: Core, place: int, distance: int, cut: Sequence[int]) -> slic
     """The chunks that the `distance` places around `place` speak for, as one stretch of the array."""
     first, behind = core.stretch(place, distance)
     return slice(cut[first], cut[behind])
-
-
-def _agree(call: Call) -> None:
-    """Partners are not always neighbours; two ranks always are."""
-    if call.size > 2:
-        call.agree()

@@ -10,8 +10,8 @@ its 14 steps go at the pace of the slow link. Here only leaders use it:
                    r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
 
 The leader is the first rank of its node, or the root where there is one. Which ranks share a node is known since the
-ranks met (`group.nodes`): no message is needed during the call. Nodes may differ in size, and need not hold consecutive
-ranks. In the costs M is the number of nodes.
+ranks met (`group.nodes`). Nodes may differ in size, and need not hold consecutive ranks. In the costs M is the number
+of nodes.
 
 notes: N4 §1, §3, N2 §11.3
 """
@@ -44,37 +44,25 @@ def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.n
 
 
 class Levels(NamedTuple):
-    """The nodes of a call, as one rank sees them.
+    """The nodes of a call, as one rank sees them."""
 
-    Attributes: nodes    the ranks of each node; nodes in the order of their first ranks
-                leaders  the leader of each node
-                mine     which node this rank is on
-                inside   this rank's node as a call
-    """
-
-    nodes: list[list[int]]
-    leaders: list[int]
-    mine: int
-    inside: SubsetCall
-
-    @property
-    def leader(self) -> int:
-        """The leader of this rank's node."""
-        return self.leaders[self.mine]
-
-    @property
-    def root(self) -> int:
-        """The leader, by its rank in `inside`."""
-        return self.nodes[self.mine].index(self.leader)
+    nodes: list[list[int]]      # the ranks of each node; nodes in the order of their first ranks
+    leaders: list[int]          # the leader of each node
+    mine: int                   # which node this rank is on
+    inside: SubsetCall          # this rank's node as a call
+    leader: int                 # of this rank's node
+    root: int                   # the leader by its rank in `inside`
 
 
 def levels(call: Call, root: int | None = None) -> Levels:
-    """Nodes and leaders of a call; `root` leads its own node."""
+    """Nodes and leaders of a call, after its ranks have agreed; `root` leads its own node."""
+    call.agree()
     numbers = list(dict.fromkeys(call.nodes))
     nodes = [[rank for rank in range(call.size) if call.nodes[rank] == number] for number in numbers]
     leaders = [root if root is not None and root in node else node[0] for node in nodes]
     mine = numbers.index(call.nodes[call.rank])
-    return Levels(nodes, leaders, mine, SubsetCall(call, nodes[mine]))
+    leader = leaders[mine]
+    return Levels(nodes, leaders, mine, SubsetCall(call, nodes[mine]), leader, nodes[mine].index(leader))
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -85,13 +73,11 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
                               step 2   r0 -> r2, r2 -> r0              half of the sum, between: all-gather
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB (ring.py);
              2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes. No workspace on leaders,
              n elements on ranks with both parent and children.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
     """
-    call.agree()
     here = levels(call)
     leads = call.rank == here.leader
     tree.reduce(here.inside, x, out if leads else None, _undivided(op), here.root)
@@ -105,11 +91,9 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
     P=4, two nodes of two, root 1     step 0   r0 -> r1, r3 -> r2      step 1   r2 -> r1
 
-    Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements on leaders.
     Rounding: low precision is added in float32 and rounded once a rank.
     """
-    call.agree()
     here = levels(call, root)
     partial = _node_sum(call, here, x, op)
     if partial is not None:
@@ -121,11 +105,8 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     P=4, two nodes of two, root 1     step 0   r1 -> r2                step 1   r1 -> r0, r2 -> r3
 
-    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
-    Returns: the array, x itself at the root.
     Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes.
     """
-    call.agree()
     here = levels(call, root)
     if call.rank == here.leader:
         x = tree.broadcast(SubsetCall(call, here.leaders), x, place, here.leaders.index(root))
@@ -139,13 +120,11 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
                               step 1   r0 -> r2: c2 c3, r2 -> r0: c0 c1    of the node's sum, between
                               step 2   r0 -> r1: c1, r2 -> r3: c3      of the sum, inside
 
-    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all ranks, of which
              (M-1)*nbytes between nodes, and from the leaders the chunks of all others.
              Workspace: n elements on leaders.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once between leaders.
     """
-    call.agree()
     here = levels(call)
     partial = _node_sum(call, here, x, op)
     if partial is None:
@@ -171,12 +150,9 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
                               step 1   r0 -> r2: b0 b1, r2 -> r0: b2 b3    between
                               step 2   r0 -> r1, r2 -> r3                  all blocks, inside
 
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
-    Returns: all blocks, one after the other in rank order.
     Cost:    P-M messages to leaders, P(M-1) between them (each block by itself), P-M with the whole along trees. Bytes:
              the blocks of all but the leaders, M-1 times all blocks (between nodes), and P-M times all blocks.
     """
-    call.agree()
     here = levels(call)
     if call.rank != here.leader:
         call.send_block(here.leader, own, chunk=call.rank)

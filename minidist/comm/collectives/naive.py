@@ -44,8 +44,6 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
 
-    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
-    Returns: the array, x itself at the root.
     Cost:    P-1 messages, all from the root; (P-1)*nbytes.
     """
     call.agree()
@@ -62,7 +60,6 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
     P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
 
-    Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    P-1 messages, all to the root; (P-1)*nbytes.
     Rounding: the root adds low precision in float32 and rounds once.
     """
@@ -90,7 +87,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to rank 0, which then sends each rank its chunk.
 
-    Args:    x (n,), only read; out: chunk `rank` of the result.
     Cost:    2(P-1) messages; (P-1)*nbytes to rank 0, then all chunks but its own from it.
              Workspace: n elements at rank 0.
     """
@@ -111,8 +107,6 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
     P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
 
-    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere.
-    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
     Cost:    P-1 messages, all to the root; the bytes of all blocks but the root's.
     """
     call.agree()
@@ -128,8 +122,6 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
 
     P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
 
-    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
-    Returns: this rank's part; a view of x at the root.
     Cost:    P-1 messages, all from the root; the bytes of all parts but the root's.
     """
     call.agree()
@@ -160,8 +152,6 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     P=3           r1 -> r0: p10 p12      r2 -> r0: p20 p21      r0 -> r1: p01 p21      r0 -> r2: p02 p12
 
-    Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` is received.
-    Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and never if it stays.
              Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of them.
     """

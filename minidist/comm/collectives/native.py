@@ -3,17 +3,16 @@
 A library does not check that the ranks make the same call. So every call begins with dissemination's barrier, whose
 messages carry the call's signature: a rank leaves it only after it has heard, directly or not, from every other rank. A
 rank that meets another call raises MismatchError before it enters the library, and the control connection makes every
-other rank of the group raise it, too: no rank waits in the library for one that will not come.
+other rank raise it, too.
 
 The ledger cannot see into the library. It counts the messages of this module, and the bytes that a rank hands to the
 library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes).
 
-Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min
-is its affair, too.
+The library decides in which order it adds, and what NaN gives in max and min.
 
-On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the messages that agree are
-the same, and so are the costs, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL
-adds in the arrays' dtype: it may round low precision at every hop. Not yet measured on a GPU.
+On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the costs are the same, but
+that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL adds in the arrays' dtype: it may round
+low precision at every hop. Not yet measured on a GPU.
 """
 
 import math
@@ -31,11 +30,7 @@ from minidist.device.backend import array_module
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's all-reduce; a mean is divided here.
-
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    A + P messages; P*nbytes handed over.
-    """
+    """The library's all-reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed over."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     call.native().all_reduce(x, out, op.op)
@@ -43,11 +38,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
-    """The library's reduce; a mean is divided here.
-
-    Args:    x (n,), only read; out (n,) at the root, may be x.
-    Cost:    A + P messages; P*nbytes handed over.
-    """
+    """The library's reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed over."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     call.native().reduce(x, out, op.op, root)
@@ -56,11 +47,7 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's reduce-scatter; a mean is divided here.
-
-    Args:    x (n,), contiguous, only read; out: chunk `rank`; may be that part of x, which is then copied first.
-    Cost:    A + P messages; P*nbytes handed over.
-    """
+    """The library's reduce-scatter; a mean is divided here. Cost: as all_reduce, and a copy of x if `out` is in it."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     apart = x.copy() if array_module(x).may_share_memory(x, out) else x
@@ -71,8 +58,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
     """Shape and dtype first, in headers along the tree, then the library's broadcast.
 
-    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
-    Returns: the array, x itself at the root.
     Cost:    A + P-1 messages of 0 bytes, and nbytes handed over by the root.
     """
     shape, dtype = _announced(call, x, root)
@@ -86,72 +71,54 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Shape and dtype first, in headers along the tree, then the library's scatter.
-
-    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
-    Returns: this rank's part; a view of x at the root.
-    Cost:    A + P-1 messages of 0 bytes, and nbytes handed over by the root.
-    """
+    """As broadcast, with the library's scatter; the same cost."""
     shape, dtype = _announced(call, x, root)
     if call.side is not None and call.origin == "cpu":
         return tree.scatter(call, x, place, root)
     edges = bounds(shape[0], call.size)
-    mine, row = slice(edges[call.rank], edges[call.rank + 1]), _row_bytes(shape, dtype)
-    counts = [(stop - start) * row for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    counts = (np.diff(edges) * _row_bytes(shape, dtype)).tolist()
+    start, stop = edges[call.rank:call.rank + 2]
     if x is None:
-        part = place((mine.stop - mine.start, *shape[1:]), dtype)
+        part = place((stop - start, *shape[1:]), dtype)
         call.native().scatter(None, counts, bytes_view(part), root)
         return part
     call.count(x.nbytes)
     call.native().scatter(bytes_view(x), counts, None, root)
-    return x[mine]
+    return x[start:stop]
 
 
 def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
     """The lengths of all blocks first, to all, then the library's gather.
 
-    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere.
-    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
     Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its own first.
     """
-    lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
-    call.count(own.nbytes)
+    shape, counts = _joined(call, own)
     if rows is None:
-        call.native().gather(bytes_view(own), None, [row * length for length in lengths], root)
+        call.native().gather(bytes_view(own), None, counts, root)
         return None
-    mine = own.copy()
-    whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
-    call.native().gather(bytes_view(mine), bytes_view(whole), [row * length for length in lengths], root)
+    mine, whole = own.copy(), rows.place_whole(shape, own.dtype)
+    call.native().gather(bytes_view(mine), bytes_view(whole), counts, root)
     return whole
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """The lengths of all blocks first, then the library's all-gather.
-
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
-    Returns: all blocks, one after the other in rank order.
-    Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. A rank copies its own first.
-    """
-    lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
-    mine = own.copy()
-    whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
-    call.count(own.nbytes)
-    call.native().all_gather(bytes_view(mine), bytes_view(whole), [row * length for length in lengths])
+    """As gather, with the library's all-gather; the same cost, and every rank copies its own block first."""
+    shape, counts = _joined(call, own)
+    mine, whole = own.copy(), rows.place_whole(shape, own.dtype)
+    call.native().all_gather(bytes_view(mine), bytes_view(whole), counts)
     return whole
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
     """The lengths of all bundles first, then the library's all-to-all of parts with their labels (see bruck.py).
 
-    Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` goes.
-    Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and 8 for each dim of
              it. Two copies of every part.
     """
     dissemination.barrier(call)
     if call.side is not None:
         return _all_to_all_on_gpu(call, parts, place)
-    others = [rank for rank in range(call.size) if rank != call.rank]
+    others = sorted(call.others)
     bundles = {rank: pack(call, [parts[rank]]) for rank in others}
     leaving = np.array([len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64)
     coming, eight = np.empty_like(leaving), [8] * call.size
@@ -189,10 +156,7 @@ def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) 
 
 
 def barrier(call: Call) -> None:
-    """Ranks that agree have met already; the library's own barrier follows for comparison.
-
-    Cost:    A + P messages of 0 bytes.
-    """
+    """Ranks that agree have met already; the library's own follows for comparison. Cost: A + P messages of 0 bytes."""
     dissemination.barrier(call)
     call.count(0)
     call.native().barrier()
@@ -205,13 +169,14 @@ def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, 
     return told.shape[:-1], told.dtype
 
 
-def _lengths(call: Call, own: np.ndarray) -> list[int]:
-    """Rows that each rank brings, after all have agreed."""
+def _joined(call: Call, own: np.ndarray) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of all blocks joined, and the bytes of each, after all ranks have agreed; `own` is counted."""
     dissemination.barrier(call)
     mine, lengths = np.array([len(own)], np.int64), np.empty(call.size, np.int64)
     call.count(mine.nbytes)
     call.native().all_gather(bytes_view(mine), bytes_view(lengths), [8] * call.size)
-    return [int(length) for length in lengths]
+    call.count(own.nbytes)
+    return (int(lengths.sum()), *own.shape[1:]), (lengths * _row_bytes(own.shape, own.dtype)).tolist()
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -1,9 +1,8 @@
 """Pairwise: in each step every rank sends to a different rank, and no step waits for the one before.
 
 Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives chunk r from every
-other rank, adds, and sends the sum to every other rank: the ring's bytes in the ring's number of messages, but only
-two of them wait for each other, where the ring's 2(P-1) all do. Where ranks outnumber cores that is what counts: each
-wait is a change of process.
+other rank, adds, and sends the sum to every other rank. That is the ring's bytes and number of messages, but only two
+of them wait for each other. Where ranks outnumber cores that is what counts: each wait is a change of process.
 
 notes: N3 §1 (all-to-all), N4 §3 (fully connected).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
 """
@@ -45,12 +44,10 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     step 0   p01 -> r1   p12 -> r2   p20 -> r0
     step 1   p02 -> r2   p10 -> r0   p21 -> r1
 
-    Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` is received.
-    Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
     """
-    receiving = {src: call.start_recv_block(src, place(src)) for src in _before(call)}
-    sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
+    receiving = {src: call.start_recv_block(src, place(src)) for src in reversed(call.others)}
+    sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
     received = {call.rank: parts[call.rank]}
     for src, (handle, arrived) in receiving.items():
         handle.wait()
@@ -66,13 +63,12 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     step 0   c1 -> r1    c2 -> r2    c0 -> r0
     step 1   c2 -> r2    c0 -> r0    c1 -> r1
 
-    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Added straight from the receive buffer;
              workspace: one float32 chunk in low precision, which is rounded once.
     """
     chunks = split(x, call.size)
-    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
-    total = add_from(call, _before(call), chunks[call.rank], out, op)
+    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
+    total = add_from(call, reversed(call.others), chunks[call.rank], out, op)
     call.wait(sent)
     op.finish(total, out)
 
@@ -87,30 +83,18 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
     Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
     """
-    received = [call.start_recv(src, chunks[src]) for src in _before(call)]
+    received = [call.start_recv(src, chunks[src]) for src in reversed(call.others)]
     sent = [call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
-            for step, dst in enumerate(_after(call))]
+            for step, dst in enumerate(call.others)]
     call.wait(received + sent)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce-scatter, then every rank sends its sum to every other, in `out`.
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.
-             Workspace: one float32 chunk in low precision.
+    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly. Workspace: as reduce_scatter.
     Rounding: low precision is added in float32 and rounded once.
     """
     sums = split(out, call.size)
     reduce_scatter(call, x, sums[call.rank], op)
     tell_all(call, sums, first_step=call.size - 1)
-
-
-def _after(call: Call) -> list[int]:
-    """The other ranks, from next_rank on."""
-    return [(call.rank + 1 + step) % call.size for step in range(call.size - 1)]
-
-
-def _before(call: Call) -> list[int]:
-    """The other ranks, from prev_rank back."""
-    return [(call.rank - 1 - step) % call.size for step in range(call.size - 1)]

@@ -70,7 +70,6 @@ def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[n
                        may come again two steps later, and may be the chunk that is added (in place).
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is added straight from the
              receive buffer to this rank's own and written once: no copy, no allocation.
-    Raises:  MismatchError if the neighbour is in another call.
     """
     outgoing = chunks[call.prev_rank]
     for step, partial in enumerate(partials):
@@ -100,9 +99,8 @@ def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0)
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce-scatter, then all-gather, in `out`; a long array goes round in stretches that the caches hold.
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all ranks, exactly, whether
-             or not P divides n. No workspace: partial sums stand in `out`.
+    Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all ranks, exactly, also
+             where P does not divide n. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
     """
     length = STRETCH_BYTES // x.itemsize
@@ -118,7 +116,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """The first half alone: rank r gets the reduced chunk r of the flattened array.
 
-    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks (none at P = 2).
     """
     reduce_chunks(call, split(x, call.size), out, op)
@@ -132,10 +129,7 @@ def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in `out`.
-
-    Workspace: two chunks (none at P = 2).
-    """
+    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in `out`."""
     spare = [call.workspace(max(map(len, chunks)), out.dtype) for _ in range(min(2, call.size - 2))]
     reduce_around(call, chunks, [*(spare[step % 2] for step in range(call.size - 2)), out], op)
 
@@ -143,8 +137,6 @@ def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op:
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """The second half alone, with blocks of any length: each says its shape in its header.
 
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
-    Returns: all blocks, one after the other in rank order.
     Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly.
     """
     return rows.join(gather_blocks(call, own, rows.place))
@@ -170,8 +162,6 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     two messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks
     that it speaks for. In the ring no rank sends to the root, which has all chunks.
 
-    Args:    x (...), at the root, only read; place(shape, dtype): where the others receive it.
-    Returns: the array, x itself at the root.
     Cost:    Messages: 2(P-1) along the tree, (P-1)^2 around the ring; 2 ceil(log2 P) + P-1 are one after the other.
              Bytes: along the tree each chunk as often as its rank is deep in it; around the ring (P-1)*nbytes, less
              the chunks that the root does not receive: nbytes less its own. No workspace, no copy.

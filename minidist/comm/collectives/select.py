@@ -28,31 +28,9 @@ from minidist.comm.cost.critical_path import Tiers, fastest
 from minidist.comm.cost.link_model import LinkCost
 from minidist.errors import ConfigError
 
-ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
-    "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast,
-                  "hierarchical": hierarchical.broadcast, "native": native.broadcast,
-                  "shared": shared_memory.broadcast},
-    "reduce": {"naive": naive.reduce, "tree": tree.reduce, "hierarchical": hierarchical.reduce,
-               "native": native.reduce},
-    "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
-                   "direct": direct.all_reduce, "pairwise": pairwise.all_reduce,
-                   "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce,
-                   "hierarchical": hierarchical.all_reduce, "torus": torus.all_reduce, "native": native.all_reduce,
-                   "shared": shared_memory.all_reduce},
-    "gather": {"naive": naive.gather, "tree": tree.gather, "native": native.gather},
-    "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather,
-                   "halving-doubling": halving_doubling.all_gather, "hierarchical": hierarchical.all_gather,
-                   "torus": torus.all_gather, "native": native.all_gather, "shared": shared_memory.all_gather},
-    "scatter": {"naive": naive.scatter, "tree": tree.scatter, "native": native.scatter},
-    "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter,
-                       "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter,
-                       "hierarchical": hierarchical.reduce_scatter, "torus": torus.reduce_scatter,
-                       "native": native.reduce_scatter, "shared": shared_memory.reduce_scatter},
-    "all_to_all": {"naive": naive.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all,
-                   "native": native.all_to_all, "shared": shared_memory.all_to_all},
-    "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier, "native": native.barrier,
-                "shared": shared_memory.barrier},
-}
+FAMILIES = {"naive": naive, "tree": tree, "ring": ring, "direct": direct, "pairwise": pairwise, "bruck": bruck,
+            "dissemination": dissemination, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
+            "torus": torus, "native": native, "shared": shared_memory}
 
 ALONE: dict[str, Callable[..., Any]] = {
     "broadcast": lambda call, x, place, root: x,
@@ -66,6 +44,11 @@ ALONE: dict[str, Callable[..., Any]] = {
     "barrier": lambda call: None,
 }
 """What a group of one rank does, whatever the algorithm: the others begin with two ranks."""
+
+ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
+    verb: {name: getattr(family, verb) for name, family in FAMILIES.items() if hasattr(family, verb)} for verb in ALONE}
+"""The function of each verb and algorithm: a family's module has one under the name of each verb that it can do."""
+ALGORITHMS["all_reduce"]["doubling"] = halving_doubling.double_whole
 
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",
           "reduce_scatter": "ring", "all_to_all": "pairwise", "barrier": "dissemination"}
@@ -112,10 +95,8 @@ def _usual(verb: str, nbytes: int, size: int, tiers: Tiers | None) -> str:
     few = verb == "all_reduce" and nbytes <= HIERARCHICAL_BYTES
     if tiers is not None and verb in _BY_LEADERS and not few:
         return "hierarchical"
-    return _USUAL.get(verb) or _all_reduce(nbytes, size)
-
-
-def _all_reduce(nbytes: int, size: int) -> str:
+    if verb in _USUAL:
+        return _USUAL[verb]
     if nbytes * (size - 1) <= DIRECT_BYTES:
         return "direct"
     if nbytes <= TREE_BYTES:

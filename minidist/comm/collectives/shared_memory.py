@@ -11,8 +11,7 @@ have come; a call has two waits, or one, at every P. Long arrays go in pieces th
 
 Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is longer than one
 piece: it shows only where that lies, the others copy it from there, and all wait for all before it may change. That is
-one copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold,
-two copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
+one copy instead of two, but by a system call, which is slower for arrays that the caches hold. Reductions do not lend.
 
 Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts as one message of
 its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
@@ -30,7 +29,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import SharingGroup
-from minidist.comm.collectives.packed_shapes import PackedShapes, labels_of, shapes_in
+from minidist.comm.collectives.bruck import PackedShapes, labels_of, shapes_in
 from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
@@ -50,10 +49,8 @@ _NOTHING = np.empty(0, np.uint8)
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Each rank adds one chunk of every piece for all; of short arrays, everything for itself.
 
-    Args:     x, out (n,), contiguous; x is only read, and may be out.
     Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over all ranks, exactly.
-              Workspace: what a rank adds, in float32, in low precision.
-    Rounding: low precision is added in float32 and rounded once.
+    Rounding: low precision is added in a float32 workspace and rounded once.
     """
     add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
@@ -64,10 +61,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Every rank shows the chunks of the others, and adds what they show of its own.
 
-    Args:     x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:     1 message per rank for each piece: 2 MiB / (P-1) of every chunk, rounded down to 64 bytes; (P-1)*nbytes
-              over all ranks, exactly. Workspace: what a rank adds, in float32, in low precision.
-    Rounding: low precision is added in float32 and rounded once.
+              over all ranks, exactly.
+    Rounding: as all_reduce.
     """
     chunks = split(x, call.size)
     step = piece_bytes(call.size) // x.itemsize
@@ -81,8 +77,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """Every rank shows its block, or lends it if it has more than 2 MiB; without lending it shows 2 MiB at a time.
 
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' go.
-    Returns: all blocks, one after the other in rank order.
     Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a piece and rank; the
              bytes of all blocks once, exactly.
     """
@@ -90,7 +84,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told = call.show_block(own, *([] if lent else [data[:SHOWN_BYTES]]), lent=lent)
     blocks = {call.rank: own}
-    for rank in _others(call):
+    for rank in call.others:
         theirs, shown = told[rank]
         assert theirs is not None, "every rank has a block"
         blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
@@ -103,7 +97,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         call.show(_NOTHING)             # every rank has read
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
         pieces = call.show(data[start:start + SHOWN_BYTES])
-        for rank in _others(call):
+        for rank in call.others:
             bytes_view(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
@@ -111,8 +105,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
     """The root shows its array, 2 MiB at a time; the others show that they are there.
 
-    Args:    x: the root's array; place: where the others receive it.
-    Cost:    1 message a piece and rank; nbytes once, exactly.
+    Cost: 1 message a piece and rank; nbytes once, exactly.
     """
     data = _NOTHING if x is None else bytes_view(x)
     block, part = call.show_block(x, data[:SHOWN_BYTES])[root]
@@ -133,9 +126,6 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     show     shapes, .  p1 p2     shapes, p0 .  p2     shapes, p0 p1 .        all wait for all
     each     copies what is for it
 
-    Args:    parts: P arrays of one dtype and any shapes, part d for rank d; place(rank): where the part from `rank`
-             goes.
-    Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    1 message per rank; beyond 2 MiB (of one rank's parts and shapes) another, after which lent parts may
              change, or, where ranks may not lend, 1 a piece and rank: 2 MiB / (P-1) of every part, rounded down to 64
              bytes. Every part once, but those that stay; 8 bytes for each part, 8 for each of its dims.
@@ -149,7 +139,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     told = [shapes_in(theirs, call.size - 1, parts[0].itemsize) for theirs in shown]
     longest = max(max(bundle.lengths) if _is_long(bundle.starts[-1]) else 0 for bundle in told)
     try:
-        for src in _others(call):
+        for src in call.others:
             mine, bundle = call.rank - (call.rank > src), told[src]
             received[src] = place(src)(bundle.shapes[mine], parts[0].dtype)
             if not _is_long(bundle.starts[-1]):
@@ -165,10 +155,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def barrier(call: Call) -> None:
-    """Every rank shows that it is there.
-
-    Cost: 1 message of 0 bytes per rank.
-    """
+    """Every rank shows that it is there. Cost: 1 message of 0 bytes per rank."""
     call.show(_NOTHING)
 
 
@@ -192,10 +179,7 @@ def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> No
 
 
 def _of_chunk(call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: Sequence[int]) -> list[np.ndarray]:
-    """What all ranks have of chunk `rank`, this one first; each shows the chunks of the others, one after the other.
-
-    Args: own, others: this rank's chunk `rank`, and its other chunks; edges: where chunks lie, one after the other.
-    """
+    """What all ranks have of chunk `rank`, this one first, where each shows its `others`; `edges`: of the chunks."""
     before, values = edges[call.rank], [own]
     for rank, shown in enumerate(call.show(*others)):
         if rank != call.rank:
@@ -217,7 +201,7 @@ def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], told: Sequence
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
         shown = call.show(*(part[start:start + step] for part in data))
-        for src in _others(call):
+        for src in call.others:
             if _is_long(told[src].starts[-1]):
                 pieces = [min(max(length - start, 0), step) for length in told[src].lengths]
                 mine = call.rank - (call.rank > src)
@@ -237,11 +221,6 @@ def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
     copy = call.workspace(array.size, array.dtype)
     copy[...] = array.reshape(-1)
     return copy
-
-
-def _others(call: Call) -> list[int]:
-    """The other ranks, from next_rank on: so all do not read from the same one at once."""
-    return [(call.rank + step) % call.size for step in range(1, call.size)]
 
 
 def _address(shown: np.ndarray, number: int = 0) -> int:

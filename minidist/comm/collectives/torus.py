@@ -70,7 +70,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 2        c0:h -> r2   c1:h -> r3   c0:h -> r0   c1:h -> r1
     step 3        c0:1 -> r1   c1:2 -> r0   c0:1 -> r3   c1:2 -> r2
 
-    Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4 MiB of its chunk
              (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
     Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
@@ -92,7 +91,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     step 0        c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
     step 1        c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
 
-    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    R + C - 2 messages per rank; (P-1)*nbytes over all ranks, exactly.
              Workspace: at most three times the chunks of a row.
     Rounding: as all_reduce.
@@ -118,8 +116,6 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 0        b0 -> r1     b1 -> r0     b2 -> r3     b3 -> r2
     step 1        b01 -> r2    b01 -> r3    b23 -> r0    b23 -> r1
 
-    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
-    Returns: all blocks, one after the other in rank order.
     Cost:    R + C - 2 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly. No copy where all
              blocks have one length.
     """

@@ -74,8 +74,6 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
-    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
-    Returns: the array, x itself at the root.
     Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; (P-1)*nbytes.
     """
     call.agree()
@@ -93,7 +91,6 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
-    Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; (P-1)*nbytes.
              Workspace: n elements at ranks that have both parent and children.
     Rounding: a rank adds low precision in float32 and rounds once, when it sends the sum on.
@@ -116,7 +113,6 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to rank 0, then broadcast from it, both along the tree.
 
-    Args:    x, out (n,); x is only read, and may be out.
     Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other at most; 2(P-1)*nbytes.
              No workspace: partial sums stand in `out`.
     """
@@ -159,12 +155,10 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
-    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere. A message says the shape of
-             the blocks in it joined: no rank needs to know where one ends and the next begins.
-    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block once for each message
-             that it is in: as often as its rank is deep in the tree.
-             Workspace: twice what a rank sends, at ranks that have both parent and children.
+    A message says the shape of the blocks in it joined: no rank needs to know where one ends and the next begins.
+
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block as often as its rank is
+             deep in the tree. Workspace: twice what a rank sends, at ranks that have both parent and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)
@@ -192,11 +186,9 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
     A stretch of numpy.array_split's parts, joined and cut again, gives the same parts (the longer ones come first), so
     the message's own shape is all that a rank needs to know.
 
-    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
-    Returns: this rank's part; a view of x at the root.
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part once for each message that
-             it is in: as often as its rank is deep in the tree. Workspace: what is passed on, and one copy of the part,
-             at ranks that have both parent and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part as often as its rank is
+             deep in the tree. Workspace: what is passed on, and one copy of the part, at ranks that have both parent
+             and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)

@@ -4,9 +4,9 @@
     path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n, added=0.75 n)
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
-volume.py sums all ranks' messages and bytes; here only those count that no other hides. P ranks; L = ceil(log2 P); Q
-the largest power of two up to P. Hierarchical algorithms have a path in each of two link classes (Tiers). The time of
-the algorithms that are missing here depends on more than that, and `auto` does not take them from a profile.
+volume.py sums all ranks' messages and bytes; here only those count that no other hides. Q is the largest power of two
+up to P. Hierarchical algorithms have a path in each of two link classes (Tiers). `auto` does not take algorithms from a
+profile that are missing here.
 """
 
 from collections import Counter
@@ -18,17 +18,14 @@ from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank.
-
-    With `stretched`, waits and messages come again for each STRETCH_BYTES of the array.
-    """
+    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank."""
 
     waits: int
     messages: int
     moved: float
     added: float
     crowded: float = 0.0
-    stretched: bool = False
+    stretched: bool = False     # whether waits and messages come again for each STRETCH_BYTES of the array
 
     def work(self, nbytes: int) -> LinkWork:
         """The work of a call with arrays of `nbytes` bytes."""
@@ -38,7 +35,7 @@ class Path(NamedTuple):
 
 
 def _log(size: int) -> int:
-    """L."""
+    """ceil(log2 P)."""
     return (size - 1).bit_length()
 
 
@@ -100,18 +97,12 @@ BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
 
 
 class Tiers(NamedTuple):
-    """How a group lies on several nodes of several ranks.
+    """How a group lies on several nodes of several ranks."""
 
-    Attributes: nodes    how many
-                largest  the ranks of the largest
-                inside   what messages cost inside a node; None if it was not measured
-                between  the same between nodes
-    """
-
-    nodes: int
-    largest: int
-    inside: LinkCost | None
-    between: LinkCost | None
+    nodes: int                  # how many
+    largest: int                # the ranks of the largest
+    inside: LinkCost | None     # what messages cost inside a node; None if it was not measured
+    between: LinkCost | None    # the same between nodes
 
     def seconds(self, verb: str, nbytes: int) -> float | None:
         """What hierarchical takes; None if it cannot be told."""
@@ -130,16 +121,13 @@ def tiers(nodes: Sequence[int], profile: Profile | None, inside: str) -> Tiers |
     if len(ranks) == 1 or len(nodes) < 2 * len(ranks):
         return None
     largest = max(ranks.values())
-    within, between = ([0] * largest, list(ranks))
     return Tiers(len(ranks), largest, *(None if profile is None else profile.link(inside, some)
-                                        for some in (within, between)))
+                                        for some in ([0] * largest, list(ranks))))
 
 
 def fastest(verb: str, nbytes: int, size: int, cost: LinkCost, usual: str, here: Tiers | None = None) -> str:
-    """The algorithm that the model gives the least time, the first of equals; `usual` where the model has none for it.
-
-    Where `usual` comes as near to it as the model came to what was measured (its misfit), it stays with `usual`: the
-    model knows nothing of what it was not asked about, such as how caches like an algorithm.
+    """The algorithm of the least time in the model; `usual` if the model does not know it, or if it is slower by no
+    more than the model's misfit: the model knows nothing of caches, for example.
     """
     times = {algorithm: cost.seconds(path(size).work(nbytes))
              for (of, algorithm), path in PATHS.items() if of == verb}

@@ -4,10 +4,9 @@
 
 α is the latency of a message that must arrive before the next one leaves; o the cost of one more message that waits for
 no other; β the time of a byte, 1/bandwidth; γ the additional time to add a byte instead of storing it; κ the additional
-time of a byte that is sent to all others at once, as links and caches are shared. `minidist bench calibrate` measures
-and fits them for each transport and stores the profile; `auto` (collectives/select.py) predicts each algorithm's time
-with it (cost/critical_path.py). All ranks must choose alike: rank 0 reads the file, and tells the others when the job
-meets.
+time of a byte that is sent to all others at once. `minidist bench calibrate` fits them for each transport and stores
+the profile; rank 0 reads it when the job meets, tells the others, and `auto` (collectives/select.py) predicts each
+algorithm's time with it (critical_path.py).
 
 notes: N4 §2.    Source: Hockney 1994 (α, β); Culler et al. 1993 (o).
 """
@@ -29,24 +28,17 @@ NETWORK = "network"
 
 
 class LinkWork(NamedTuple):
-    """What one rank does in a call, one thing after the other, on the path that takes longest.
+    """What one rank does in a call, one thing after the other, on the path that takes longest."""
 
-    Attributes: waits     messages that each wait for the one before
-                messages  messages in all, at least `waits`
-                moved     bytes sent; as many may come in meanwhile
-                added     bytes that are added to others as they arrive
-                crowded   bytes that are sent to several ranks at once
-    """
-
-    waits: float
-    messages: float
-    moved: float
-    added: float
-    crowded: float = 0.0
+    waits: float                # messages that each wait for the one before
+    messages: float             # messages in all, at least `waits`
+    moved: float                # bytes sent; as many may come in meanwhile
+    added: float                # bytes that are added to others as they arrive
+    crowded: float = 0.0        # bytes that are sent to several ranks at once
 
 
 class Sample(NamedTuple):
-    """A measurement: this work took so many seconds."""
+    """A measurement."""
 
     work: LinkWork
     seconds: float
@@ -54,20 +46,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The five numbers of one link class among so many ranks, in seconds and seconds a byte.
+    """The five numbers of one link class among so many ranks, in seconds and seconds a byte."""
 
-    Attributes: link      "shm", "tcp", ..., or "network"
-                ranks     how many exchanged at once: where they outnumber the cores, all are larger
-                misfit    the worst |fitted / measured - 1| of the samples
-    """
-
-    link: str
-    ranks: int
+    link: str                   # "shm", "tcp", ..., or "network"
+    ranks: int                  # how many exchanged at once: where they outnumber the cores, all numbers are larger
     alpha: float
     overhead: float
     beta: float
     gamma: float
-    misfit: float
+    misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
 
     def seconds(self, work: LinkWork) -> float:
@@ -78,11 +65,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured links, and the machine they were measured on.
-
-    Attributes: links     one for each link class and rank count
-                machine   as `minidist bench` describes it
-    """
+    """The measured links, one for each link class and rank count, and the machine, as `minidist bench` describes it."""
 
     links: Sequence[LinkCost]
     machine: dict[str, Any]
@@ -93,9 +76,11 @@ class Profile:
         Args:    nodes: the machine of each of the group's ranks, as groups number them.
         """
         name = NETWORK if len(set(nodes)) > 1 else transport
-        measured = sorted((cost for cost in self.links if cost.link == name), key=lambda cost: cost.ranks)
+        measured = [cost for cost in self.links if cost.link == name]
         fewer = [cost for cost in measured if cost.ranks <= len(nodes)]
-        return fewer[-1] if fewer else measured[0] if measured else None
+        if fewer:
+            return max(fewer, key=lambda cost: cost.ranks)
+        return min(measured, key=lambda cost: cost.ranks, default=None)
 
     def beside(self, path: Path) -> "Profile":
         """This profile, and what the one in `path` has of other links or rank counts; if it is of the same machine."""
@@ -115,10 +100,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Any) -> "Profile":
-        """The profile that as_json gave.
-
-        Raises: ConfigError that says in a few words what is wrong with it.
-        """
+        """The profile that as_json gave. Raises: ConfigError that says in a few words what is wrong with it."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ConfigError(f"it does not say \"format\": {FORMAT}")
         links = value.get("links")
@@ -149,10 +131,7 @@ def profile_path() -> Path:
 
 
 def load_profile(path: Path | None = None) -> Profile | None:
-    """The profile in `path`, or the user's; None if there is none.
-
-    Raises: ConfigError, in one line, if there is a file that is no profile.
-    """
+    """The profile in `path`, or the user's; None if there is none. Raises: ConfigError if the file is no profile."""
     file = path or profile_path()
     try:
         return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -165,10 +144,7 @@ def load_profile(path: Path | None = None) -> Profile | None:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write the profile; a reader finds the old file or the new one, never half of one.
-
-    Raises: OSError if it cannot be written.
-    """
+    """Write the profile; a reader finds the old file or the new one. Raises: OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(profile.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -198,5 +174,5 @@ def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
             break
         free.remove(free[int(solved.argmin())])
     misfit = float(np.abs(relative @ numbers - 1).max())
-    alpha, overhead, beta, gamma, crowd = (max(0.0, float(number)) for number in numbers)
+    alpha, overhead, beta, gamma, crowd = np.maximum(numbers, 0).tolist()
     return LinkCost(link, ranks, alpha, overhead, beta, gamma, misfit, crowd)

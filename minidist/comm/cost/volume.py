@@ -10,6 +10,7 @@ the bytes of the part from rank r for rank d; M nodes, L the ranks of the larges
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minidist.comm.chunks import bounds
 from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
@@ -17,28 +18,17 @@ from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
 
 @dataclass(frozen=True)
 class Case:
-    """One call, as the formulas see it.
+    """One call, as the formulas see it."""
 
-    Attributes: size    P
-                nbytes  n, for broadcast, reduce, all_reduce, reduce_scatter
-                blocks  b_r: what each rank brings to a gather or all_gather, or gets from a scatter or reduce_scatter
-                parts   p_rd, a list for each r: for all_to_all
-                dims    how many dims each part has
-                itemsize  bytes of an element, where a chunk may be cut (torus)
-                nodes   the machine each rank is on; empty: one machine
-                root    of the verbs that have one
-                lends   whether the ranks may read each other's memory (shared_memory.py)
-    """
-
-    size: int
-    nbytes: int = 0
-    blocks: Sequence[int] = ()
-    parts: Sequence[Sequence[int]] = ()
-    dims: int = 1
-    itemsize: int = 1
-    nodes: Sequence[int] = ()
+    size: int                               # P
+    nbytes: int = 0                         # n, for broadcast, reduce, all_reduce, reduce_scatter
+    blocks: Sequence[int] = ()              # b_r: what rank r brings to a gather, or gets from a (reduce_)scatter
+    parts: Sequence[Sequence[int]] = ()     # p_rd, a list for each r: for all_to_all
+    dims: int = 1                           # of each part
+    itemsize: int = 1                       # bytes of an element, where a chunk may be cut (torus)
+    nodes: Sequence[int] = ()               # the machine each rank is on; empty: one machine
     root: int = 0
-    lends: bool = False
+    lends: bool = False                     # whether the ranks may read each other's memory (shared_memory.py)
 
     @property
     def others(self) -> int:
@@ -75,16 +65,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Formula:
-    """Messages and bytes of one algorithm among two ranks or more, to read and to compute; one rank sends nothing.
-
-    Attributes: steps   how many messages wait for each other
-    """
+    """Messages and bytes of one algorithm among two ranks or more, to read and to compute; one rank sends nothing."""
 
     messages: str
     count: Callable[[Case], int]
     nbytes: str
     volume: Callable[[Case], int]
-    steps: str
+    steps: str                              # how many messages wait for each other
 
     def messages_of(self, case: Case) -> int:
         """Messages of all ranks."""
@@ -98,7 +85,7 @@ class Formula:
 def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
     """Bytes of each rank's chunk of an array of `length` elements, as reduce_scatter and scatter cut it."""
     edges = bounds(length, size)
-    return [(stop - start) * itemsize for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [(stop - start) * itemsize for start, stop in pairwise(edges)]
 
 
 def _travelling(case: Case) -> list[tuple[int, int, int]]:

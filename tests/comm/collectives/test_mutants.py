@@ -42,7 +42,7 @@ def whole_tensors_round_the_ring(call: Call, x: np.ndarray, out: np.ndarray, op:
         for _ in range(call.size - 1):
             call.exchange(call.next_rank, travelling, call.prev_rank, arrived)
             travelling, arrived = arrived, travelling
-            op.combine(total, travelling, out=total)
+            op.combine_all([total, travelling], out=total)
     op.finish(total, out)
 
 
@@ -84,7 +84,7 @@ def own_value_added_first(call: Call, x: np.ndarray, out: np.ndarray, op: Reduct
     for step in range(1, call.size):
         arrived = np.empty_like(x)
         call.exchange((call.rank + step) % call.size, x, (call.rank - step) % call.size, arrived)
-        op.combine(total, arrived, out=total)
+        op.combine_all([total, arrived], out=total)
     op.finish(total, out)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.comm.collectives.packed_shapes import labels_of, shapes_in
+from minidist.comm.collectives.bruck import labels_of, shapes_in
 
 
 @pytest.mark.parametrize("shapes", [[()], [(3,)], [(0, 2), (), (1, 1, 1)], [(1,) * 63 + (7,), (5,)]])
