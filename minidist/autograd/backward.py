@@ -61,8 +61,8 @@ class _Walk:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
-        else:
-            node.released, node.edges = True, list(later)   # a second backward is an error, these are still to run
+            return []
+        node.released, node.edges = True, list(later)       # a second backward is an error, these are still to run
         self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
                           for edge in later if isinstance(edge.source, Parameter)]
         return []
