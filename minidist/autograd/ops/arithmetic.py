@@ -169,14 +169,13 @@ def _(node: Node, dy: Array) -> Array:
 @op
 def tanh(a: Array) -> tuple[Array, Saved]:
     """The hyperbolic tangent."""
-    y = array_module(a).tanh(a)
-    return y, saved(y=y)
+    return array_module(a).tanh(a), saved(a=a)
 
 
 @tanh.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    y, wide = widen(node.y), widen(dy)
-    return narrow(wide - wide * y * y, dy.dtype)
+    t = array_module(dy).exp(-abs(widen(node.a)))           # 1 - tanh² = (2t / (1 + t²))², and nothing cancels
+    return narrow(widen(dy) * (2 * t / (1 + t * t)) ** 2, dy.dtype)
 
 
 @op
