@@ -163,6 +163,8 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
         y = fast(x)
         return y, saved(y=y)
     xp, wide = array_module(x), widen(x)
+    if not x.size:                                  # no maximum, no chances
+        return x.copy(), saved(y=x)
     top = wide.max(axis=dim, keepdims=True)
     y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)
     xp.exp(y, out=y)
@@ -189,6 +191,8 @@ def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     """x - log(sum(exp(x))) along `dim`."""
     xp = array_module(x)
     wide = widen(x)
+    if not x.size:
+        return x.copy(), saved(y=x)
     y = wide - wide.max(axis=dim, keepdims=True)
     y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
     y = narrow(y, x.dtype)
