@@ -103,7 +103,7 @@ def _(node: Node, dy: Array) -> Array:
 @div.gradient("b")
 def _(node: Node, dy: Array) -> Array:
     b = widen(node.b)
-    return unbroadcast(-widen(dy) * widen(node.a) / (b * b), node.shapes["b"], dy.dtype)
+    return unbroadcast(-widen(dy) * (widen(node.a) / b / b), node.shapes["b"], dy.dtype)       # b² may overflow
 
 
 @op
@@ -140,6 +140,8 @@ def power(a: Array, exponent: float) -> tuple[Array, Saved]:
 @power.gradient("a")
 def _(node: Node, dy: Array) -> Array:
     a = widen(node.a)
+    if node.exponent == 0:                                  # 0, also where a ** -1 is infinite
+        return array_module(a).zeros_like(dy)
     return narrow(widen(dy) * (_raise_to(a, node.exponent - 1) * a.dtype.type(node.exponent)), dy.dtype)
 
 
