@@ -17,7 +17,6 @@ from minidist.nn import Module
 from minidist.nn.weights import Weight
 from minidist.optim import Optimizer, clip_scale, norm_of
 
-
 Span: TypeAlias = tuple[Parameter, Any, Any]
 """A parameter, its place in an array, and which of its elements lie there: positions, or () for all."""
 

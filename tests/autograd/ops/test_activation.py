@@ -83,7 +83,8 @@ def gates(x):
     x = x.astype(np.longdouble)
     c, k = np.sqrt(2 / np.longdouble(np.pi)), np.longdouble(0.044715)
     near = np.clip(x, -1e3, 1e3)
-    for name, z, dz in (("gelu", 2 * c * (near + k * near ** 3), 2 * c * (1 + 3 * k * near ** 2)), ("silu", x.clip(-1e4, 1e4), 1)):
+    for name, z, dz in (("gelu", 2 * c * (near + k * near ** 3), 2 * c * (1 + 3 * k * near ** 2)),
+                        ("silu", x.clip(-1e4, 1e4), 1)):
         e = np.exp(-np.abs(np.clip(z, -11000, 11000)))
         small, large = e / (1 + e), 1 / (1 + e)
         yield name, z, dz, np.where(z < 0, small, large), np.where(z < 0, large, small)

@@ -1,5 +1,5 @@
-"""Arrays of size 0: what NumPy and PyTorch define has that value and gradients of the right shapes; the rest is an error
-of ours. No op stumbles over them."""
+"""Arrays of size 0: what NumPy and PyTorch define has that value, and gradients of the right shapes. The rest is one
+of our errors."""
 
 from itertools import product
 
@@ -26,7 +26,7 @@ def cases():
         for name in ("add", "mul", "div", "swiglu"):
             yield name, getattr(ops, name), [s, s]
         for name in ("softmax", "log_softmax", "sum"):
-            yield f"{name} along the first dim", lambda x, f=getattr(ops, name): f(x, dim=0), [s]
+            yield f"{name} along the first dim", lambda x, name=name: getattr(ops, name)(x, dim=0), [s]
         yield "gelu with a bias", ops.gelu, [s, s[-1:]]
         yield "layer_norm", ops.layer_norm, [s, s[-1:], s[-1:]]
         yield "rms_norm", ops.rms_norm, [s, s[-1:]]

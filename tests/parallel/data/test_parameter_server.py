@@ -63,7 +63,8 @@ def train(world: Any, servers: int, changes: dict[str, Any], options: dict[str, 
         if servers:
             strategy.finish()
     return {"held": [piece.name for piece in strategy.parameters if piece.data.size],
-            "weights": strategy.state_dict() if servers else model.state_dict(), "losses": losses, "sent": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
+            "weights": strategy.state_dict() if servers else model.state_dict(), "losses": losses,
+            "sent": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
             "memory": memory.snapshot(), "record": [list(update) for update in getattr(strategy, "record", [])],
             "lost": {worker: str(error) for worker, error in getattr(strategy, "lost", {}).items()}}
 
@@ -85,7 +86,7 @@ def run(workers: int, servers: int, changes: dict[str, Any] | None = None, *, tr
 
 def check_equal(workers: int, servers: int, changes: dict[str, Any] | None = None, *, transport: str = "threads",
                 **options: Any) -> list[dict[str, Any]]:
-    """Synchronous ranks equal one process: each key is on one server, and every rank tells all weights, the same bits."""
+    """Synchronous ranks equal one process: each key is on one server, all ranks tell all weights, the same bits."""
     serial = run(1, 0, changes, **{**options, "step_options": {}})[0]
     ranks = run(workers, servers, changes, transport=transport, **options)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND

@@ -168,7 +168,7 @@ def test_zero_through_the_trainer(stage: int) -> None:
 @pytest.mark.parametrize(("size", "options"), [
     (1, {"strategy": "data-parallel", "replicas": 3}), (4, {"strategy": "parameter-server", "servers": 2})])
 def test_one_place_for_all_through_the_trainer(size: int, options: dict[str, Any]) -> None:
-    """Parity with dropout, a tied table, checkpointed blocks and accumulation; evaluation; whole weights on every rank."""
+    """Parity with dropout, a tied table, checkpointed blocks, accumulation; evaluation; whole weights on every rank."""
     config, batch = tiny(dropout=0.3, tied=True), global_batch(0, 5, tiny())
 
     def job(world: Any, **options: Any) -> tuple[dict[str, np.ndarray], list[float], float, str]:
