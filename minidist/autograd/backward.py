@@ -144,11 +144,9 @@ def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array 
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or repeats a number by its strides.
-
-    NumPy makes a repeated array read-only, also one that repeats nothing, because it has one element or none.
-    """
-    if not gradient.flags.c_contiguous or not getattr(gradient.flags, "writeable", True):
+    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or a broadcast, read-only in NumPy."""
+    flags = gradient.flags
+    if not flags.c_contiguous or not getattr(flags, "writeable", True):
         return True
     owner = account.owner_of(gradient)
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))

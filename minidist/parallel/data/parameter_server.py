@@ -253,10 +253,7 @@ class ParameterServer(Strategy):
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights on the host, as the servers have them; each server tells the others its keys.
-
-        Every server calls it. Cost: a broadcast among the servers for each key, counted under `control`.
-        """
+        """As Strategy's; every server calls it. Cost: each key, broadcast among the servers, under `control`."""
         self.finish()
         state = self.model.state_dict()
         if self.serves:

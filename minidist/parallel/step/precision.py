@@ -48,10 +48,7 @@ class Precision:
         return list(parameters)
 
     def master(self, weights: Array, spans: Iterable[Span]) -> Array:
-        """The optimizer's array, for a contiguous array of weights (ZeRO's chunks): here the weights themselves.
-
-        Args:    spans: what lies where in the array.
-        """
+        """The optimizer's array for a contiguous array of weights, of which `spans` tells the parts: here itself."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:
