@@ -52,7 +52,7 @@ class PendingCall(Pending, RunningCall):
                         if not self.worker.alive():
                             raise CommError(f"the group was closed before {self.signature.describe()} was carried out")
             if self.error is not None:
-                self.worker.error = None  # the program knows of it now
+                self.worker.told = True     # the program knows of it now
                 raise self.error
             return self.call.settle(self.result)
 
@@ -87,12 +87,13 @@ class CallWorker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
     It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the
-    transport, so that the rank learns of it at its next wait of any kind; the calls behind it then fail too.
+    transport, so that the rank learns of it at its next wait of any kind; the calls behind it end in the same error.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
-        self.error: BaseException | None = None  # of a call whose wait() has not raised it yet
+        self.error: BaseException | None = None     # of the first call that failed
+        self.told = False                           # a wait() has raised it
         self.transport, self._account = transport, account.current()
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -121,7 +122,7 @@ class CallWorker:
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
-        if self.error is not None:
+        if self.error is not None and not self.told:
             raise self.error
 
     def _run(self) -> None:
@@ -142,6 +143,6 @@ class CallWorker:
             with pending.program, call:
                 pending.result = call.deliver(call.work(call), call.device)
         except BaseException as error:  # raised by wait()
-            pending.error = self.error = error
+            pending.error, self.error = error, self.error or error
             self.transport.abort(error if isinstance(error, CommError) else CommError(
                 f"{call.signature.describe()} failed: {type(error).__name__}: {error}"))

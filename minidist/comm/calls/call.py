@@ -27,7 +27,7 @@ from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce
 from minidist.device import account
-from minidist.errors import MismatchError
+from minidist.errors import CommError, MismatchError
 
 Arrays = Sequence[np.ndarray]
 Work = Callable[["Call"], Any]
@@ -73,7 +73,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
-        self._transport, self.board = group.transport, group.board
+        self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
         self._key, where = self.signature.pack()
         self._meta = self._key + where
@@ -83,11 +83,16 @@ class Call(RunningCall):
             self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
 
     def __enter__(self) -> None:
+        if self._guard.failure is not None:     # of a call before it in the queue
+            raise self._guard.failure
         super().__enter__()
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
         super().__exit__()
+        if error is not None:
+            self._guard.fail(error if isinstance(error, Exception) else CommError(
+                f"{self.signature.describe()} was interrupted by {kind.__name__}"))
         self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {

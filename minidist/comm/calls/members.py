@@ -23,9 +23,12 @@ class GroupGuard:
         guard.check()           # before a call takes its number
         with guard:             # while the call is carried out in the caller's thread
             ...
+        guard.fail(error)       # a collective ended in `error`: from now on check() raises that
 
     Raises (both): CommError that says which process or thread is wrong, and what to do.
     """
+
+    failure: Exception | None = None
 
     def __init__(self, axis: str, world_rank: int) -> None:
         self._name, self._rank = f"the group {axis}", world_rank
@@ -36,14 +39,20 @@ class GroupGuard:
         """Refuse every later use."""
         self._closed = True
 
+    def fail(self, error: Exception) -> None:
+        """A collective has ended in the middle: the other ranks would take the next one's messages for its own."""
+        self.failure = self.failure or error
+
     def check(self) -> None:
-        """Refuse a forked child (its messages would go out as the parent's), and any use after close()."""
+        """Refuse a forked child (its messages would go out as the parent's), any use after close(), or a failure."""
         if os.getpid() != self._process:
             raise CommError(f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
                             f"{self._process}, its parent; let that one communicate, or start more ranks")
         if self._closed:
             raise CommError(f"{self._name} was closed, and rank {self._rank} uses it; close it later, or split another "
                             "from a group that is open")
+        if self.failure is not None:
+            raise self.failure
 
     def check_alone(self) -> None:
         """Refuse if another thread is inside a call: the two would take each other's messages."""
