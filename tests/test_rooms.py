@@ -70,7 +70,7 @@ def test_a_wrong_arrow_is_seen() -> None:
     assert not _downwards(below)
     assert str(below) == "minidist/errors.py:7: minidist.errors imports minidist.device.backend"
     assert not _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.optim.adam"))
-    assert _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.nn.linear"))
+    assert _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.nn.layers"))
 
 
 def test_setup_cfg_lists_every_package() -> None:

@@ -12,8 +12,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Adam
-from minidist.parallel.tensor.split_gpt import split_gpt
-from minidist.parallel.tensor.tensor_layers import TensorRegion
+from minidist.parallel.tensor.tensor_layers import TensorRegion, split_gpt
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")

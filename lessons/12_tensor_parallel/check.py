@@ -15,7 +15,7 @@ from minidist.grading import Result, expect
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.nn.shares import head_shares
-from minidist.parallel.tensor.split_gpt import head_columns
+from minidist.parallel.tensor.tensor_layers import head_columns
 from minidist.parallel.tensor.tensor_parallel import elements_sent
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0

@@ -22,7 +22,7 @@ THREADS = ("threads", "threads-unbuffered")             # ranks inside one proce
 PROCESSES = ("auto", "tcp", "shm", "mpi", "nccl")       # ranks that are processes
 PLAIN = ("plain-tcp",)                                  # the same, to read and to try: see comm/transports/plain_tcp.py
 LATER = ("sim",)                                        # named in the design, not in this version
-_MAKERS = {"auto": ("auto", "connect"), "tcp": ("tcp", "connect"), "shm": ("shm.transport", "connect"),
+_MAKERS = {"auto": ("auto", "connect"), "tcp": ("auto", "connect_tcp"), "shm": ("auto", "connect_shm"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
 

@@ -14,10 +14,8 @@ import pytest
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
-from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.progress.poll_loop import PolledTransport
-from minidist.comm.transports.shm.link import ShmLink
-from minidist.comm.transports.shm.ring_buffer import RING_BYTES
+from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
 from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmTransport
 from minidist.comm.transports.tcp import TcpLink
 

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
-from minidist.parallel.hybrid.hybrid_pipeline import gathers
+from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.step.step import Batch

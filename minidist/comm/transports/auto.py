@@ -3,7 +3,7 @@
     node 0          node 1
     r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
-    ||            ||      ||     two rings in shared memory (shm/link.py), and boards for the groups inside a node
+    ||            ||      ||     two rings in shared memory (shm/), and boards for the groups inside a node
     r1 ---------- r3
 
 One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of others, and a peer is
@@ -14,40 +14,51 @@ Ranks share memory if they are on one host and their launcher counts them to one
 gives two nodes with TCP between them.
 """
 
+import socket
+from functools import partial
+
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import system_and
 from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
+from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.shm.transport import share
-from minidist.comm.transports.tcp import TcpLink, dial, listen, tcp_transport
+from minidist.comm.transports.tcp import SPINS, TcpLink, dial, listen
+from minidist.errors import CommError
 
 
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int) -> Transport:
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int, kind: str = "auto") -> Transport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
     Links inside a host are made first, so no two ranks wait for each other.
 
-    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's.
-    Raises:  HandshakeError, TimeoutError: see full_mesh.connect.
+    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's;
+             kind: "tcp" shares no memory, "shm" connects ranks of one host only, whatever their nodes.
+    Raises:  HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm finds several hosts.
     """
     me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
+    memory = f"rank {me}" if kind == "tcp" else shared_by(0 if kind == "shm" else node)
     with full_mesh.listening(tcp, unix):
-        infos = link.meet({"memory": shared_by(node), "unix": unix.getsockname(), "host": host,
-                           "port": tcp.getsockname()[1]})
+        infos = link.meet({"memory": memory, "unix": unix.getsockname(), "host": host, "port": tcp.getsockname()[1]})
         memories = [info["memory"] for info in infos]
         near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
         others = [rank for rank in range(len(infos)) if rank not in near]
-        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial_unix(infos[rank]["unix"], limit), token,
-                                  limit)
+        if kind == "shm" and others:
+            raise CommError(f"shm joins ranks of one host, but ranks {me} and {others[0]} are on two; take auto")
+        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial(
+            socket.socket(socket.AF_UNIX), infos[rank]["unix"], limit), token, limit)
         try:
             far = full_mesh.connect(link, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
         except BaseException:
             full_mesh.hang_up(rings)
             raise
-    if len(set(memories)) == len(memories) > 1:
-        return tcp_transport(me, limit, far)
-    return share(me, rings, limit, {rank: TcpLink(sock) for rank, sock in far.items()},
-                 name="shm" if len(set(memories)) == 1 else "shm+tcp")
+    links = {rank: TcpLink(sock) for rank, sock in far.items()}
+    if kind == "tcp" or len(set(memories)) == len(memories) > 1:
+        return PolledTransport("tcp", me, limit, links, SPINS)
+    return share(me, rings, limit, links, name="shm" if len(set(memories)) == 1 else "shm+tcp")
+
+
+connect_tcp, connect_shm = partial(connect, kind="tcp"), partial(connect, kind="shm")
 
 
 def shared_by(node: int) -> str:

@@ -1,9 +1,7 @@
 """Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to install.
 
-One connection between every two ranks, made at the start (full_mesh.py), each proved to belong to the job. plain_tcp.py
-does the same in one short file, without an engine. Here no socket is waited for.
-
-A message leaves in one `sendmsg` of header and payload. On the other side
+One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same without an engine.
+Here no socket is waited for. A message leaves in one `sendmsg` of header and payload. On the other side
 
     small messages    come with their header in one recv, into the buffer, and are copied out of it
     copies            are received straight into the array they are for
@@ -15,16 +13,13 @@ Cost of a message: one copy into the kernel and one out of it, about 3 system ca
 
 import select
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transports.progress import full_mesh
-from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.progress.poll_loop import PolledTransport
+from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
@@ -32,23 +27,6 @@ BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
 SPINS = 20                  # looks at the connections before sleeping
-
-
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> PolledTransport:
-    """This rank's connections to all others.
-
-    Args:    host: the address to listen at: this host's own, as the other ranks see it.
-    Raises:  HandshakeError, TimeoutError: see full_mesh.join.
-    """
-    listener = listen(host)
-    info = {"host": host, "port": listener.getsockname()[1]}
-    connections = full_mesh.join(link, info, listener, lambda info: dial(info, limit), token, limit)
-    return tcp_transport(link.world_rank, limit, connections)
-
-
-def tcp_transport(world_rank: int, limit: float, connections: Mapping[int, socket.socket]) -> PolledTransport:
-    """The transport of a rank that is connected to all others, by world rank."""
-    return PolledTransport("tcp", world_rank, limit, {rank: TcpLink(sock) for rank, sock in connections.items()}, SPINS)
 
 
 def listen(host: str) -> socket.socket:
@@ -77,9 +55,10 @@ class TcpLink(PolledLink):
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        _send_at_once(sock)
+        if sock.family != socket.AF_UNIX:
+            _send_at_once(sock)
         self._sock = sock
-        self._buffer: np.ndarray[Any, Any] | None = None     # made when first needed: a ring uses few links
+        self._buffer = np.empty(0, np.uint8)                # made when first needed: a ring uses few links
         self._start = self._stop = 0
         self._low_water = self._expected = 1                # as set on the socket; bytes known to come
 
@@ -92,16 +71,14 @@ class TcpLink(PolledLink):
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
             self._fill(READ_AHEAD, expected=1)
-        if self._stop - self._start < count or self._buffer is None:
-            return None
-        return self._buffer[self._start:self._start + count].tobytes()
+        data = self._buffer[self._start:min(self._start + count, self._stop)]
+        return data.tobytes() if len(data) == count else None
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
             self._to_front()  # where items are aligned
         if self._stop < min(most, BUFFERED_BYTES):
             self._fill(most - self._stop, expected=most - self._stop)
-        assert self._buffer is not None
         whole = min(most, self._stop)
         return self._buffer[:whole - whole % itemsize]
 
@@ -110,7 +87,7 @@ class TcpLink(PolledLink):
 
     def read_into(self, target: np.ndarray) -> int:
         buffered = min(self._stop - self._start, len(target))
-        if buffered == 0 or self._buffer is None:
+        if buffered == 0:
             return self._receive(target, expected=len(target))
         target[:buffered] = self._buffer[self._start:self._start + buffered]
         self._start += buffered
@@ -118,13 +95,13 @@ class TcpLink(PolledLink):
 
     def _to_front(self) -> None:
         left = self._stop - self._start
-        if left and self._buffer is not None:
+        if left:
             self._buffer[:left] = self._buffer[self._start:self._stop]
         self._start, self._stop = 0, left
 
     def _fill(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are buffered."""
-        if self._buffer is None:
+        if not len(self._buffer):
             self._buffer = account.current().hold(np.empty(BUFFERED_BYTES, np.uint8), "communication")
         if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
             self._to_front()
@@ -152,9 +129,6 @@ class TcpLink(PolledLink):
             self._low_water = low_water
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
 
-    def disarm(self, events: int) -> None:
-        pass
-
     def close(self) -> None:
         """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""
         scrap = np.empty(BUFFERED_BYTES, np.uint8)
@@ -165,12 +139,7 @@ class TcpLink(PolledLink):
 
 
 def _send_at_once(sock: socket.socket) -> None:
-    """Small messages are not held back; and on loopback, which is never congested, the plainest congestion control.
-
-    BBR, the default of some systems, measures and paces; over loopback that costs a quarter of the bandwidth.
-    """
-    if sock.family == socket.AF_UNIX:
-        return
+    """Small messages are not held back. On loopback BBR, the default of some systems, costs a quarter of the speed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
         with suppress(OSError):  # not among those this user may choose

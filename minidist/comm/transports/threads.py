@@ -28,10 +28,9 @@ _GRACE = 5.0  # seconds that ranks get to end after one has failed
 
 
 def name_rank(error: BaseException, world_rank: int) -> BaseException:
-    """The same exception, its traceback untouched, now saying which rank raised it: "rank 3: …".
+    """The same exception, its traceback untouched, its message now beginning with the rank: "rank 3: …".
 
-    The rank goes in front of the message where the message is the exception's first argument, as it nearly always is.
-    Any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause; Python prints both.
+    One whose message is not its first argument (KeyError, OSError, …) gets a CommError that names the rank as cause.
     """
     if begin_with_rank(error, world_rank):
         return error

@@ -57,11 +57,9 @@ class _Held(Handle):
 
 
 class Delayed(Transport):
-    """A transport whose messages are held back; messages to one peer keep their order.
+    """The transport `inner`, its messages held back for `alpha` seconds each and `beta` a byte, in order.
 
-    Args:    inner        the transport that carries them in the end
-             alpha, beta  seconds a message, and a byte
-    Raises:  ConfigError if one of them is negative or no number.
+    Raises: ConfigError if one of them is negative or no number.
     """
 
     def __init__(self, inner: Transport, *, alpha: float, beta: float) -> None:
@@ -84,7 +82,6 @@ class Delayed(Transport):
 
     @property
     def limit(self) -> float:
-        """The transport's below."""
         return self.inner.limit
 
     @limit.setter

@@ -101,10 +101,9 @@ def zigzag(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
-    """Which of a rank's query blocks see which key blocks of rank `source`; length, size as of zigzag.
+    """Which of a rank's query blocks see which key blocks of rank `source`, as slices of the ranks' tokens.
 
-    Returns: (queries, keys, causal): slices of the tokens of `rank` and of `source`; whether it is one block, in which
-             the mask is causal. Queries of a later block see all keys, those of an earlier block none.
+    Returns: (queries, keys, causal); causal: it is one block. Queries of a later block see all keys, earlier ones none.
     """
     for own, queries in own_blocks(length, rank, size):
         for other, keys in own_blocks(length, source, size):
@@ -115,10 +114,7 @@ def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[sl
 # ------------------------------------------------------------------------------------------------------------ ring
 
 def pass_on(group: Group, array: Array, tokens: int) -> Pending:
-    """Start to send `array` (…, own, D) to the next rank, and to receive (…, tokens, D) from the previous rank.
-
-    Returns: a handle whose wait() gives the array that came. Cost: one message.
-    """
+    """Start to send `array` (…, own, D) to the next rank, and to receive (…, tokens, D) from the previous rank."""
     xp = array_module(array)
     room = account.current().hold(xp.empty((*array.shape[:-2], tokens, array.shape[-1]), array.dtype), "communication")
     return group.start_exchange(array, (group.rank + 1) % group.size, (group.rank - 1) % group.size, out=room)
@@ -222,7 +218,7 @@ class RingSelfAttention(CausalSelfAttention):
 
 
 def attend_by_ring(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, send keys and values round `group`; returns the tokens that each rank needs."""
+    """Let a GPT's attention, in place, send keys and values round `group`; returns each rank's tokens."""
     for block in model.blocks:
         block.attention = RingSelfAttention(block.attention, group)
     return partial(zigzag, rank=group.rank, size=group.size)

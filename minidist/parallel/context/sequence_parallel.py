@@ -42,9 +42,8 @@ from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
 from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
-from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion
+from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion, shared_numbers, split_gpt
 
 
 def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
@@ -89,7 +88,6 @@ class OutsideSequences(Sequences):
         self.group = group
 
     def keys(self, tokens: Array) -> Array:
-        """The keys of the own tokens."""
         return pick(tokens, partial(shard_of, group=self.group), TOKENS)
 
     def total(self, share: Array) -> Array:
@@ -109,24 +107,17 @@ class SequenceOutput(SplitOutput):
 
 
 def sequence_parallel(model: GPT, group: Group) -> GPT:
-    """Cut a GPT's layers as chapter 12 does, and the sequence between them; then `model.initialize(seed)` draws.
-
-    Raises:  as split_gpt.
-    """
+    """Cut a GPT's layers as chapter 12 does, and the sequence between them. Raises: as split_gpt."""
     region = SequenceRegion(group)
     split_gpt(model, region)
-    set_output(model, SequenceOutput(model.config.vocabulary, region))
+    model.output = SequenceOutput(model.config.vocabulary, region)
     shard_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model
 
 
 class SequenceParallel(SplitModel):
-    """A GPT cut by `sequence_parallel`, trained on batches that every rank of the group sees whole.
-
-    The step is chapter 12's. After the last backward, gradients of the weights outside the regions are all-reduced,
-    because each rank has only the part of its own tokens.
-    """
+    """As TensorParallel, of a GPT cut by `sequence_parallel`; gradients of what is outside regions are all-reduced."""
 
     sums_undivided = True       # each rank has the gradients of its own tokens
 

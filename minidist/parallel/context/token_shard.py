@@ -15,7 +15,7 @@ from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
-from minidist.nn.output import Output
+from minidist.nn.gpt import Output
 from minidist.parallel.tensor.split_model import SplitModel
 
 TOKENS = 1      # the dim of (B, T, width) that is cut
@@ -39,25 +39,21 @@ def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 class TokenShardEmbedding(Embedding):
-    """A token embedding that is given all ids and looks up the own ones."""
+    """A token embedding that is given all ids (B, T) and looks up the own ones: (B, own, width)."""
+
+    dim = TOKENS
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
-        """All ids (B, T) -> (B, own, width)."""
-        return super().forward(pick(ids, self.own, TOKENS))
+        return super().forward(pick(ids, self.own, self.dim))
 
 
-class TokenShardPositions(Embedding):
-    """A position embedding that is given all positions and looks up the own ones."""
+class TokenShardPositions(TokenShardEmbedding):
+    """A position embedding that is given all positions (T,) and looks up the own ones: (own, width)."""
 
-    def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
-        self.weight, self.own = embedding.weight, own
-
-    def forward(self, ids: Array) -> Tensor:
-        """All positions (T,) -> (own, width)."""
-        return super().forward(pick(ids, self.own, 0))
+    dim = 0
 
 
 class TokenShardDropout(Dropout):
@@ -114,15 +110,8 @@ def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
     model.assign_names()
 
 
-# ------------------------------------------------------------------------------------------------------------- step
-
 class ContextParallel(SplitModel):
-    """A GPT cut by `context_parallel` (ring_attention.py) or `ulysses`, trained on batches that every rank sees whole.
-
-        model = context_parallel(GPT(config), group)
-        model.initialize(seed)
-        strategy = ContextParallel(model, group)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+    """As TensorParallel, of a GPT cut by `context_parallel` (ring_attention.py) or `ulysses`.
 
     A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
     """

@@ -95,10 +95,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
 
 
 def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, swap tokens for heads; returns the tokens that each rank needs.
-
-    Raises:  as ulysses.
-    """
+    """Let a GPT's attention, in place, swap tokens for heads; returns each rank's tokens. Raises: as ulysses."""
     for block in model.blocks:
         heads = block.attention.heads
         if heads < group.size:
@@ -110,13 +107,7 @@ def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
 
 
 def ulysses(model: GPT, group: Group) -> GPT:
-    """Cut a GPT's sequences between the ranks of `group`, in place, before or after its weights are drawn.
-
-    Weights stay whole. The model then takes whole sequences on every rank, works on its own tokens, and returns the
-    loss of all tokens; ContextParallel trains it.
-
-    Raises:  PlanError if there are more ranks than heads.
-    """
+    """As context_parallel (ring_attention.py), with consecutive tokens. Raises PlanError for more ranks than heads."""
     shard_tokens(model, group, attend_by_heads(model, group))
     return model
 

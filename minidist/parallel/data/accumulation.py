@@ -8,16 +8,13 @@ once. The weights are those of one pass; the activations at the peak are those o
     gradients     = g1                   | += g2                  | … | += gA, reduced meanwhile
     activations   up        | down       | up        | down       | … | up        | down
 
-N1 §2.1 names the other gain, fewer reductions ("a common strategy to spread the cost of communication"), and N2:419 the
-case where it is needed: long sequences, of which few fit at once. How few: a pass takes at least one sequence. Below
-that, activations must be recomputed (chapter 19) or the sequence cut over ranks (chapter 13).
+It is needed for long sequences, of which few fit at once. A pass takes at least one; below that, activations must be
+recomputed (chapter 19) or the sequence cut over ranks (chapter 13).
 
 The mean must be of the whole batch. Each pass divides its sum of losses by the targets of *all* passes and all ranks,
 so that gradients add up to the gradient of the mean. A mean of the passes' means is another number where passes differ:
 
     passes of 3 rows and 1 row, losses 1, 1, 1 and 5:   mean 8/4 = 2;   mean of means (1 + 5)/2 = 3
-
-And dividing twice (by the passes, though the divisor had them all) makes the gradient A times too small.
 
 When each strategy reduces, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
 
@@ -26,8 +23,7 @@ When each strategy reduces, and what it costs, in elements a step over all ranks
     ZeRO-2             in each              (A+1)Ψ(P-1)    no rank keeps a whole gradient: that is the stage
     ZeRO-3             in each              3AΨ(P-1)       and weights, fetched twice a pass, are freed in between
 
-So with stages 2 and 3 accumulation saves activations and costs traffic; with DDP and stage 1 it saves activations free
-of charge. The number of messages goes the same way.
+So with stages 2 and 3 accumulation saves activations and costs traffic; with DDP and stage 1 it is free of charge.
 
 notes:   N1 §2.1, N2 §10.4 (N2:419)
 """

@@ -1,30 +1,37 @@
-"""Bounded staleness: which worker may go on; the record of updates, and the same updates again in one process.
+"""An asynchronous server: a thread for each worker, how far one may be ahead, and the same updates in one process.
+
+    thread of worker 0     recv | update | wait for its turn | copy | send        recv | ...
+    thread of worker 1          recv     | update | copy | send     recv | ...
+                                         one update at a time: its place in the record
 
     staleness 1        step 0   step 1   step 2
     fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the slowest, not two
     slow worker        ################|  ################|
 
-An asynchronous server makes an update of each gradient as it comes. What the weights then are depends on the order of
-the updates, and on which weights each gradient was made from: its record. `replay` makes the same updates again.
+The server makes an update of each gradient as it comes. What the weights then are depends on the order of the updates,
+and on which weights each gradient was made from: its record. `replay` makes the same updates again.
 
 Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
+from minidist.comm.group import Group
+from minidist.device import account
 from minidist.device.backend import Array
-from minidist.errors import CommError, TimeoutError
+from minidist.errors import CommError, PeerLostError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.data.server_keys import Shard, assign
 from minidist.parallel.step.flat import Piece
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Batch, Loss, loss_of, part_of, zero_unused
 
 
 class Update(NamedTuple):
@@ -53,29 +60,25 @@ class Clocks:
         self.staleness, self.limit = staleness, limit
         self.running = set(range(workers))
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def lock(self) -> AbstractContextManager[object]:
-        """Held while weights change or are copied."""
-        return self._changed
+        self.lock = threading.Condition()       # held while weights change or are copied
 
     def tick(self, worker: int) -> None:
         """The worker has done a step."""
-        with self._changed:
+        with self.lock:
             self.done[worker] += 1
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def leave(self, worker: int) -> None:
         """The worker has done all its steps, or is lost: no wait counts it any more."""
-        with self._changed:
+        with self.lock:
             self.running.discard(worker)
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The server cannot go on: every wait raises `error`."""
-        with self._changed:
+        with self.lock:
             self.failure = self.failure or error
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def wait_turn(self, worker: int) -> None:
         """Return when the worker is no more than `staleness` steps ahead."""
@@ -87,14 +90,104 @@ class Clocks:
         self._wait(lambda: not self.running, worker)
 
     def _wait(self, ready: Callable[[], bool], worker: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: ready() or self.failure is not None, self.limit)
+        with self.lock:
+            self.lock.wait_for(lambda: ready() or self.failure is not None, self.limit)
             if self.failure is not None:
                 raise CommError(f"worker {worker} is not served any more: {self.failure}")
             if not ready():
                 slowest = min(self.running, key=lambda other: self.done[other])
                 raise TimeoutError(f"worker {worker}, {self.done[worker]} steps done, waited {self.limit:g} s for "
                                    f"worker {slowest}, {self.done[slowest]} done; raise the limit, or the staleness")
+
+
+class Service:
+    """The work of one server: rank `workers + number` of the group, whose ranks below `workers` it serves.
+
+    A worker that is lost leaves: its thread ends, and no other thread waits for it any more.
+    Args:       shard: its keys; pieces: what its optimizer is made of; staleness: of Clocks.
+    Attributes: record  its updates, in their order
+                lost    workers that are lost, by number, and how
+    """
+
+    def __init__(self, group: Group, workers: int, shard: Shard, pieces: Sequence[Piece], *, staleness: int | None,
+                 recorder: Recorder) -> None:
+        self.group, self.workers, self.shard, self.pieces, self.recorder = group, workers, shard, pieces, recorder
+        self.record: list[Update] = []
+        self.lost: dict[int, PeerLostError] = {}
+        self.over = False
+        self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
+        self.clocks = Clocks(workers, staleness, group.transport.limit)
+
+    def serve(self, optimizer: Optimizer) -> None:
+        """Return when every worker has finished or is lost.
+
+        Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every worker is lost.
+        """
+        if self.over:
+            return
+        self.over = True
+        memory = account.current()
+        threads = [threading.Thread(target=self._body, args=(worker, optimizer, memory), daemon=True,
+                                    name=f"server of worker {worker}") for worker in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.clocks.failure is not None:
+            raise self.clocks.failure
+        if len(self.lost) == self.workers:
+            worker, error = next(iter(self.lost.items()))
+            raise PeerLostError(f"all {self.workers} workers are lost, worker {worker} first: {error}",
+                                error.world_rank)
+
+    def _body(self, worker: int, optimizer: Optimizer, memory: account.MemoryAccount) -> None:
+        """One worker's thread."""
+        try:
+            with account.use(memory):
+                while self._serve_step(worker, optimizer):
+                    pass
+        except PeerLostError as error:
+            if error.world_rank == self.group.world_ranks[worker]:
+                self.lost[worker] = error
+                self.clocks.leave(worker)
+            else:
+                self.clocks.fail(error)
+        except BaseException as error:  # serve() raises it
+            self.clocks.fail(error)
+
+    def _serve_step(self, worker: int, optimizer: Optimizer) -> bool:
+        """Take a push, update, give the weights back; whether the worker will come again."""
+        room = self.rooms[worker]
+        with self.group.ledger.control():
+            step, lr, scale, *versions = self.group.recv(worker).tolist()
+        comes_again = bool(step >= 0)
+        if comes_again:
+            for vector in room:
+                self.group.recv(worker, out=vector)
+            with self.clocks.lock:
+                self._update(Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer)
+            self.clocks.tick(worker)
+            self.clocks.wait_turn(worker)
+        else:
+            self.clocks.leave(worker)
+            self.clocks.wait_end(worker)
+        with self.clocks.lock:
+            header = [len(self.record), *([] if comes_again else self.lost)]
+            for vector, weights in zip(room, self.shard.weights, strict=True):
+                vector[...] = weights           # others may update while this is on its way
+        with self.group.ledger.control():
+            self.group.send(np.array(header, np.float64), worker)
+        for vector in room:
+            self.group.send(vector, worker)
+        return comes_again
+
+    def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
+        """One update by one worker's gradient, which lies in its room. Under the lock."""
+        own = update.versions[self.group.rank - self.workers]
+        self.shard.point(self.pieces, self.rooms[update.worker])
+        with self.recorder.span("update", worker=update.worker, clock=update.step, stale=len(self.record) - own):
+            optimizer.step(None if np.isnan(update.lr) else update.lr, scale)
+        self.record.append(update)
 
 
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
@@ -112,66 +205,47 @@ def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[
              loss, clip: the run's.
     Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
     """
-    _Replay(model, records, make_optimizer).run(batch, workers, loss or loss_of(model), clip)
+    loss, shards = loss or loss_of(model), [Shard(keys) for keys in key_shards(model, len(records))]
+    pieces = [shard.pieces() for shard in shards]
+    optimizers = [make_optimizer(of_server) for of_server in pieces]
+    kept = [[_copies(shard.weights)] for shard in shards]       # of each server, every version of its weights
+    gradients: dict[tuple[int, int], tuple[list[list[Array]], float]] = {}
 
-
-class _Replay:
-    """The servers of a run, in one process, with all versions of their weights."""
-
-    def __init__(self, model: Module, records: Sequence[Sequence[Update]],
-                 make_optimizer: Callable[[list[Piece]], Optimizer]) -> None:
-        self.model, self.records = model, records
-        self.shards = [Shard(keys) for keys in key_shards(model, len(records))]
-        self.pieces = [shard.pieces() for shard in self.shards]
-        self.optimizers = [make_optimizer(pieces) for pieces in self.pieces]
-        self.versions = [[_copies(shard.weights)] for shard in self.shards]
-        self.gradients: dict[tuple[int, int], tuple[list[list[Array]], float]] = {}
-
-    def run(self, batch: Callable[[int], Batch], workers: int, loss: Loss, clip: float | None) -> None:
-        """Every server's updates, in its order, each as soon as the weights that its gradient was made from exist."""
-        left = sum(map(len, self.records))
-        while left:
-            before = left
-            for server, record in enumerate(self.records):
-                while (update := self._next(server, record)) is not None:
-                    if update[:2] not in self.gradients:
-                        part = part_of(batch(update.step), size=workers, rank=update.worker)
-                        self.gradients[update[:2]] = self._gradient(update, part, loss, clip)
-                    self._update(server, update)
-                    left -= 1
-            if left == before:
-                raise CommError(f"replay: {left} updates of the record were made from weights that it never makes; the "
-                                f"records of all servers belong together")
-        for shard, versions in zip(self.shards, self.versions, strict=True):
-            _restore(shard.weights, versions[-1])
-
-    def _next(self, server: int, record: Sequence[Update]) -> Update | None:
-        """The server's next update, if the weights that it was made from exist."""
-        done = len(self.versions[server]) - 1
-        if done == len(record):
-            return None
-        exist = all(version < len(versions) for version, versions in
-                    zip(record[done].versions, self.versions, strict=True))
-        return record[done] if exist else None
-
-    def _gradient(self, update: Update, part: Part, loss: Loss, clip: float | None) -> tuple[list[list[Array]], float]:
+    def gradient(update: Update) -> tuple[list[list[Array]], float]:
         """A worker's gradient by server, and what it is scaled by."""
-        for shard, version, versions in zip(self.shards, update.versions, self.versions, strict=True):
+        for shard, versions, version in zip(shards, kept, update.versions, strict=True):
             _restore(shard.weights, versions[version])
-        self.model.zero_grad()
+        part = part_of(batch(update.step), size=workers, rank=update.worker)
+        model.zero_grad()
         if len(part.inputs):
             loss(part, part.targets.size).backward()
-        keys = [key for shard in self.shards for key in shard.keys]
-        scale = own_scale(keys, clip)
-        return [_copies(shard.gradients) for shard in self.shards], scale
+        scale = own_scale([key for shard in shards for key in shard.keys], clip)
+        return [_copies(shard.gradients) for shard in shards], scale
 
-    def _update(self, server: int, update: Update) -> None:
-        shard, pieces = self.shards[server], self.pieces[server]
-        gradients, scale = self.gradients[update.worker, update.step]
-        _restore(shard.weights, self.versions[server][-1])
-        shard.point(pieces, gradients[server])
-        self.optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
-        self.versions[server].append(_copies(shard.weights))
+    for server, update in _in_order(records):
+        if update[:2] not in gradients:
+            gradients[update[:2]] = gradient(update)
+        by_server, scale = gradients[update[:2]]
+        _restore(shards[server].weights, kept[server][-1])
+        shards[server].point(pieces[server], by_server[server])
+        optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
+        kept[server].append(_copies(shards[server].weights))
+    for shard, versions in zip(shards, kept, strict=True):
+        _restore(shard.weights, versions[-1])
+
+
+def _in_order(records: Sequence[Sequence[Update]]) -> Iterator[tuple[int, Update]]:
+    """(server, update): every server's in its order, each when the weights that its gradient was made from exist."""
+    left, exist = [deque(record) for record in records], [1] * len(records)     # versions of each server's weights
+    while any(left):
+        ready = [server for server, record in enumerate(left) if record and all(
+            version < versions for version, versions in zip(record[0].versions, exist, strict=True))]
+        if not ready:
+            raise CommError(f"replay: {sum(map(len, left))} updates of the record were made from weights that it never "
+                            f"makes; the records of all servers belong together")
+        for server in ready:
+            yield server, left[server].popleft()
+            exist[server] += 1
 
 
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:

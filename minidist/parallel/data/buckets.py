@@ -1,57 +1,49 @@
 """Buckets: gradients that travel together.
 
 A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait
-for the last, so they are not all reduced at once. A bucket is the compromise: one flat buffer that holds the gradients
-of a run of parameters, and one collective.
+for the last, so they are not all reduced at once. A bucket is one flat buffer of the gradients of some parameters.
 
 A bucket is reduced when the last of its gradients is final and all buckets before it have begun. Ranks may use
 different parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
 same one on every rank, or the sum of bucket 1 here would meet bucket 2 there. So a complete bucket waits for those
 before it, although that costs overlap.
 
-A parameter that a backward will not reach holds back no bucket: backward looks through its tape before it runs, and
-tells which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
+A parameter that a backward will not reach holds back no bucket: backward tells before it runs which leaves it will
+reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from minidist.autograd.tensor import Parameter
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, GradientError
+from minidist.parallel.step.flat import views
+from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
-"""The largest size of a bucket, in bytes, by default. For 13 MB of gradients on two ranks over shm, reducing took
-each rank 15 ms of processor time in buckets of 0.5 MiB, 13 in 1 MiB, 10 in 2 MiB, 8 in 4 MiB and 6 in one; but the
-last bucket cannot hide behind backward, and the larger it is the longer all wait for it."""
+"""The largest size of a bucket, in bytes, by default. Larger ones cost less processor time (13 MB over shm: 15 ms in
+buckets of 0.5 MiB, 10 in 2, 8 in 4); but the last cannot hide behind backward."""
 
 
 class Bucket:
     """The gradients of `parameters`, one after another in one flat buffer; each parameter's gradient is a view of it.
 
-    Nothing is ever packed or unpacked: backward writes into the views, the collective works on `data`, and the
-    optimizer reads the views.
-
-    Attributes: index       its place among the buckets, in the order in which they are reduced
-                parameters  in reverse order of use
+    So nothing is packed or unpacked.
+    Attributes: parameters  in reverse order of use
                 data        (n,) their gradients' dtype and device
     """
 
-    def __init__(self, index: int, parameters: Sequence[Parameter]) -> None:
-        self.index = index
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = tuple(parameters)
         xp, first = array_module(parameters[0].data), parameters[0]
         self.data: Array = xp.zeros(sum(p.size for p in parameters), first.dtype)
         account.current().hold(self.data, "gradients")
-        start = 0
-        for parameter in parameters:
-            parameter.bind_gradient(self.data[start:start + parameter.size].reshape(parameter.shape))
-            start += parameter.size
-
-    def __repr__(self) -> str:
-        return f"<bucket {self.index}: {len(self.parameters)} gradients, {self.data.nbytes} bytes>"
+        for parameter, view in views(parameters, self.data):
+            parameter.bind_gradient(view)
 
 
 def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -78,10 +70,8 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
 
 def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
     """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of reduction."""
-    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes))]
+    return [Bucket(run) for run in cut(parameters, bucket_bytes)]
 
-
-# --------------------------------------------------------------------------------------- which bucket may be reduced
 
 UNUSED = ("zero", "error")
 
@@ -91,8 +81,7 @@ class BucketOrder:
 
     Args:    runs: of parameters; their hooks tell when gradients are final.
              who: the strategy and rank; by: what to call instead; both for errors.
-             unused: what a parameter means that no backward of a step reaches on this rank: "zero", a gradient of zero
-             (another rank may use it); "error": a mistake, named before the rank's last backward of the step.
+             unused: as DDP's; a mistake is named before the rank's last backward of the step.
     Attributes: completed: parameters in the order in which the newest backward made their gradients final
     Raises:  ConfigError for another `unused`.
     """
@@ -116,11 +105,25 @@ class BucketOrder:
         self._missing = [0] * len(runs)     # gradients each run still waits for
         self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
 
-    def begin(self, *, more_to_come: bool = False) -> None:
-        """A backward begins; `more_to_come`: nothing sets out in it, because later ones add gradients.
+    def backward(self, precision: Precision, share: Tensor | None, dy: Array | None = None, *, defer: bool = False,
+                 more_to_come: bool = False) -> list[WeightGradient]:
+        """Go backward from `share` (None: nothing was computed); what it does not reach on this rank is final too.
 
-        Raises:  GradientError if it is the first of a step and gradients of the last step are still there.
+        Args:    dy, defer: as DataAxis.backward; more_to_come: nothing sets out, because later ones add gradients.
+        Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
+        self._begin(more_to_come)
+        deferred = [] if share is None else precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
+        self._finish()
+        return deferred
+
+    def backward_weights(self, precision: Precision, deferred: list[WeightGradient]) -> None:
+        """Compute what a backward has put off; nothing sets out."""
+        self._begin(more_to_come=True)
+        precision.backward_weights(deferred)
+        self._finish()
+
+    def _begin(self, more_to_come: bool) -> None:
         if self._between_steps:
             kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
             if kept is not None:
@@ -130,11 +133,8 @@ class BucketOrder:
         self._idle, self._more_to_come, self._between_steps = False, more_to_come, not more_to_come
         self._missing, self.started = [len(run) for run in self.runs], 0
 
-    def expect(self, reached: Collection[int]) -> None:
-        """Backward is about to run, and will reach these leaves (ids).
-
-        Raises:  GradientError if it is the last of a step and leaves out a parameter that must not be unused.
-        """
+    def _expect(self, reached: Collection[int]) -> None:
+        """Backward is about to run, and will reach these leaves (ids)."""
         self._computed, self.completed = True, []
         if self._more_to_come:
             return
@@ -143,11 +143,7 @@ class BucketOrder:
             self._missing[index] -= sum(id(parameter) not in reached for parameter in run)
         self._start_complete()
 
-    def finish(self) -> None:
-        """Backward is over: what it did not reach here is final too.
-
-        Raises:  GradientError as `expect`.
-        """
+    def _finish(self) -> None:
         self._idle = True
         if self._more_to_come:
             return
@@ -156,16 +152,14 @@ class BucketOrder:
         self._start_complete()
 
     def _refuse_unused(self, reached: Collection[int]) -> None:
-        """With unused="error": raise for what neither this backward will reach nor an earlier one of the step did.
-
-        A rank that had no row in the whole step computed nothing, and that is no mistake.
-        """
+        """With unused="error": raise for what no backward of the step reaches; not on a rank that had no row."""
         if self.unused != "error" or not self._computed:
             return
         names = [parameter.name for run in self.runs[self.started:] for parameter in run
                  if id(parameter) not in reached and parameter.grad is None]
         if names:
-            raise GradientError(f"{self.who}: the loss does not depend on {_some(names)}; use every parameter on every "
+            some = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise GradientError(f"{self.who}: the loss does not depend on {some}; use every parameter on every "
                                 f"rank, freeze it (requires_grad = False), or give it a zero gradient by unused='zero'")
 
     def _final(self, parameter: Parameter) -> None:
@@ -187,8 +181,3 @@ class BucketOrder:
             zero_unused(self.runs[self.started])
             self.started += 1
             self.start(self.started - 1)
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three names, and how many more."""
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -28,20 +28,9 @@ Cost, a step (device 0 talks to each of the others; there is no ring):
 
 So 2(R-1) × 4Ψ pass through device 0, against 2(R-1)/R × 4Ψ in and as much out of each rank in DDP.
 
-The notes' steps (N0:133), as they happen here:
-
-    DP 1  device 0 reads the data and deals it out.
-    DP 2  device 0 copies the present model to the others.
-    DP 3  every device makes its forward; the outputs go to device 0, which computes the loss.
-    DP 4  "the loss goes to the others, for backward".  It is the *outputs' gradients* that go: the loss of the whole
-          batch is one number, and no device could begin its backward with that.
-    DP 5  the gradients come back to device 0, which "averages them".  It *sums* them: the loss is the mean of the whole
-          batch already, so averaging is off by R.
-
-N1:22 lets the replicas update themselves and then be synchronised: they never update; they are overwritten (DP 2).
-N0:142 "all training is in one thread", N0:143 "one process, many threads": one process, a thread for each replica. They
-take turns in Python, since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and copying, run
-outside of it (N1:38 says a process can use one core only).
+Steps are numbered as in N0:133. In DP 4 the *outputs' gradients* go to the others, not the loss, which is one number;
+in DP 5 gradients are *summed*, because the loss is the mean of the whole batch already. Replicas take turns in Python,
+since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and copying, run outside of it.
 
 notes:   N0 DP, N1 DP
 Source:  PyTorch's torch.nn.DataParallel: replicate, scatter, parallel_apply, gather.
@@ -64,12 +53,12 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import cut, make_buckets
-from minidist.parallel.step.flat import Flat, trainable
+from minidist.parallel.step.flat import join, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
 from minidist.parallel.step.strategy import Strategy
 
 
@@ -98,8 +87,7 @@ def plain_data_parallel(replicas: Sequence[Module], optimizer: Optimizer, batche
 # ledger counts, so that devices compute at the same time. It adds frozen weights, other losses, and devices without
 # a row.
 
-EVERYTHING = 1 << 62
-"""Bytes of a bucket that holds all parameters of a dtype."""
+EVERYTHING = 1 << 62        # bytes of a bucket that holds all parameters of a dtype
 
 Forward = Callable[[Module, Array, int], Tensor]
 """`forward(replica, inputs, first)`: outputs, a row for each row of inputs, which begin at row `first` of the batch."""
@@ -119,22 +107,13 @@ def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
 
 
 class ReplicaDevice:
-    """One device: a replica, what fills its memory, what it sent.
-
-    Attributes: rank     its number; 0 has the model that the user gave
-                group    its end of the links to the other devices; its ledger counts what this device sends
-                account  this device's memory
-                model    its replica
-    """
+    """One device: its number (0 has the user's model), replica, memory account, and end of the links to the others."""
 
     def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder) -> None:
         self.rank, self.group, self.account, self.model, self.recorder = group.rank, group, memory, model, recorder
-        parameters = list(model.parameters())
-        learning = [p for p in parameters if p.requires_grad]
-        self.flats = [Flat(run, group) for kind in (learning, [p for p in parameters if not p.requires_grad])
-                      for run in cut(kind, EVERYTHING)]
+        learning, frozen = ([p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False))
         self.buckets = make_buckets(learning, EVERYTHING)
-        self.weights = [flat.join(copy=self.rank == 0) for flat in self.flats]
+        self.weights = [join(run, copy=self.rank == 0) for kind in (learning, frozen) for run in cut(kind, EVERYTHING)]
 
 
 def replicate(model: Module) -> Module:
@@ -153,8 +132,7 @@ class DataParallel(Strategy):
     Args:    model: stays on device 0, where it is updated.
              replicas: how many devices; each is a thread of its own during a step, device 0 the caller's.
              forward: of a replica (default: call it); loss: of the outputs of the whole batch (default: cross-entropy).
-             recorders: one a device, told what runs when.
-             limit: seconds that a device waits for another.
+             recorders: one a device, told what runs when; limit: seconds that a device waits for another.
     Attributes: parameters: device 0's, what the optimizer is made of; devices.
     Raises:  ConfigError if there is no replica, or nothing to train.
     """
@@ -176,12 +154,6 @@ class DataParallel(Strategy):
                 self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
                                                   recorders[rank] if recorders else Silent()))
 
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def split(self, device: ReplicaDevice, inputs: Array | None) -> Array:
-        """This device's rows of the inputs, which device 0 has (DP 1). Cost: device 0 sends the others' rows."""
-        return device.group.scatter(inputs, algorithm="naive")
-
     def copy_model(self, device: ReplicaDevice) -> None:
         """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
         for weights in device.weights:
@@ -190,13 +162,10 @@ class DataParallel(Strategy):
             for mine, original in zip(device.model.modules(), self.model.modules(), strict=True):
                 mine.training = original.training
 
-    # --------------------------------------------------------------------------------------------------- forward
-
     def gather_outputs(self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool) -> Array | None:
-        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3).
+        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the others send theirs.
 
         Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their shape.
-        Cost:    the others send their outputs.
         """
         rows = None if outputs is None else outputs.data
         if idle:
@@ -213,23 +182,15 @@ class DataParallel(Strategy):
         assert leaf.grad is not None
         return leaf.grad, float(loss.item())
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None) -> None:
-        """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4).
-
-        Cost:    device 0 sends the others' rows.
-        """
+        """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4)."""
         dy = account.current().hold(device.group.scatter(gradients, algorithm="naive"), "activations")
         with device.recorder.span("backward", notes="DP 4"):
             if outputs is not None:
                 outputs.backward(dy)
 
     def sum_gradients(self, device: ReplicaDevice) -> None:
-        """The replicas' gradients, added up on device 0 in the order of the devices (DP 5).
-
-        Cost:    the others send a gradient for each parameter.
-        """
+        """The replicas' gradients, added up on device 0 in the order of the devices (DP 5)."""
         for bucket in device.buckets:
             zero_unused(bucket.parameters)
             device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
@@ -239,8 +200,6 @@ class DataParallel(Strategy):
         if not len(part.inputs):
             return 0.0
         return float(self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item())
-
-    # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
@@ -252,31 +211,33 @@ class DataParallel(Strategy):
         micros = [micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)]
         if not micros:
             raise ConfigError("DataParallel.step: the batch has no row; give it at least one")
-        threads = [threading.Thread(target=self._replica, args=(device, micros), name=f"replica {device.rank}",
-                                    daemon=True) for device in self.devices[1:]]
+        threads = [threading.Thread(target=self._replica, args=(device, micros, 1, device.account), daemon=True,
+                                    name=f"replica {device.rank}") for device in self.devices[1:]]
         for thread in threads:
             thread.start()
-        try:
-            loss = self._passes(self.devices[0], micros, batch[1].size)
-        except BaseException as error:
-            self._fail(0, error)
-        finally:
-            for thread in threads:
-                thread.join()
+        loss = self._replica(self.devices[0], micros, batch[1].size, account.current())
+        for thread in threads:
+            thread.join()
         if self._failure is not None:
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, self.precision, lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip)
         return loss
 
-    def _replica(self, device: ReplicaDevice, micros: list[Part]) -> None:
-        """The body of a replica's thread."""
+    def _replica(self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount) -> float:
+        """The passes of one device. The first failure is kept for step() to raise, and ends every device's waits."""
         try:
-            with account.use(device.account):
-                self._passes(device, micros, 1)
-        except BaseException as error:  # step() raises it
-            self._fail(device.rank, error)
+            with account.use(memory):
+                return self._passes(device, micros, divisor)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = device.rank, error
+            what = PeerLostError(f"replica {device.rank} failed with {type(error).__name__}: {error}", device.rank)
+            for transport in self._transports:
+                with suppress(CommError):
+                    transport.abort(what)
+            return float("nan")
 
     def _passes(self, device: ReplicaDevice, micros: list[Part], divisor: int) -> float:
         """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many rows it has."""
@@ -285,7 +246,7 @@ class DataParallel(Strategy):
         for number, micro in enumerate(micros):
             rows, first = rows_of(len(micro.inputs), size=len(self.devices), rank=device.rank)
             with span("split the batch", "communication", notes="DP 1"):
-                inputs = self.split(device, None if device.rank else micro.inputs)
+                inputs = device.group.scatter(None if device.rank else micro.inputs, algorithm="naive")
             if number == 0:
                 with span("copy the model", "communication", notes="DP 2"):
                     self.copy_model(device)
@@ -302,11 +263,3 @@ class DataParallel(Strategy):
         with span("sum gradients", "communication", notes="DP 5"):
             self.sum_gradients(device)
         return total
-
-    def _fail(self, rank: int, error: BaseException) -> None:
-        """Keep the first failure, and end every device's waits."""
-        if self._failure is None:
-            self._failure = rank, error
-        for transport in self._transports:
-            with suppress(CommError):
-                transport.abort(PeerLostError(f"replica {rank} failed with {type(error).__name__}: {error}", rank))

@@ -26,24 +26,15 @@ Cost, a step and rank, ring all-reduce, whatever the number of backward passes (
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device.  The notes let the main process copy it. Here no rank copies: each rank draws
-           the same weights from the same seed, and a digest is compared once to be sure.
+    DDP 1  the model is on every device. No rank copies it: each draws the same weights from the same seed, and a digest
+           is compared once to be sure.
     DDP 2  each device works on its part of the data.
-    DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum
-           of token losses over the token count of the *whole* batch, so the sum of the gradients is the gradient of the
-           mean, also when parts differ in size. To average once more would be wrong by P; a mean of means is wrong for
-           uneven parts. The notes say "during backward" (N0:164) and "after backward" (N0:416); it is during.
-    DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
-           nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
+    DDP 3  gradients are *summed* over the devices during backward: each rank's loss is its sum of token losses over the
+           token count of the *whole* batch, so the sum is the gradient of the mean, also when parts differ in size.
+    DDP 4  no controller; a ring carries the sums over every link at once.
 
-Models whose loss leaves parameters out. A GPT uses every parameter in every step, and completes them in the order in
-which buckets are cut (but for a weight before its own bias), so a Plan offers neither `unused` nor `static`. A model
-with branches sets them in its own loop:
-
-    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error"; default: an unused one gets zero
-    optimizer = AdamW(ddp.parameters, 1e-3)
-    for batch in batches:
-        ddp.step(batch, optimizer, clip=1.0, accumulate=4)
+A GPT uses every parameter in every step, about in the order in which buckets are cut, so a Plan offers neither `unused`
+nor `static`. A model with branches sets them in its own loop: `DDP(model, group, loss=loss, static=True)`.
 
 notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
@@ -61,7 +52,7 @@ from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
-from minidist.parallel.step.flat import Squares, trainable
+from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
@@ -121,25 +112,18 @@ class DDP(DataAxis):
         self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
         self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
-        """Add gradients into the buckets; the `last` backward of a step sums them over the ranks (DDP 3, DDP 4).
+        """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the same bits on each.
 
-        Then every rank has the same bits: the gradient of the global mean loss.
         Args:    as DataAxis.backward.
         Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
         Raises:  GradientError if the last step's gradients are still there, or as `unused` and `static` say.
         """
         if self._recorded is not None:
             self._follow(self._recorded)
-        deferred: list[WeightGradient] = []
-        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="DDP 3"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:
@@ -152,9 +136,7 @@ class DDP(DataAxis):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(more_to_come=True)
-        self.precision.backward_weights(deferred)
-        self._order.finish()
+        self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (buckets.py says why)."""
@@ -178,8 +160,6 @@ class DDP(DataAxis):
         reached = set(map(id, order))
         self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
 
-    # ---------------------------------------------------------------------------------------------------- update
-
     def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn, each whole."""
         return [(parameter, parameter) for parameter in self.weights]
@@ -188,14 +168,8 @@ class DDP(DataAxis):
         """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no message."""
         return squares_of(p.grad for p in self.weights)
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
-        """The optimizer's step, the same on every rank. Args: as DataAxis.update."""
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
-
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare weights and, in mixed precision, masters. Args, Raises: as Strategy.check_replicas."""
+        """As Strategy's, of weights and, in mixed precision, masters."""
         check_equal_replicas((*self.model.parameters(), *self.parameters), group, when=when)
 
     def traffic(self, passes: int) -> list[Collective]:

@@ -33,10 +33,6 @@ each gradient is an update by itself, of the mean loss of the worker's own part,
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
 (data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
 
-N1:26 names a DP with a parameter server: that is data_parallel.py's device 0 as a rank of its own. N3:36 lets GPU
-workers and CPU servers share the work, with RMSProp or Adam on the server: any optimizer here. N3:35 says that
-all-reduce assumes equal nodes: it waits for the slowest, and so does a synchronous server.
-
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
@@ -46,16 +42,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import to_host
+from minidist.device.backend import array_module, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.data.async_server import Service
-from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
-from minidist.parallel.data.server_keys import Shard, free
-from minidist.parallel.step.flat import Piece, sum_in_order
+from minidist.parallel.data.bounded_staleness import Service, Update, key_shards, own_scale
+from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -118,21 +113,23 @@ class ParameterServer(Strategy):
             raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
         self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        own = group.split(int(self.serves), axis=group.axis)
-        assert own is not None
-        self.peers = own                            # the workers, or the servers
+        self.peers = group.split(int(self.serves), axis=group.axis)     # the workers, or the servers
         shards = key_shards(model, servers)
         if self.serves:
-            self.shards = [Shard(shards[group.rank - self.workers])]
-            free(p for p in model.parameters() if not any(p is key for key in self.shards[0].keys))
+            own = shards[group.rank - self.workers]
+            others = [p for p in model.parameters() if not any(p is key for key in own)]
+            forget(others, array_module(own[0].data))
+            self.shards = [Shard(own)]
+            self.parameters = self.shards[0].pieces()
         else:
             self.shards = [Shard(keys) for keys in shards]
-        self.parameters = [piece for shard in self.shards for piece in shard.pieces()]
-        if not self.serves:
-            self.parameters = [_nothing_of(piece) for piece in self.parameters]
+            nothing = [(key, key.data.reshape(-1)[:0]) for keys in shards for key in keys]
+            self.parameters = [Piece(key, empty, empty) for key, empty in nothing]
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self._service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
+        self.record: list[Update] = [] if self._service is None else self._service.record
+        self.lost: dict[int, PeerLostError] = {} if self._service is None else self._service.lost
         self._versions, self._steps, self._finished = [0] * servers, 0, False
         self._gone: set[int] = set()
         if asynchronous and not self.serves:
@@ -141,27 +138,9 @@ class ParameterServer(Strategy):
             group.barrier()
 
     @property
-    def record(self) -> list[Update]:
-        """An asynchronous server's updates, in their order."""
-        return [] if self._service is None else self._service.record
-
-    @property
-    def lost(self) -> dict[int, PeerLostError]:
-        """The workers that an asynchronous server has lost, by number, and how."""
-        return {} if self._service is None else self._service.lost
-
-    @property
     def gone(self) -> set[int]:
         """Ranks of the group that were lost; workers know it when they have finished."""
         return set(self.lost) if self.serves else self._gone
-
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def part_of(self, batch: Batch) -> Part:
-        """This worker's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.workers, rank=self.group.rank)
-
-    # ------------------------------------------------------------------------------------------ forward, backward
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """The sum of the part's losses over `divisor`; None without a row."""
@@ -169,7 +148,7 @@ class ParameterServer(Strategy):
 
     def gradients(self, batch: Batch, accumulate: int) -> float:
         """Forward and backward of this worker's part; its loss, or when synchronous its share of the global one."""
-        part, total = self.part_of(batch), 0.0
+        part, total = part_of(batch, size=self.workers, rank=self.group.rank), 0.0
         divisor = part.targets.size if self.asynchronous else batch[1].size
         self.model.zero_grad()
         for micro in micro_parts(part, accumulate):
@@ -221,9 +200,8 @@ class ParameterServer(Strategy):
              accumulate: int = 1) -> float:
         """One step on the *global* batch.
 
-        Args:    optimizer: made of `self.parameters`; a worker's has nothing to do. lr: this step's learning rate
-                 (None: the optimizer's own). accumulate: in how many passes a worker takes its rows.
-                 clip: bound of the gradient's norm: of the sum when synchronous, else of each worker's own.
+        Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when synchronous, else of
+                 each worker's own gradient.
         Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean loss of the worker's
                  own part; a server's first call serves until all workers have finished, its later ones do nothing.
         Raises:  PeerLostError naming the server that was lost.
@@ -244,7 +222,8 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                Precision().update(optimizer, self._squares, lr=lr, clip=clip)
+                Precision().update(optimizer, lambda: sum_in_order(self.peers, sum_of_squares(
+                    piece.grad for piece in self.parameters)), lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -253,14 +232,9 @@ class ParameterServer(Strategy):
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
 
-    def _squares(self) -> float:
-        """Of the whole gradient, from the servers' parts of it."""
-        return sum_in_order(self.peers, sum_of_squares(piece.grad for piece in self.parameters))
-
     def finish(self) -> set[int]:
-        """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
+        """After the last step, any number of times: an asynchronous worker waits for the others and the last weights.
 
-        Every rank may call it at any time after; it does nothing on servers, and when synchronous.
         Returns: ranks of the group that were lost.
         """
         if self.asynchronous and not self.serves and not self._finished:
@@ -273,7 +247,7 @@ class ParameterServer(Strategy):
         return everyone, everyone.size - self.servers
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare the weights of the workers. Args, Raises: as Strategy.check_replicas."""
+        """As Strategy's, of the workers."""
         if not self.serves:
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
@@ -309,9 +283,3 @@ class ParameterServer(Strategy):
                 raise
             raise PeerLostError(f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and with "
                                 f"it its keys: {error}", error.world_rank) from error
-
-
-def _nothing_of(piece: Piece) -> Piece:
-    """A piece of the same parameter without elements."""
-    stand_in = Parameter(piece.data, name=piece.name, requires_grad=False)
-    return Piece(stand_in, piece.data.reshape(-1)[:0], piece.data.reshape(-1)[:0])

@@ -36,6 +36,7 @@ Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,12 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
-from minidist.nn.moe import Experts, loads, mixtures, rebalance
+from minidist.nn.moe import Experts, mixtures
 from minidist.nn.shares import even_slices
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Optimizer
+from minidist.parallel.experts.expert_load import ExpertLoad
+from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
 
@@ -72,8 +75,6 @@ def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[A
 # The real one makes the same two journeys by differentiable all-to-alls, for several experts a rank and a token. It
 # sends counts first, so that a rank knows which rows belong to which of its experts, and adds what routing needs:
 # capacity, dropped tokens, shared experts, and loads of all ranks.
-
-# ------------------------------------------------------------------------------------------------------- partition
 
 
 class SplitExperts(Experts):
@@ -106,21 +107,19 @@ class SplitExperts(Experts):
         if self.training and not computed_again():
             self.sent += leaving
         came = self._exchange_counts(counts)
-        here = self._travel(rows, leaving)
+        travel = partial(collectives.all_to_all, split=0, join=0, group=self.group)
+        here = travel(rows, counts=leaving)
         by_expert = _by_expert(came)
         xp = array_module(rows.data)
         back = xp.asarray(np.argsort(by_expert))
         results = super().forward(ops.take(here, xp.asarray(by_expert)), came.sum(axis=0).tolist())
-        return self._travel(ops.take(results, back), came.sum(axis=1).tolist())
+        return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
 
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
         """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
             return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
                                                   algorithm="pairwise"))
-
-    def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
@@ -152,8 +151,6 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None) ->
     return model
 
 
-# ------------------------------------------------------------------------------------------------------------ step
-
 class ExpertParallel(SplitModel):
     """A mixture divided by `expert_parallel`, trained on the rank's own rows of a batch.
 
@@ -164,42 +161,28 @@ class ExpertParallel(SplitModel):
 
     Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with the same ones are the
              `copies` of expert_parallel.
-    Attributes: loads: (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert, and
-                       that it took.
-                routed: (layers, P) integers: rows that this rank gave each rank in the last step, itself included.
+    Attributes: loads, routed: `step` and `routed` of ExpertLoad, over all layers.
     """
 
     sums_undivided = True       # each rank has the gradients of its own rows
 
     def __init__(self, model: GPT, group: Group, **options: Any) -> None:
         super().__init__(model, group, **options)
-        self.layers = mixtures(model)
-        self.loads = loads(model)
-        self.routed = np.zeros((len(self.layers), group.size), np.int64)
+        self.load = ExpertLoad(model, self.everyone)
+        self.layers, self.loads, self.routed = self.load.layers, self.load.step, self.load.routed
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """As SplitModel.step; the loss includes balance losses.
-
-        A rank without rows takes part, because its experts get tokens of others.
-        """
+        """As SplitModel.step, with balance losses. A rank without rows takes part: its experts get tokens of others."""
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
-        with self.everyone.ledger.control():
-            self.loads = self.everyone.all_reduce(loads(self.model), algorithm="ring")
-            loss = float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
-        rebalance(self.model, self.loads)
-        for number, layer in enumerate(self.layers):
-            experts: Any = layer.experts
-            self.routed[number] = experts.sent
-            experts.clear()
-        return loss
+        self.load.settle()
+        self.loads, self.routed = self.load.step, self.load.routed
+        return sum_in_order(self.everyone, total)
 
-
-# ------------------------------------------------------------------------------------------------------------ cost
 
 def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:
     """Numbers that all ranks together send in a step, without `control`, if one group holds all experts and no block

@@ -13,13 +13,10 @@ host has done a step's work in one call:
 
 So what differs from step to step may not be an argument. It lies in fixed places on the device (Given), and one copy
 from pinned memory refills them all before each launch: ids and targets, where each id stands (the embedding's gradient
-adds in that order), the learning rate, and the dropout layers' keys. What the update counts, the norm and the clip
-factor are on the device anyway. The loss stays in a fixed place too, and is read late. Gradients keep their places, so
-that the optimizer's tables of pointers stay right. Intermediate results lie in a pool of the graph's own, as long as it
-lives; matrices are multiplied by a cuBLAS of its own (cublas.py).
+adds in that order), the learning rate, and the dropout layers' keys. Loss and gradients have fixed places too.
+Intermediate results lie in a pool of the graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
 
-A host that reads a number, or decides by one, cannot be written down: fp16's loss scale and experts' loads are such,
-and what ranks send each other. They are refused, and so is a batch of another shape than the first.
+A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each other (refuse).
 
 Not yet run on a GPU, and its speed not yet measured.
 Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
@@ -27,7 +24,6 @@ Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +36,7 @@ from minidist.device.backend import Array, device_of
 from minidist.device.cublas import Products
 from minidist.device.dispatch import launcher
 from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
-from minidist.nn.dropout import Dropout, DropoutKey
+from minidist.nn.layers import Dropout, DropoutKey
 from minidist.optim import Adam
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
@@ -52,11 +48,7 @@ _ALIGN = 256        # bytes; where CUDA's own allocations begin
 
 
 class Given:
-    """Arrays that a step is given: in fixed places on the device, sent there in one copy from pinned memory.
-
-    Args:    like: by name, arrays as they will be sent.
-    Attributes: there: by name, where they are on the device.
-    """
+    """Arrays like these, by name: in fixed places on the device (`there`), sent in one copy from pinned memory."""
 
     def __init__(self, like: Mapping[str, np.ndarray]) -> None:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
@@ -96,15 +88,6 @@ class Given:
         self._read[0].record()
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of a step on the device: rows of the batch, and their key for dropout."""
-
-    inputs: SortedIds
-    targets: Array
-    key: DropoutKey | None
-
-
 class CapturedStep:
     """A trainer's step, captured when it has run twice; step and start_step as the trainer's.
 
@@ -118,6 +101,7 @@ class CapturedStep:
         import cupy  # noqa: PLC0415 - the trainer's weights are on a GPU
 
         self.trainer, self._cupy, self._warm_up, self.launches = trainer, cupy, warm_up, 0
+        self._optimizer: Any = trainer.optimizer
         self._layers = [m for m in trainer.model.modules() if isinstance(m, Dropout) and m.rate]
         self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self._products, self._steps = Products(), 0
@@ -130,10 +114,7 @@ class CapturedStep:
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """As `step`; the loss is still on its way.
-
-        Raises:  ShapeError for a batch of another shape than the first; KernelError if the step cannot be captured.
-        """
+        """As `step`; the loss is still on its way. Raises KernelError if the step cannot be captured, and as send."""
         trainer, late = self.trainer, LateLoss()
         self._late = [each for each in self._late if not each.done()] + [late]
         trainer.world.tell_step(trainer.steps_done)
@@ -159,7 +140,7 @@ class CapturedStep:
         if self._graph is None:
             self._graph = self._capture()
         else:
-            self._optimizer().again()
+            self._optimizer.again()
         self._graph.launch()
         self.launches += 1
 
@@ -176,21 +157,17 @@ class CapturedStep:
             raise
         return self._stream.end_capture()
 
-    # -------------------------------------------------------------------------------------------- what is captured
-
     def _work(self) -> None:
         """The kernels of Single.start_step, on arrays in fixed places; no number comes from the host."""
-        trainer, optimizer = self.trainer, self._optimizer()
+        trainer, optimizer = self.trainer, self._optimizer
         optimizer.zero_grad()
-        for number, part in enumerate(self._passes):
-            loss = trainer.model.loss(part.inputs, part.targets, self._tokens, positions=self._positions, key=part.key)
+        for number, (inputs, targets, key) in enumerate(self._passes):
+            loss = trainer.model.loss(inputs, targets, self._tokens, positions=self._positions, key=key)
             trainer.precision.backward(loss)
             self._losses[number:number + 1] = loss.data.reshape(1)
         zero_unused(self._weights)
         trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
                                  lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr]
-
-    # ------------------------------------------------------------------------------------------------ fixed places
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Give everything that a step reads or leaves its place, at the first batch."""
@@ -198,8 +175,8 @@ class CapturedStep:
         self._given = Given(arrays)
         there, parts = self._given.there, self._parts(batch)
         streams = {layer.path: there["keys"][i:i + 1] for i, layer in enumerate(self._layers)}
-        self._passes = [_Pass(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
-                              there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
+        self._passes = [(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
+                         there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
         self._tokens, length = batch[1].size, np.arange(batch[0].shape[1])
         found = launcher("embedding_runs")(length, trainer.config.context)
         self._positions = SortedIds(*map(cupy.asarray, (length, *found)))
@@ -216,8 +193,6 @@ class CapturedStep:
             return None
         key = DropoutKey.of_sequences(self.trainer.seed, 0, part.first, *part.inputs.shape)
         return DropoutKey(key.seed, key.step, self._cupy.asarray(key.tokens), streams)
-
-    # ---------------------------------------------------------------------------------------------- what is given
 
     def _parts(self, batch: Batch) -> list[Part]:
         parts = micro_parts(Part(*batch, first=0), self.trainer.plan.accumulate)
@@ -236,11 +211,6 @@ class CapturedStep:
                 arrays[f"{name} {i}"] = ids.astype(np.int64, copy=False)
             arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(part.inputs.reshape(-1), count)
         return arrays
-
-    def _optimizer(self) -> Adam:
-        optimizer = self.trainer.optimizer
-        assert isinstance(optimizer, Adam)
-        return optimizer
 
     @contextmanager
     def _in_own_stream(self) -> Iterator[None]:

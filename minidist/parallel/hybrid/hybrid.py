@@ -26,8 +26,8 @@ from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array, device_of
-from minidist.errors import ConfigError
-from minidist.nn import GPT, DropoutKey, GPTConfig, Module
+from minidist.errors import ConfigError, MemoryLimitError
+from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
@@ -35,7 +35,7 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
-from minidist.parallel.memory.offload_costs import require_memory, require_pass
+from minidist.parallel.memory.offload_costs import require_memory
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -87,8 +87,7 @@ class Trainer:
              seed: of the weights and of dropout.
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
              lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
-             clip: bound of the gradients' global norm, or None.
-             device: "cpu" or "cuda".
+             clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
@@ -153,8 +152,9 @@ class Trainer:
             self.model.initialize(self.seed, device=device)
         if self.plan.strategy == "data-parallel":
             quiet = [Silent() for _ in range(self.plan.replicas - 1)]
-            return load("data-parallel")(self.model, self.plan.replicas, forward=self._forward,   # type: ignore
-                                         recorders=[self.recorder, *quiet])
+            return load("data-parallel")(   # type: ignore[no-any-return]
+                self.model, self.plan.replicas, recorders=[self.recorder, *quiet],
+                forward=lambda replica, inputs, first: replica(inputs, key=self._key(inputs, first)))
         if self.plan.strategy == "parameter-server":
             return load("parameter-server")(self.model, self.mesh["dp"], servers=self.plan.servers,   # type: ignore
                                             asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
@@ -173,25 +173,23 @@ class Trainer:
                                f"rank {self.world.rank}")
 
     def require_room(self, sequences: int) -> None:
-        """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
-
-        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With other
-        axes than dp, or experts, whose load is not known, the first step will tell, as it does of what comes on top.
-        """
+        """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
         plan = self.plan
-        if plan.device_memory is not None and not plan.composed and self.config.mixture is None:
-            at_once = -(-sequences // (plan.dp * plan.accumulate))
-            kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
-                              device=device_of(next(self.model.parameters()).data))
-            require_pass(plan.device_memory, self.account.now["total"], kept, at_once, instead=plan.savings)
+        if plan.device_memory is None or plan.composed or self.config.mixture is not None:
+            return
+        at_once = -(-sequences // (plan.dp * plan.accumulate))
+        kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
+                          device=device_of(next(self.model.parameters()).data))
+        held = self.account.now["total"]
+        if held + kept > plan.device_memory:
+            rows = f"{at_once} sequence{'s' * (at_once > 1)}"
+            raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {kept:,} of activations, of {rows} at "
+                                   f"once, need {held + kept:,} bytes and the limit is {plan.device_memory:,}; "
+                                   f"{plan.savings}")
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
         return self.model.loss(part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first))
-
-    def _forward(self, replica: Module, inputs: Array, first: int) -> Tensor:
-        """The logits of one replica of several; dropout as above."""
-        return replica(inputs, key=self._key(inputs, first))
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
         if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):
@@ -213,8 +211,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
 
-        In as many passes as a step takes, so that a model that can be trained can be evaluated.
-        Cost:    one all-gather of two float64 a rank, counted under `control`.
+        In as many passes as a step. Cost: one all-gather of two float64 a rank, counted under `control`.
         """
         group, readers = self.strategy.readers(self.survivors())
         total, tokens = 0.0, 0
@@ -240,17 +237,11 @@ class Trainer:
         return self._survivors
 
     def check_replicas(self) -> None:
-        """Compare a digest of the weights over the ranks that hold them whole. Every rank calls it.
-
-        Raises:  MismatchError naming the ranks that differ.
-        """
+        """Raise MismatchError, naming ranks, unless weights are equal on those that hold them. Every rank calls it."""
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the master weights in the serial layout, in the order of their names, little-endian.
-
-        Every rank calls it.
-        """
+        """Digest of the master weights in the serial layout, by name, little-endian. Every rank calls it."""
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
@@ -262,16 +253,14 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.
 
-        Returns the global mean token loss, a float with the same bits on every rank.
-        Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
+        Returns: the global mean token loss, the same bits on every rank. Cost: the strategy's, in the phase "step".
         """
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
         """As `step`; the loss may still be on its way.
 
-        One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
-        fp8's scales, and the routing to experts. With other strategies the loss is there.
+        One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
         """
         self.world.tell_step(self.steps_done)
         with (self.world.ledger.during("step"), self.store.traffic.during_step(),

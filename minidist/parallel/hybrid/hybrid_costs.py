@@ -8,15 +8,13 @@ from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.tensor import tensor_parallel as tensor
-from minidist.parallel.tensor.split_gpt import shared_numbers
+from minidist.parallel.tensor.tensor_layers import shared_numbers
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; the data axis has the
-    formulas of its own chapters.
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; for dp see its chapters.
 
-    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks are computed again
-             in backward.
+    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks backward recomputes.
     """
     sent = {}
     if plan.tp > 1:

@@ -1,37 +1,57 @@
-"""Chapter 17 · What the axes inside a replica take of a model: tensor shards, experts, tokens. Then come stages."""
+"""Chapter 17 · What the axes inside a replica take of a model: tensor shards, experts, tokens, and then stages.
+
+In a pipeline the data axis runs the backwards, and sums their gradients. With DDP and ZeRO-1 they add up in place, over
+all microbatches, and are reduced once a step. With ZeRO-2 and 3 no rank keeps a whole gradient. So each microbatch's
+backward of a stage ends in the reduce-scatters of that stage, and with ZeRO-3 each of its forwards and backwards begins
+with gathers:
+
+    compute         F0 | F1 | B0           | F2 | B1           | …
+    ZeRO-2                    reduce stage        reduce stage        m microbatches: m times the scatters
+    ZeRO-3          gather for each F and each B; reduce               and m times the gathers
+
+A microbatch is a pass of chapters 15 and 16. In elements a step, over all ranks of one group of P on the data axis that
+holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
+
+    DDP, ZeRO-1     2 (P-1) Ψ
+    ZeRO-2          (A m + 1) (P-1) Ψ
+    ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
+
+With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
+first stages then gather once a pass, but hold all weights. Where backward is split in two (zb-h1) gradients are reduced
+after the second half, and lie whole until then.
+
+All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes through too, empty.
+"""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
 from minidist.autograd.ops.collectives import shard_of
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
-from minidist.nn import GPT, DropoutKey
+from minidist.nn import GPT, DropoutKey, Module
 from minidist.nn.moe import Sequences, mixtures
+from minidist.nn.weight_shard import assemble
 from minidist.parallel.context.token_shard import TOKENS, OwnTokens, TokenShardPositions, own_key, pick
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.strategies import load
+from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
+from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.stages import Stages
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.strategy import DataAxis
 
 
-class Cut(NamedTuple):
-    """The tokens of a sequence that a rank works on, and those whose activations it hands on between layers.
-
-    They differ with sequence parallelism alone, where a rank hands on its part of its tokens.
-    """
-
-    tokens: OwnTokens
-    carried: OwnTokens
-
-
-def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
+def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]:
     """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does alone.
 
-    Experts are told the ranks that share them, where these are not all ranks of dp, ep and cp.
+    Returns: the tokens of a sequence that this rank works on, and those whose activations it hands on between layers:
+             with sequence parallelism its part of its tokens.
     """
     tp = mesh["tp"]
     if plan.tp > 1:
@@ -39,18 +59,14 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
     if plan.ep > 1:
         load("experts")(model, mesh["ep"])
         shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
-        for parameter in shards:
+        for parameter in shards:        # not by all ranks of dp, ep and cp
             parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
-    tokens: OwnTokens = _divide_tokens(model, mesh["cp"], plan.attention) if plan.cp > 1 else all_tokens
-    return Cut(tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens)
-
-
-def _divide_tokens(model: GPT, cp: Group, attention: str) -> OwnTokens:
-    """Divide each sequence between the ranks of cp, in attention and positions; returns this rank's tokens."""
-    own: OwnTokens = load(attention)(model, cp)
-    divide_positions(model, cp, own)
-    model.assign_names()
-    return own
+    tokens: OwnTokens = all_tokens
+    if plan.cp > 1:
+        tokens = load(plan.attention)(model, mesh["cp"])
+        divide_positions(model, mesh["cp"], tokens)
+        model.assign_names()
+    return tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens
 
 
 # ---------------------------------------------------------------------------------------- a shard of the tokens
@@ -69,10 +85,7 @@ def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
 
 
 class TokenShardSequences(Sequences):
-    """For a gate that sees its own tokens of sequences: the choices of all tokens, and what they mean for its own.
-
-    Args:    inner: the sequences without the cut along `group`; group: the ranks that have the other tokens.
-    """
+    """`inner`, for a gate that sees its own tokens of sequences; the ranks of `group` have the others."""
 
     def __init__(self, inner: Sequences, group: Group, own: OwnTokens) -> None:
         self.inner, self.group, self.own = inner, group, own
@@ -110,6 +123,8 @@ def divide_positions(model: GPT, group: Group, own: OwnTokens) -> None:
         layer.sequences = TokenShardSequences(layer.sequences, group, own)
 
 
+# ---------------------------------------------------------------------------------------------------------- stages
+
 class TokenStages(Stages):
     """Stages of a GPT that work on a shard of the tokens.
 
@@ -129,3 +144,61 @@ class TokenStages(Stages):
         return super().forward(stage, x if isinstance(x, Tensor) else pick(x, self.tokens, TOKENS),
                                targets=pick(targets, self.tokens, TOKENS), positions=np.arange(targets.shape[1]),
                                divisor=divisor, key=own_key(key, self.tokens))
+
+
+class DataPipeline(Pipeline):
+    """This rank's stages of a GPT, whose backwards, gradients and update are those of a data axis that it `serve`s.
+
+    Args:    as Pipeline's; of: the precision of its backward; tp: the ranks that divide its layers.
+    """
+
+    cuts = TokenStages
+
+    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
+                 **options: Any) -> None:
+        super().__init__(model, group, schedule, **options)
+        self.precision, self.tp = of, tp        # not before: the data axis makes the masters
+        self.data_axis: DataAxis
+
+    def serve(self, data: DataAxis, *, always: bool) -> None:
+        """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""
+        self.data_axis, self.always = data, always or data.reduces_each_pass
+        data.set_segments([self.modules_of(stage) for stage in self.stages.layers])
+
+    def modules_of(self, stage: int) -> list[Module]:
+        """The modules that a stage calls, in order; a tied table at either end comes first."""
+        model, last = self.stages.model, stage == self.stages.last
+        first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
+        first += [model.positions] if stage == 0 else []
+        blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
+        return [module for module in (*first, *blocks, *([model.norm, model.head] if last else []))
+                if module is not None]
+
+    def weights_of(self, stage: int) -> list[Parameter]:
+        """The parameters of a stage that learn."""
+        return [p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad]
+
+    def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
+        return self.data_axis.backward(y, dy, segment=stage // self.group.size, last=False, defer=not whole)
+
+    def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
+        self.data_axis.backward_weights(put_off, segment=stage // self.group.size)
+
+    def own_state(self) -> dict[str, np.ndarray]:
+        """The weights of this rank's stages, put together over the data axis and tp."""
+        return assemble(self.model, self.data_axis.state_dict(), self.tp)
+
+
+def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:
+    """How often ZeRO-3 gathers a unit of a stage in one pass: for each forward and each backward, or with `keep` as
+    often as none of its microbatches is on its way when one begins.
+    """
+    times = on_its_way = 0
+    for instruction in schedule.computes(rank):
+        if instruction.stage != stage or isinstance(instruction, BackwardWeights):
+            continue
+        forward = isinstance(instruction, Forward)
+        times += not keep or (forward and not on_its_way)
+        on_its_way += 1 if forward else -1
+    return times
+

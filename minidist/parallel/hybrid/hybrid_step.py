@@ -11,8 +11,7 @@ ranks, dp=2, pp=2, tp=2:
 
 With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows, and divide the
 tokens. With ep (chapter 18) several others do; they divide the experts, and rows as dp does. The axis that sends most
-is innermost, where ranks are neighbours and links are fast. A rank takes from the model, in this order: its tensor
-shard, its tokens of each sequence, its stage; then it draws its weights, and the data axis trains them:
+is innermost, where ranks are neighbours and links are fast. A rank takes its part of the model in this order:
 
     model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) -> attention over cp
                 -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over all ranks that have the same weights:
@@ -25,22 +24,18 @@ shard, its tokens of each sequence, its stage; then it draws its weights, and th
     norm        every number of the gradient counts at one rank of the mesh
     update      of the rank's weights, with ZeRO of its pieces of them
 
-With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens. It sends that part to the
-next stage: tp times less than all of tp would send otherwise.
+With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens, and sends that part to the
+next stage. What must be equal on several ranks, to the bit, and why it is:
 
-What must be equal on several ranks, to the bit, and why it is:
-
-    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. The data axis sums
-                                      them in buckets of their own, so that chunks have the same edges on all tp ranks
-    key heads, if fewer than tp       on the ranks that share one: in such buckets too; then these ranks add up the
-                                      sums, with ZeRO those of a rank's piece
-    a tied token table                on both ends of pp: the two ends add up the sums of the data axis, with ZeRO those
-                                      of a rank's piece; in a bucket of its own too
+    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal
+    key heads, if fewer than tp       on the ranks that share one, which add up the sums of the data axis
+    a tied token table                on both ends of pp, which do the same
+                                      (these three in buckets of their own, so that ZeRO's chunks have the same edges)
     loss, norm                        on all ranks: shares are added in rank order
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
 axis overlaps backward as in its own chapter. With one it sends after the last microbatch, or with ZeRO-2 and 3 after
-each of them (hybrid_pipeline.py). Plan refuses what does not go together (plan_checks.py).
+each of them (hybrid_cut.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
 up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
@@ -60,8 +55,7 @@ from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
-from minidist.parallel.hybrid.hybrid_cut import cut_model
-from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid.hybrid_cut import DataPipeline, cut_model
 from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
@@ -79,14 +73,10 @@ from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, sum
 class Hybrid(Strategy):
     """This rank's part of a GPT that a mesh with more axes than dp trains.
 
-    Args:    model: weights not yet drawn; key: of rows, for dropout.
-             precision: of weights and update; recorder: is told what runs when.
+    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout.
     Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
-             parameters: what the optimizer is made of.
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
-
-    # ------------------------------------------------------------------------------------------------- partition
 
     def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
@@ -102,6 +92,7 @@ class Hybrid(Strategy):
             self.pipeline = self._make_pipeline(seed, device)
         elif plan.zero < 3:
             model.initialize(seed, device=device)
+        self.ends = None if self.pipeline is None else self.pipeline.ends
         self._lay_out()
         self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
                                     recorder=self.recorder)
@@ -150,16 +141,12 @@ class Hybrid(Strategy):
 
     def _twice(self) -> list[Parameter]:
         """The token table, where it lies at both ends of the pipeline and this rank is at one."""
-        return [self.model.tokens.weight] if self.pipeline is not None and self.pipeline.ends is not None else []
+        return [self.model.tokens.weight] if self.ends is not None else []
 
     def _summands(self) -> list[Summand]:
-        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them.
-
-        A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
-        """
-        ends = None if self.pipeline is None else self.pipeline.ends
+        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them."""
         updated = self.data_axis.updated()
-        found = [Summand(table, ends) for table in self._twice() if ends is not None]
+        found = [Summand(table, self.ends) for table in self._twice() if self.ends is not None]
         found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
         pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
@@ -200,10 +187,9 @@ class Hybrid(Strategy):
                                key=own_key(self.key(part), self.tokens))
 
     def squares(self) -> float:
-        """The sum of the squares of the whole gradient; each number counts once.
+        """The sum of the squares of the whole gradient; each number counts once. Cost: as sum_in_order.
 
         Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
-        Cost:    one all-gather of a float64 a rank, under `control`.
         """
         divided = self.data_axis.divides_state
         counts = self.data_axis.first_copy if divided else self.ep.rank == 0
@@ -216,7 +202,6 @@ class Hybrid(Strategy):
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """As the data axis."""
         return self.data_axis.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
@@ -232,29 +217,17 @@ class Hybrid(Strategy):
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
         """Over all ranks that have a share of the loss; of ranks that share rows one counts their tokens."""
-        return super().sum_shares(loss, tokens * self.counts_tokens, self.shares)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether this rank counts the tokens of its rows; one of the ranks that share them does."""
-        return self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
-
-    # --------------------------------------------------------------------------------------------------- weights
+        counts = self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
+        return super().sum_shares(loss, tokens * counts, self.shares)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, in the serial layout, on every rank.
-
-        Cost:    gathers over the data axis (ZeRO), tp and pp.
-        """
+        """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
         if self.pipeline is not None:
             return self.pipeline.state_dict()
         return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare what several ranks should hold alike: over the data axis, over tp, and a tied table at both ends.
-
-        Raises:  MismatchError naming the ranks that differ.
-        """
+        """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied table at both ends."""
         self.data_axis.check_replicas(self.data_axis.group, when=when)
         if self.plan.zero == 3:         # no rank holds weights whole
             return
@@ -262,5 +235,5 @@ class Hybrid(Strategy):
         shared = self._shared()
         if shared and shared[0].sharers is not None:
             check_equal_replicas(shared, shared[0].sharers, when=when)
-        if self.pipeline is not None and self.pipeline.ends is not None:
-            check_equal_replicas(self._twice(), self.pipeline.ends, when=when)
+        if self.ends is not None:
+            check_equal_replicas(self._twice(), self.ends, when=when)

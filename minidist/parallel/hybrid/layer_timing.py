@@ -10,17 +10,13 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import beside, dtype_name, module_for, random_bits, to_host
+from minidist.device.backend import beside, module_for, random_bits, to_host
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.pipeline.stages import balanced_layers
 
 
 def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu") -> list[int]:
-    """The number of layers of each stage, the same on all ranks of `group`.
-
-    Args:    how: Plan.stage_layers: "even", "measured", or numbers as "1,2,1".
-    Cost, Raises: of "measured" as measured_costs and balanced_layers.
-    """
+    """The number of layers of each stage, the same on all ranks of `group`, as `how` says: Plan.stage_layers."""
     if how == "even":
         return balanced_layers([1.0] * config.layers, stages)
     if how == "measured":
@@ -29,30 +25,29 @@ def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, devi
     return [int(number) for number in how.split(",")]
 
 
-def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: int = 3,
+def measured_costs(config: GPTConfig, group: Group, *, rounds: int = 3,
                    device: str = "cpu") -> tuple[float, float, float]:
-    """Seconds, forward and backward, of a block, the embedding, and output with loss: those of rank 0, on all ranks.
+    """Seconds, forward and backward, of a block, the embedding, and output with loss, for one sequence.
 
-    Args:    rows: sequences, as many as a microbatch has; rounds: the quickest of them counts.
-    Cost:    one broadcast of 24 bytes, counted under `control`; on rank 0 the time that is measured.
+    Rank 0 measures; the quickest of so many rounds counts. Cost: a broadcast of 24 bytes, counted under `control`.
     """
     seconds = np.zeros(3)
     if group.rank == 0:
         quiet = config.mixture and replace(config.mixture, noise=0.0)
         one = replace(config, layers=1, dropout=0.0, mixture=quiet)
         with account.use(account.MemoryAccount()):      # no memory of it lasts
-            seconds[:] = np.min([_time_parts(one, rows, device) for _ in range(rounds)], axis=0)
+            seconds[:] = np.min([_time_parts(one, device) for _ in range(rounds)], axis=0)
     with group.ledger.control():
         block, first, last = (float(value) for value in group.broadcast(seconds, root=0))
     return block, first, last
 
 
-def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
+def _time_parts(config: GPTConfig, device: str) -> list[float]:
     """Seconds of a block, the embedding, the output and loss."""
     model = GPT(config)
     model.initialize(0, device=device)
-    bits = random_bits("stages", 0, range(rows * config.context)) % np.uint64(config.vocabulary)
-    ids, positions = bits.astype(np.int64).reshape(rows, -1), np.arange(config.context)
+    bits = random_bits("stages", 0, range(config.context)) % np.uint64(config.vocabulary)
+    ids, positions = bits.astype(np.int64).reshape(1, -1), np.arange(config.context)
     xp = module_for(device)
 
     def timed(compute: Any) -> float:
@@ -62,7 +57,6 @@ def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
         to_host(y.data)         # waits for the device
         return time.perf_counter() - start
 
-    x = Tensor(xp.ones((rows, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
-    assert dtype_name(x.dtype) == config.dtype
+    x = Tensor(xp.ones((1, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
     return [timed(lambda: model.blocks[0](x, beside(positions, x.data))), timed(lambda: model.embed(ids, positions)),
             timed(lambda: ops.cross_entropy(model.project(x), ids))]

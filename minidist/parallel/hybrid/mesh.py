@@ -20,8 +20,7 @@ class Mesh:
     `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
     every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
-    Attributes: shape        {axis: size}
-                coordinates  {axis: this rank's place}
+    Attributes: shape: {axis: size}; coordinates: {axis: this rank's place}.
     Raises:     PlanError if the sizes' product is not the world's size.
     """
 
@@ -33,15 +32,11 @@ class Mesh:
             cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size != 1) or "dp=1"
             raise PlanError(f"mesh {cut} has {int(np.prod(sizes))} places, the job has {world.size} ranks; "
                             f"choose axes whose product is {world.size}, such as dp={world.size}")
-        self._ranks = np.arange(world.size).reshape(sizes)
         self.coordinates = dict(zip(AXES, (int(i) for i in np.unravel_index(world.rank, sizes)), strict=True))
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
-        """This rank's group along one axis, or along several together.
-
-        Raises:  PlanError for a name that is no axis.
-        """
+        """As above. Raises PlanError for a name that is no axis."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [name for name in names if name not in AXES]
         if unknown or not names or len(set(names)) < len(names):
@@ -49,36 +44,37 @@ class Mesh:
                             f"such as mesh['dp'] or mesh['dp', 'cp']")
         names = tuple(axis for axis in AXES if axis in names)
         if names not in self._groups:
-            self._groups[names] = self._make_group(names)
+            # ranks that share this rank's place on every other axis, in the mesh's order
+            fixed = [0 if axis in names else place for axis, place in self.coordinates.items()]
+            color = int(np.ravel_multi_index(fixed, tuple(self.shape.values())))
+            group = self.world.split(color, axis=",".join(names))
+            assert group is not None
+            self._groups[names] = group
         return self._groups[names]
 
     @property
     def copies(self) -> Group:
         """The ranks that share the dense weights: along dp, and along those of ep and cp that are cut."""
-        return self[("dp", *(axis for axis in ("ep", "cp") if self.shape[axis] > 1))]
+        return self._with("ep", "cp")
 
     @property
     def stage(self) -> Group:
         """The ranks that have the same layers, or parts of them: all axes but pp."""
-        return self[("dp", *(axis for axis in ("ep", "cp", "tp") if self.shape[axis] > 1))]
+        return self._with("ep", "cp", "tp")
 
     @property
     def experts(self) -> Group:
         """The ranks that share the weights of some experts, where ep divides them: along dp and cp."""
-        return self["dp", "cp"] if self.shape["cp"] > 1 else self["dp"]
+        return self._with("cp")
 
     @property
     def rows(self) -> Group:
         """The ranks that divide the batch's rows: along dp and ep; ranks of cp divide the tokens of a row."""
-        return self["dp", "ep"] if self.shape["ep"] > 1 else self["dp"]
+        return self._with("ep")
 
-    def _make_group(self, names: tuple[str, ...]) -> Group:
-        """Ranks that share this rank's place on every axis but `names`, in the mesh's order."""
-        fixed = [0 if axis in names else place for axis, place in self.coordinates.items()]
-        color = int(np.ravel_multi_index(fixed, self._ranks.shape))
-        group = self.world.split(color, axis=",".join(names))
-        assert group is not None
-        return group
+    def _with(self, *axes: str) -> Group:
+        """The group along dp and those of `axes` that are cut."""
+        return self[("dp", *(axis for axis in axes if self.shape[axis] > 1))]
 
     def close(self) -> None:
         """End the groups' worker threads."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minidist.errors import PlanError
-from minidist.nn import GPTConfig
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
 from minidist.parallel.hybrid.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
@@ -39,8 +38,7 @@ class Plan:
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
-    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage, precision or offload, no
-                pass, and for options that the stage or each other do not go with.
+    Raises:     PlanError for a size below 1, an unknown word, and for options that do not go together.
     """
 
     dp: int = 1
@@ -72,19 +70,9 @@ class Plan:
     def __post_init__(self) -> None:
         plan_checks.check(self)
 
-    def require_model(self, config: GPTConfig) -> None:
-        """Raise PlanError unless a model of this shape can be cut so."""
-        plan_checks.check_model(self, config)
-
-    def require(self, ranks: int, config: GPTConfig | None = None) -> None:
-        """Raise PlanError unless the plan is for so many ranks; it names what would fit them, and the model if given.
-        """
-        plan_checks.check_ranks(self, ranks, config)
-
-    @property
-    def savings(self) -> str:
-        """Ways to take less of the device's memory, for errors."""
-        return plan_checks.savings(self)
+    require_model = plan_checks.check_model
+    require = plan_checks.check_ranks
+    savings = property(plan_checks.savings)
 
     # --------------------------------------------------------------------------------------------------- counting
 
@@ -123,14 +111,9 @@ class Plan:
         """Microbatches a pass."""
         return self.microbatches or (4 * self.pp if self.pp > 1 else 1)
 
-    # ------------------------------------------------------------------------------------------------ in and out
-
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4".
-
-        Raises:  PlanError, in one line, for anything else.
-        """
+        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4". Raises PlanError for all else."""
         sizes: dict[str, Any] = {}
         for pair in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, value = pair.partition("=")

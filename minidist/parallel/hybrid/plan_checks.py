@@ -32,6 +32,9 @@ ATTENTIONS = ("ring", "all-to-all")
 """How ranks of cp, each with some tokens, see all keys: these go round (ring_attention.py), or heads are swapped for
 tokens (ulysses.py)."""
 
+CHOICES = {"precision": PRECISIONS, "offload": OFFLOADS, "strategy": STRATEGIES, "schedule": tuple(ORDERS),
+           "attention": ATTENTIONS}
+
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
@@ -49,11 +52,17 @@ def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple[
     """The plan with all its ranks (or so many) on the data axis, and in words; None if there is no such plan."""
     dropped = {option: none for option, none in OTHER_AXES.items() if getattr(plan, option) != none}
     axes = {**dict.fromkeys(AXES, 1), "dp": ranks or plan.size}
+    other = _changed(plan, **{**axes, **dropped, **options})
+    return other and (other[0], other[1] + (f" without {' and '.join(dropped)}" if dropped else ""))
+
+
+def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
+    """The plan with other options, and its axes in words; None if there is no such plan."""
     try:
-        other = replace(plan, **{**axes, **dropped, **options})
+        other = replace(plan, **options)
     except PlanError:
         return None
-    return other, words(other.axes) + (f" without {' and '.join(dropped)}" if dropped else "")
+    return other, words(other.axes)
 
 
 def savings(plan: "Plan") -> str:
@@ -77,8 +86,9 @@ def check(plan: "Plan") -> None:
         raise PlanError(f"plan bucket_bytes={plan.bucket_bytes}: a bucket holds at least one byte")
     if not isinstance(plan.accumulate, int) or plan.accumulate < 1:
         raise PlanError(f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass")
-    if plan.precision not in PRECISIONS:
-        raise PlanError(f"plan precision={plan.precision!r}: choose one of {', '.join(PRECISIONS)}")
+    for option, choices in CHOICES.items():
+        if getattr(plan, option) not in choices:
+            raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
         part(plan)
 
@@ -115,8 +125,6 @@ def _check_algorithm(plan: "Plan") -> None:
 
 
 def _check_offload(plan: "Plan") -> None:
-    if plan.offload not in OFFLOADS:
-        raise PlanError(f"plan offload={plan.offload!r}: choose one of {', '.join(OFFLOADS)}")
     if plan.offload == "all" and plan.zero != 3:
         raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
                         f"zero=3, on one rank too")
@@ -133,8 +141,6 @@ def _check_offload(plan: "Plan") -> None:
 
 def _check_strategy(plan: "Plan") -> None:
     """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
-    if plan.strategy not in STRATEGIES:
-        raise PlanError(f"plan strategy={plan.strategy!r}: choose one of {', '.join(STRATEGIES)}")
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
     if plan.strategy != "ddp" and others != (0, "fp32", "none", None):
         raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
@@ -158,8 +164,6 @@ def _check_strategy(plan: "Plan") -> None:
 
 
 def _check_pipeline(plan: "Plan") -> None:
-    if plan.schedule not in ORDERS:
-        raise PlanError(f"plan schedule={plan.schedule!r}: choose one of {', '.join(ORDERS)}")
     numbers = layer_numbers(plan.stage_layers)
     if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
                                                           or 0 in numbers[1:-1]):
@@ -185,8 +189,6 @@ def layer_numbers(text: str) -> list[int] | None:
 
 
 def _check_sequence(plan: "Plan") -> None:
-    if plan.attention not in ATTENTIONS:
-        raise PlanError(f"plan attention={plan.attention!r}: choose one of {', '.join(ATTENTIONS)}")
     if plan.attention != "ring" and plan.cp == 1:
         raise PlanError(f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave it out")
     if plan.sequence_parallel and plan.tp == 1:
@@ -204,15 +206,12 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
         raise PlanError(f"plan {wrong}; use {f'{other[1]}, or ' if other and fits else ''}{remedy}")
 
 
-def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
-    """Raise PlanError unless the plan is for so many ranks. A plan that it names can cut the model, if one is given.
-
-    It names the plan with another dp, else all ranks on the data axis, and the number of ranks that this plan takes.
-    """
+def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> None:
+    """Raise PlanError unless the plan is for so many ranks: it names plans that are, and can cut the model if given."""
     if plan.size == ranks:
         return
-    found = (other for other in (_with_dp(plan, ranks), data_alone(plan, ranks))
-             if other and (config is None or not any(_misfits(other[0], config))))
+    found = (other for other in (_changed(plan, dp=ranks * plan.dp // plan.size), data_alone(plan, ranks))
+             if other and other[0].size == ranks and (config is None or not any(_misfits(other[0], config))))
     ways = [f"use {name}" for _, name in islice(found, 1)]
     if config is None or not any(_misfits(plan, config)):
         ways.append(f"start {plan.size}")
@@ -222,25 +221,12 @@ def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
                     f"{', or '.join(ways)}")
 
 
-def _with_dp(plan: "Plan", ranks: int) -> tuple["Plan", str] | None:
-    """The plan for so many ranks that differs in dp alone, and in words; None if there is no such plan."""
-    try:
-        other = replace(plan, dp=ranks * plan.dp // plan.size)
-    except PlanError:
-        return None
-    return (other, words(other.axes)) if other.size == ranks else None
-
-
 def _or(other: tuple["Plan", str] | None) -> str:
     return f", or {other[1]}" if other else ""
 
 
-Misfit = tuple[str, str]
-"""(what does not fit, what would help beside another plan)"""
-
-
-def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
-    """Why a model of this shape cannot be cut so."""
+def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
+    """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
@@ -260,7 +246,7 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
                f"to be divided by cp", "attention=ring, which takes any number of ranks")
 
 
-def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
+def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """The conditions of a mixture of experts, and of ranks that divide it."""
     mixture = config.mixture
     if mixture is None:

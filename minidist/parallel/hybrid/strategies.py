@@ -23,19 +23,13 @@ PLACES = {
 
 
 def load(name: str) -> Any:
-    """The class or function of a plan's word.
-
-    Raises:  KeyError for a word that no plan has.
-    """
+    """The class or function of a plan's word."""
     module, _, attribute = PLACES[name].rpartition(".")
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 
 
 def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
-    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all".
-
-    Raises:  DiskError, as OnDisk.
-    """
+    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all"."""
     store = load(f"offload={plan.offload}")
     if plan.offload == "all":
         return store(folder, device=device, recorder=recorder)

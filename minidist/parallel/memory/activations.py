@@ -69,29 +69,22 @@ NONE, SCORES, ALL = "none", "scores", "all"
 
 
 def checkpoint(modules: Sequence[Module]) -> None:
-    """From now on backward computes the inside of these modules again; each returns one Tensor.
+    """From now on backward computes the inside of these modules again; only their arguments and results stay.
 
-    Their forwards must depend on their arguments and weights alone, as with dropout keyed by token.
-    Cost:    of memory their arguments and results stay; their forwards run twice.
+    Each returns one Tensor; their forwards must depend on their arguments and weights alone.
     """
     for module in modules:
         module.recomputed = True
 
 
 def forget_scores(model: GPT) -> None:
-    """From now on backward computes attention's probabilities again.
-
-    Cost:    B·heads·T² numbers a block less; one product more, of backward's seven in attention.
-    """
+    """From now on backward computes attention's probabilities again."""
     for block in model.blocks:
         block.attention.keeps_scores = False
 
 
 def checkpoint_blocks(model: GPT, which: str) -> None:
-    """Do with a model's blocks what `which` says: "none", "scores", "all", or the numbers of some, "0,2,3".
-
-    Raises:  PlanError for anything else.
-    """
+    """Do with a model's blocks what `which` says: "none", "scores", "all", or numbers as "0,2,3". Raises: as chosen."""
     if which == SCORES:
         forget_scores(model)
     elif which != NONE:
@@ -99,10 +92,7 @@ def checkpoint_blocks(model: GPT, which: str) -> None:
 
 
 def chosen(which: str, blocks: int) -> list[int]:
-    """The blocks that `which` wants computed again, of so many.
-
-    Raises:  PlanError for a word that is none of "none", "scores", "all", or numbers of blocks joined by commas.
-    """
+    """The blocks that `which` wants computed again, of so many. Raises PlanError for what is no such word."""
     if which in (NONE, SCORES):
         return []
     if which == ALL:
@@ -117,9 +107,8 @@ def chosen(which: str, blocks: int) -> list[int]:
 def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: str = "cpu") -> int:
     """Peak bytes of the activations of one pass over so many sequences, before there is a model.
 
-    What a block adds does not depend on how many there are. So models of one and two blocks, as wide as the real one,
-    make the pass, forward and backward, and the formulas above say the rest. It is never too much: where numbers choose
-    blocks it is what lies there at the end of forward, though a last block that is computed again comes on top.
+    Models of one and two blocks, as wide as the real one, make the pass, and the formulas above say the rest. It is
+    never too much: where numbers choose blocks, a last one that is computed again comes on top.
 
     Args:    config: its dtype is that of the activations; which: as checkpoint_blocks.
     Cost:    forward and backward of three blocks, and of six where numbers choose some.
@@ -127,12 +116,10 @@ def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: 
     def peak(layers: int, which: str) -> int:
         return _peak(replace(config, layers=layers), sequences, which, device)
 
-    if which in (NONE, SCORES, ALL):
-        one, two = peak(1, which), peak(2, which)
-        return one + (config.layers - 1) * (two - one)
-    one, two, entry = peak(1, NONE), peak(2, NONE), peak(2, ALL) - peak(1, ALL)
-    block = two - one
-    return one + (config.layers - 1) * block - len(chosen(which, config.layers)) * (block - entry)
+    same = which if which in (NONE, SCORES, ALL) else NONE      # as all blocks, or those that are not chosen
+    one, block = peak(1, same), peak(2, same) - peak(1, same)
+    saved = 0 if same == which else len(chosen(which, config.layers)) * (block - (peak(2, ALL) - peak(1, ALL)))
+    return one + (config.layers - 1) * block - saved
 
 
 def _peak(config: GPTConfig, sequences: int, which: str, device: str) -> int:

@@ -4,13 +4,6 @@ A record is a raw file of regions, one behind the other, each an array of one dt
 
     blocks.0    | weights | gradients | m | v |
 
-    disk = Disk(folder, who="rank 0", buffers=4, ...)
-    record = disk.record("blocks.0")
-    record.add("weights", np.float32, 1000)
-    with disk.start_read(record, ["weights"]) as loan:  # begun; at once if a buffer is free, else when one is
-        loan.arrays["weights"]                          # waits for the read
-    disk.start_write(loan, ["weights"])                 # begun; gives the buffer back when it is written
-
 No file is left behind, however the process ends: files have no names, so the system frees them with their last
 descriptors. A disk does not run full in the middle of a run, because a region's blocks are reserved when it is added.
 A write that fails in spite of it is reported by the next read, write or wait of any kind.
@@ -20,20 +13,137 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, to_host
-from minidist.device.bytes_view import bytes_view
-from minidist.errors import DiskError
-from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
-from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
+from minidist.device.backend import Array, bytes_view, to_host
+from minidist.errors import DiskError, TimeoutError
+from minidist.parallel.data.device_copies import host_bytes
+from minidist.parallel.memory.transfer_lanes import LIMIT, Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.traffic import MemoryTraffic
+from minidist.parallel.zero.shards import MemoryTraffic
+
+PAGE = 4096
+"""Regions and buffers begin at multiples of it, in bytes."""
+
+
+class Region(NamedTuple):
+    """An array's place in a record, in bytes."""
+
+    offset: int
+    nbytes: int
+    dtype: np.dtype
+
+
+class Record:
+    """A file of regions, zero until they are written; `label`: its name with rank and folder, for errors."""
+
+    def __init__(self, name: str, label: str, fd: int) -> None:
+        self.name, self.label, self.fd, self.nbytes = name, label, fd, 0
+        self.close = weakref.finalize(self, os.close, fd)
+        self.regions: dict[str, Region] = {}
+        self.writing: list[Move] = []           # a read waits for the writes that were begun before it
+
+    def add(self, key: str, dtype: Any, count: int) -> None:
+        """A region of `count` numbers, behind the others; its space is reserved. Raises DiskError for want of room."""
+        dtype = np.dtype(dtype)
+        region = self.regions[key] = Region(self.nbytes, count * dtype.itemsize, dtype)
+        size = -(-region.nbytes // PAGE) * PAGE
+        if size:
+            with told(self.label, f"reserve {region.nbytes:,} bytes for {key}"):
+                os.posix_fallocate(self.fd, region.offset, size)
+        self.nbytes += size
+
+    def read(self, key: str, array: np.ndarray) -> None:
+        """Fill an array with a region."""
+        self._transfer("read", os.preadv, key, array)
+
+    def write(self, key: str, array: Array) -> None:
+        """Write a region."""
+        self._transfer("write", os.pwritev, key, np.ascontiguousarray(to_host(array)))
+
+    def _transfer(self, verb: str, call: Callable[[int, list[Any], int], int], key: str, array: np.ndarray) -> None:
+        """All of a region; a call may move less than it was asked for."""
+        data, region, done = bytes_view(array), self.regions[key], 0
+        with told(self.label, f"{verb} {region.nbytes:,} bytes of {key}"):
+            while done < region.nbytes:
+                moved = call(self.fd, [data[done:].data], region.offset + done)
+                if not moved:
+                    raise OSError(errno.EIO, f"the file ends after {done:,} bytes")
+                done += moved
+
+    def total(self, keys: Sequence[str]) -> int:
+        """Bytes of some regions."""
+        return sum(self.regions[key].nbytes for key in keys)
+
+    @property
+    def master(self) -> str:
+        """The region of what an optimizer updates."""
+        return "master" if "master" in self.regions else "weights"
+
+    @property
+    def needed(self) -> list[str]:
+        """The regions that an update reads: all, but weights that are a rounding of their masters."""
+        return [key for key in self.regions if key != "weights" or self.master == "weights"]
+
+
+@contextmanager
+def told(name: str, what: str) -> Iterator[None]:
+    """An OSError inside becomes a DiskError that names the file and the operation."""
+    try:
+        yield
+    except OSError as error:
+        advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
+                  errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "check the disk")
+        raise DiskError(f"offload: {name}: cannot {what}: {error.strerror or error}; {advice}") from error
+
+
+class Loan:
+    """A buffer lent for one record. `arrays[key]` is a region's place in it, filled once wait() has returned."""
+
+    def __init__(self, record: Record, pool: "Pool") -> None:
+        self.record, self.buffer, self.pool = record, pool.take(), pool
+        self.move: Move | None = None
+        self.arrays = {key: self.buffer[region.offset:region.offset + region.nbytes].view(region.dtype)
+                       for key, region in record.regions.items()}
+
+    def wait(self) -> "Loan":
+        """Return when what was asked to be read is there."""
+        if self.move is not None:
+            self.move.wait()
+        return self
+
+    def end(self) -> None:
+        """Give the buffer back; when it is being read into, once that has ended."""
+        self.wait()
+        self.arrays = {}
+        self.pool.give(self.buffer)
+
+
+class Pool:
+    """A fixed number of buffers: it bounds what is in flight, and so the host memory that offloading takes."""
+
+    def __init__(self, count: int, nbytes: int, device: str, memory: MemoryAccount) -> None:
+        self.count, self.nbytes = count, nbytes
+        self._free: SimpleQueue[np.ndarray] = SimpleQueue()
+        self.give, self.free = self._free.put, self._free.qsize
+        for _ in range(count):
+            self.give(memory.hold(host_bytes(nbytes, device), "workspace"))
+
+    def take(self, *, limit: float = LIMIT) -> np.ndarray:
+        """A buffer, once one is free. Raises TimeoutError after `limit` seconds."""
+        try:
+            return self._free.get(timeout=limit)
+        except Empty as error:
+            raise TimeoutError(f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
+                               f"still there?") from error
 
 
 class Disk:
@@ -46,10 +156,11 @@ class Disk:
     Raises:  DiskError if the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: Path | None, traffic: MemoryTraffic, *, buffers: int, recorder: Recorder,
+    def __init__(self, folder: str | Path | None, traffic: MemoryTraffic, *, buffers: int, recorder: Recorder,
                  memory: MemoryAccount, device: str = "cpu", who: str = "rank 0",
                  paces: tuple[Pace | None, Pace | None] = (None, None)) -> None:
-        self.folder, self.who, self.buffers, self.device, self.memory = writable(folder), who, buffers, device, memory
+        self.folder, self.who = writable(folder), who
+        self.buffers, self.device, self.memory = buffers, device, memory
         self.records: list[Record] = []
         self._pool: Pool | None = None
         self.reads = TransferLane("disk", "host", traffic, recorder=recorder, pace=paces[0])
@@ -66,80 +177,63 @@ class Disk:
         """A new file without a region, and without a name in the folder."""
         label = f"{self.who}, {name} in {self.folder}"
         with told(label, "make a file"), tempfile.TemporaryFile(dir=self.folder) as file:
-            self.records.append(Record(label, os.dup(file.fileno())))
+            self.records.append(Record(name, label, os.dup(file.fileno())))
         return self.records[-1]
-
-    def put(self, record: Record, key: str, array: Array) -> None:
-        """Write a region at once, without a buffer: before training."""
-        data, region = bytes_view(np.ascontiguousarray(to_host(array))), record.regions[key]
-        with told(record.name, f"write {data.nbytes:,} bytes of {key}"):
-            _transfer(os.pwritev, record, region.offset, data)
 
     # ------------------------------------------------------------------------------------------ behind computation
 
-    def lend(self, record: Record, *, spare: int = 0) -> Loan | None:
-        """A buffer for a record, nothing in it; None if `spare` others must stay free, and do not."""
-        self.check()
-        pool = self._pool_now()
-        buffer = pool.take(spare=spare)
-        return None if buffer is None else Loan(record, buffer, pool.give)
+    def has_spare(self) -> bool:
+        """Whether a buffer may be taken for what is not needed yet: another stays free."""
+        return self._pool_now().free() > 1
 
-    def start_read(self, record: Record, keys: Sequence[str], *, spare: int = 0) -> Loan | None:
+    def lend(self, record: Record) -> Loan:
+        """A buffer for a record, nothing in it."""
+        self.check()
+        return Loan(record, self._pool_now())
+
+    def start_read(self, record: Record, keys: Sequence[str]) -> Loan:
         """Begin to read regions into a buffer, behind the writes of the record that were begun before."""
-        loan = self.lend(record, spare=spare)
-        if loan is not None:
-            before, buffer = list(record.writing), loan.buffer
-            loan.move = self.reads.start(f"read {short(record)}", _total(record, keys),
-                                         lambda: self._read(record, keys, buffer, before))
+        loan, before = self.lend(record), list(record.writing)
+
+        def read() -> None:
+            for move in before:
+                move.wait()
+            for key in keys:
+                record.read(key, loan.arrays[key])
+
+        loan.move = self.reads.start(f"read {record.name}", record.total(keys), read)
         return loan
 
     def start_write(self, loan: Loan, keys: Sequence[str], *, after: Move | None = None) -> None:
         """Begin to write regions from a buffer, `after` what fills it; then the buffer is given back."""
         record = loan.record
-        move = self.writes.start(f"write {short(record)}", _total(record, keys),
-                                 lambda: self._write(loan, keys, after))
+
+        def write() -> None:
+            try:
+                if after is not None:
+                    after.wait()
+                for key in keys:
+                    record.write(key, loan.arrays[key])
+            finally:
+                loan.end()
+
+        move = self.writes.start(f"write {record.name}", record.total(keys), write)
         record.writing = [*(earlier for earlier in record.writing if not earlier.done()), move]
 
-    def _read(self, record: Record, keys: Iterable[str], buffer: np.ndarray, before: Sequence[Move]) -> None:
-        for move in before:
-            move.wait()
-        for key in keys:
-            region = record.regions[key]
-            with told(record.name, f"read {region.nbytes:,} bytes of {key}"):
-                _transfer(os.preadv, record, region.offset, buffer[region.offset:region.offset + region.nbytes])
-
-    def _write(self, loan: Loan, keys: Iterable[str], after: Move | None) -> None:
-        record, buffer = loan.record, loan.buffer
-        try:
-            if after is not None:
-                after.wait()
-            for key in keys:
-                region = record.regions[key]
-                with told(record.name, f"write {region.nbytes:,} bytes of {key}"):
-                    _transfer(os.pwritev, record, region.offset, buffer[region.offset:region.offset + region.nbytes])
-        finally:
-            loan.end()
-
-    def check(self) -> None:
-        """Raise what a write that has ended raised."""
+    def check(self, *, wait: bool = False) -> None:
+        """Raise what a write that has ended raised; `wait`: until all have."""
         for record in self.records:
             for move in record.writing:
-                if move.done():
+                if wait or move.done():
                     move.wait()
-
-    def settle(self) -> None:
-        """Return when all writes have ended; raises what one of them raised."""
-        for record in self.records:
-            for move in record.writing:
-                move.wait()
 
     def _pool_now(self) -> Pool:
         """The buffers, made anew when records have grown."""
         nbytes = max(PAGE, *(record.nbytes for record in self.records))
         if self._pool is None or self._pool.nbytes < nbytes:
             if self._pool is not None:
-                self.settle()
-                assert self._pool.idle, "records grow only while nothing is in flight"
+                self.check(wait=True)
+                assert self._pool.free() == self.buffers, "records grow only while nothing is in flight"
             self._pool = None                   # first let go of the old ones
             self._pool = Pool(self.buffers, nbytes, self.device, self.memory)
         return self._pool
@@ -153,37 +247,14 @@ class Disk:
 
 
 def writable(folder: str | Path | None) -> Path:
-    """The folder, or the system's for temporary files.
-
-    Raises:  DiskError if it is not there, is none, or cannot be written.
-    """
+    """The folder, or the system's for temporary files. Raises DiskError if no file can be made there."""
     chosen = Path(tempfile.gettempdir() if folder is None else folder)
     if not chosen.is_dir():
         raise DiskError(f"offload: {chosen} is {'not a folder' if chosen.exists() else 'not there'}; make it, or name "
                         f"another folder with --offload-dir")
     try:
         with tempfile.TemporaryFile(dir=chosen):
-            pass
+            return chosen
     except OSError as error:
         raise DiskError(f"offload: cannot write in {chosen}: {error.strerror or error}; name another folder with "
                         f"--offload-dir") from error
-    return chosen
-
-
-def short(record: Record) -> str:
-    """The record's name for the timeline: without rank and folder."""
-    return record.name.split(", ", 1)[-1].split(" in ", 1)[0]
-
-
-def _total(record: Record, keys: Iterable[str]) -> int:
-    return sum(record.regions[key].nbytes for key in keys)
-
-
-def _transfer(call: Callable[[int, list[Any], int], int], record: Record, offset: int, data: np.ndarray) -> None:
-    """os.preadv or os.pwritev, until all is done."""
-    done = 0
-    while done < data.nbytes:
-        moved = call(record.fd, [data[done:].data], offset + done)
-        if not moved:
-            raise OSError(errno.EIO, f"the file ends after {done:,} bytes")
-        done += moved

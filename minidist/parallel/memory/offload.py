@@ -24,7 +24,6 @@ bytes, P ranks, with Adam in float32 (and in mixed precision, with masters in fl
     disk                                                               16Ψ/P (16Ψ/P), on whole pages
 
 ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device holds 4Ψ/P (2Ψ/P).
-Under a limit of device memory the third buffer or unit is waited for, so that the peak is the same in every run.
 
 Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the optimizer's bytes a
 parameter, the master's among them in mixed precision:
@@ -43,17 +42,16 @@ parameter, the master's among them in mixed precision:
 
 Weights are read ahead of their unit, gradients are written behind the next one's backward, and the update of a run
 hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
-hides nothing. Which arithmetic is done, in which order, does not change: the same bits as without.
-
-OnHost stands here, OnDisk in offload_disk.py. Nothing stays behind on disk, however the process ends: files have no
-names (memory/disk.py).
+hides nothing. The arithmetic and its order do not change: the same bits as without. OnDisk is in offload_disk.py.
 
 notes:   N2 §10.2
 Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
          "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -61,15 +59,16 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host
-from minidist.nn import GPT
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.optim.optimizer import Slot
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
-from minidist.parallel.memory.host_shard_store import OffDevice, by_run
-from minidist.parallel.memory.transfer_lanes import Move
+from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch
+from minidist.parallel.zero.shards import ShardStore
 
 
 def plain_offload(model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]) -> float:
@@ -90,11 +89,78 @@ def plain_offload(model: GPT, optimizer: Optimizer, batches: Iterable[Batch], ho
 # computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the weights too, and reads ahead.
 
 
-class OnHost(OffDevice):
-    """ZeRO-Offload: master weights, optimizer state, summed gradients and the update on the host.
+class OffDevice(ShardStore):
+    """What both stores share: the lanes between device and host, and pieces whose arrays are brought for the update.
 
-    Where weights are float32 the host's copy is the master, under `parameters` of the host's account.
+    Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host and back.
     """
+
+    def __init__(self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None) -> None:
+        super().__init__()
+        self.recorder = recorder or Silent()
+        self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
+        self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
+        self._names: dict[int, str] = {}
+        self._going: Move | None = None         # the gradients that are on their way down
+
+    def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
+        """flat.pieces, each of which knows its store, its run, and its place in the rank's chunk."""
+        pieces: list[Any] = flat.pieces(weights, gradients)
+        for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
+            piece.store, piece.flat, piece.place = self, flat, place
+        self._pieces += pieces
+        return pieces
+
+    def gradient_room(self, flat: Flat) -> Array | None:
+        """None: sums are to pass through add."""
+        return None
+
+    def go_down(self, flat: Flat, nbytes: int, work: Callable[[], None]) -> Move:
+        """Begin to take gradients down, once those before are: at most one buffer waits for the bus."""
+        if self._going is not None:
+            self._going.wait()
+        self._going = self.down.start(f"gradients {self._names[id(flat)]} down", nbytes, work)
+        return self._going
+
+    def before_use(self) -> None:
+        """Wait for what is on its way down, under a limit: else how much is held would depend on how fast it goes."""
+        if self._going is not None and account.current().limit is not None:
+            self._going.wait()
+
+    def settle(self) -> None:
+        """Return when the last gradients have left the device."""
+        if self._going is not None:
+            self._going.wait()
+            self._going = None
+
+    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
+        """Masters come from the host or the disk, and nothing of it touches the device."""
+        with account.use(self.host):
+            return super().state(model, flats, algorithm=algorithm)
+
+    def close(self) -> None:
+        self.down.close()
+        self.up.close()
+
+
+def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) -> None:
+    """Add the chunk on the bus to sums, or replace them; its buffer on the device is free when this returns."""
+    chunk = bus.pop()
+    if first:
+        copy(chunk, sums, ready)
+    else:
+        np.add(sums, bring(chunk, ready), out=sums)
+
+
+def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:
+    """Slots in their order, by the run that their pieces belong to."""
+    for _, run in groupby(slots, key=lambda slot: id(slot.weights.flat)):   # type: ignore[attr-defined]
+        chosen = list(run)
+        yield chosen[0].weights.flat, chosen                                # type: ignore[attr-defined]
+
+
+class OnHost(OffDevice):
+    """ZeRO-Offload: master weights (in float32 too), optimizer state, summed gradients and the update on the host."""
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Room on the host; `shard` only says where a sum will be when it goes down."""
@@ -116,16 +182,8 @@ class OnHost(OffDevice):
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down; returns at once, or when the one before is down."""
-        sums, ready, bus = self._gradients[id(flat)], mark(chunk), [chunk]
-
-        def work() -> None:
-            chunk = bus.pop()           # so that its buffer is free when this returns
-            if first:
-                copy(chunk, sums, ready)
-            else:
-                np.add(sums, bring(chunk, ready), out=sums)
-
-        self.go_down(flat, chunk, work)
+        work = partial(take_down, [chunk], self._gradients[id(flat)], mark(chunk), first=first)
+        self.go_down(flat, chunk.nbytes, work)
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Zeros."""
@@ -138,19 +196,13 @@ class OnHost(OffDevice):
             for flat, run in by_run(slots):
                 yield from run
                 if changes:
-                    moves.append(self._go_up(flat))
+                    master, weights = self._masters[id(flat)], self._weights[id(flat)]
+                    moves.append(self.up.start(f"weights {self._names[id(flat)]} up", weights.nbytes,
+                                               partial(copy, master, weights, mark(weights))))
             for move in moves:
                 move.wait()
 
-    def _go_up(self, flat: Flat) -> Move:
-        master, weights = self._masters[id(flat)], self._weights[id(flat)]
-        ready = mark(weights)
-        return self.up.start(f"weights {self._names[id(flat)]} up", weights.nbytes,
-                             lambda: copy(master, weights, ready))
-
-    def _host_zeros(self, flat: Flat, dtype: Any, category: str) -> Array:
-        room = np.zeros(flat.chunk_size, dtype)
-        if device_of(self._weights[id(flat)]) != "cpu":
-            room = host_bytes(room.nbytes, "cuda").view(dtype)
-            room[...] = 0
+    def _host_zeros(self, flat: Flat, dtype: np.dtype, category: str) -> Array:
+        room = host_bytes(flat.chunk_size * dtype.itemsize, device_of(self._weights[id(flat)])).view(dtype)
+        room[...] = 0
         return self.host.hold(room, category)

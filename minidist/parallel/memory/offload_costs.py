@@ -36,15 +36,10 @@ def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: 
 
 
 def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
-    """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
-
-    Args:    limit: bytes; units, root: of ZeRO-3 (zero/fsdp_units.py).
-    Activations come on top (require_pass).
-    """
+    """Raise MemoryLimitError if units of ZeRO-3 cannot fit: two whole ones, a unit's gradients, and the root."""
     if limit is None or not units:
         return
-    pairs = [(one, other) for one, other in zip(units, [*units[1:], units[-1]], strict=True)]
-    one, other = max(pairs, key=lambda pair: pair[0].nbytes + pair[1].nbytes)
+    one, other = max(zip(units, [*units[1:], units[-1]], strict=True), key=lambda pair: pair[0].nbytes + pair[1].nbytes)
     weights = one.nbytes + other.nbytes * (one is not other)
     gradients = max(unit.nbytes for unit in units)
     need = weights + gradients + 2 * root.nbytes
@@ -52,15 +47,3 @@ def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
         raise MemoryLimitError(f"device memory: two units at work ({one.name}, {other.name}: {weights:,} bytes), the "
                                f"gradients of one ({gradients:,}) and the root with its own ({2 * root.nbytes:,}) need "
                                f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")
-
-
-def require_pass(limit: int, held: int, activations: int, sequences: int, *, instead: str) -> None:
-    """Raise MemoryLimitError, before training, if a pass's activations cannot lie beside what is held all along.
-
-    Args:    instead: what to do then.
-    Gradients and scratch come on top: what passes here may still meet the limit, in its first step.
-    """
-    if held + activations > limit:
-        rows = f"{sequences} sequence{'s' * (sequences > 1)}"
-        raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {activations:,} of activations, of {rows} "
-                               f"at once, need {held + activations:,} bytes and the limit is {limit:,}; {instead}")

@@ -4,7 +4,8 @@ offload.py has the idea, what lies where, and the traffic in bytes. Here is the 
 hides behind the computation of the one before; without a free buffer it begins when the unit needs it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.data.device_copies import bring, copy, mark
-from minidist.parallel.memory.disk import Disk
-from minidist.parallel.memory.disk_file import Loan, Record
-from minidist.parallel.memory.host_shard_store import OffDevice, by_run, move_in, nothing
+from minidist.parallel.data.device_copies import copy, mark
+from minidist.parallel.memory.disk import Disk, Loan, Record
+from minidist.parallel.memory.offload import OffDevice, by_run, take_down
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.precision import Precision
@@ -27,10 +27,7 @@ from minidist.parallel.step.recorder import Recorder
 class OnDisk(OffDevice):
     """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on disk. For ZeRO-3.
 
-    Args:    folder: where (None: where the system keeps temporary files).
-             buffers: how many records are in memory at most, the unit at work on the device apart.
-             device: "cpu" or "cuda": buffers for a GPU lie in pinned memory.
-             read, write: how slow a disk to imagine.
+    Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up: as OffDevice's.
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
 
@@ -38,21 +35,17 @@ class OnDisk(OffDevice):
                  recorder: Recorder | None = None, read: Pace | None = None, write: Pace | None = None,
                  down: Pace | None = None, up: Pace | None = None) -> None:
         super().__init__(recorder=recorder, down=down, up=up)
-        self.disk = Disk(None if folder is None else Path(folder), self.traffic, buffers=buffers, device=device,
-                         recorder=self.recorder, memory=self.host, paces=(read, write))
+        self.disk = Disk(folder, self.traffic, buffers=buffers, device=device, recorder=self.recorder,
+                         memory=self.host, paces=(read, write))
         self._records: dict[int, Record] = {}
         self._coming: dict[int, Loan] = {}              # weights that are read ahead
         self._sums: dict[int, list[float]] = {}         # of each run's gradients, the blocks' sums of squares
 
     def begin(self, who: str) -> None:
-        """Name the rank."""
         self.disk.who = who
 
     def require(self, nbytes: int, who: str) -> None:
-        """Raise DiskError unless the folder has room, where several ranks share a disk for this rank alone.
-
-        If it then has no room for all, the reservation of files says so, as early.
-        """
+        """Raise DiskError unless the folder has room for this rank; where ranks share it, reserving files tells."""
         self.begin(who)
         self.disk.require(nbytes)
 
@@ -61,7 +54,7 @@ class OnDisk(OffDevice):
         self._names[id(flat)] = name
         record = self._records[id(flat)] = self.disk.record(name)
         record.add("weights", flat.dtype, flat.chunk_size)
-        self.disk.put(record, "weights", weights)
+        record.write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""
@@ -72,49 +65,40 @@ class OnDisk(OffDevice):
         record = self._records[id(flat)]
         if flat.dtype in LOW_PRECISION:
             record.add("master", np.float32, flat.chunk_size)
-            self.disk.put(record, "master", widen(self._read_now(record, "weights")))
-        return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, flat.chunk_size),
-                          nothing(flat.dtype, flat.chunk_size))
+            record.write("master", widen(self._read_now(record, "weights")))
+        return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, (flat.chunk_size,)),
+                                  nothing(flat.dtype, (flat.chunk_size,)))
 
     # ------------------------------------------------------------------------------------------- while computing
 
     def prefetch(self, flat: Flat) -> None:
         """Begin to read, if a buffer is free and another stays so."""
-        if id(flat) not in self._coming:
-            loan = self.disk.start_read(self._records[id(flat)], ["weights"], spare=1)
-            if loan is not None:
-                self._coming[id(flat)] = loan
+        if id(flat) not in self._coming and self.disk.has_spare():
+            self._coming[id(flat)] = self.disk.start_read(self._records[id(flat)], ["weights"])
 
     def weights(self, flat: Flat, place: Array) -> Array:
         """Read into `place`, or take there what was read ahead."""
         loan = self._coming.pop(id(flat), None) or self.disk.start_read(self._records[id(flat)], ["weights"])
-        assert loan is not None
         with self.recorder.span(f"wait for {self._names[id(flat)]}"):
             loan.wait()
-            ready = mark(place)
             self.up.start(f"weights {self._names[id(flat)]} up", place.nbytes,
-                          lambda: copy(loan.arrays["weights"], place, ready)).wait()
+                          partial(copy, loan.arrays["weights"], place, mark(place))).wait()
         loan.end()
         return place
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down to a buffer, to add what is on disk, and to write it there."""
-        record, ready = self._records[id(flat)], mark(chunk)
+        record, ready, bus = self._records[id(flat)], mark(chunk), [chunk]
         loan = self.disk.lend(record) if first else self.disk.start_read(record, ["gradients"])
-        assert loan is not None
-        sums, bus = loan.arrays["gradients"], [chunk]
+        sums = loan.arrays["gradients"]
 
         def work() -> None:
-            chunk = bus.pop()           # so that its buffer is free when this returns
             loan.wait()
-            if first:
-                copy(chunk, sums, ready)
-            else:
-                np.add(sums, bring(chunk, ready), out=sums)
+            take_down(bus, sums, ready, first=first)
             self._sums[id(flat)] = [float(block) for _, place, _ in flat.chunk_spans()
                                     for block in block_sums(sums[place])]
 
-        self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk, work))
+        self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk.nbytes, work))
 
     def settle(self) -> None:
         """And forget what was read ahead in vain: it is about to change."""
@@ -134,20 +118,18 @@ class OnDisk(OffDevice):
         for name in names:
             if name not in record.regions:
                 record.add(name, weights.data.dtype, weights.flat.chunk_size)
-        return {name: np.broadcast_to(weights.data.dtype.type(np.nan), weights.data.shape) for name in names}
+        return {name: nothing(weights.data.dtype, weights.data.shape) for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the next is read and the one before written."""
-        runs = list(by_run(slots))
+        runs = [(self._records[id(flat)], run) for flat, run in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):
-            for number, (flat, run) in enumerate(runs):
-                record = self._records[id(flat)]
+            for number, (record, run) in enumerate(runs, start=1):
                 loan = ahead or self.disk.start_read(record, record.needed)
-                following = [self._records[id(other)] for other, _ in runs[number + 1:number + 2]]
-                ahead = self.disk.start_read(following[0], following[0].needed, spare=1) if following else None
-                assert loan is not None
-                with self.recorder.span(f"wait for {self._names[id(flat)]}"):
+                following = runs[number][0] if number < len(runs) and self.disk.has_spare() else None
+                ahead = self.disk.start_read(following, following.needed) if following else None
+                with self.recorder.span(f"wait for {record.name}"):
                     loan.wait()
                 empty = [(slot.weights.data, slot.weights.grad, slot.state) for slot in run]
                 for slot in run:
@@ -155,14 +137,12 @@ class OnDisk(OffDevice):
                 yield from run
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
                     slot.weights.data, slot.weights.grad, slot.state = data, grad, state    # type: ignore[misc]
-                self._write_back(record, loan) if changes else loan.end()
-
-    def _write_back(self, record: Record, loan: Loan) -> None:
-        if "master" in record.regions:
-            loan.arrays["weights"][...] = loan.arrays["master"]
-        self.disk.start_write(loan, [key for key in record.regions if key != "gradients"])
-
-    # --------------------------------------------------------------------------------------------------- the rest
+                if not changes:
+                    loan.end()
+                    continue
+                if "master" in record.regions:
+                    loan.arrays["weights"][...] = loan.arrays["master"]
+                self.disk.start_write(loan, [key for key in record.regions if key != "gradients"])
 
     def master(self, flat: Flat) -> Array:
         """Read from disk: a copy."""
@@ -171,7 +151,6 @@ class OnDisk(OffDevice):
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])
-        assert loan is not None
         values = np.array(loan.wait().arrays[key])
         loan.end()
         return values
@@ -181,6 +160,19 @@ class OnDisk(OffDevice):
         return sum(record.nbytes for record in self.disk.records)
 
     def close(self) -> None:
-        """End the lanes; the files are gone."""
         super().close()
         self.disk.close()
+
+
+def nothing(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """NaN that take one element: what is not there reads so, and cannot pass unnoticed."""
+    return np.broadcast_to(dtype.type(np.nan), shape)
+
+
+def move_in(slot: Slot, arrays: Mapping[str, Array], master: str) -> None:
+    """The slot's arrays become views of a chunk's: of its state by name, of `master` and of "gradients"."""
+    piece: Any = slot.weights
+    shape = piece.data.shape
+    slot.state = {key: arrays[key][piece.place].reshape(shape) for key in slot.state}
+    piece.data = arrays[master][piece.place].reshape(shape)
+    piece.grad = arrays["gradients"][piece.place].reshape(shape)

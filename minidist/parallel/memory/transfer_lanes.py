@@ -18,7 +18,7 @@ from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.traffic import MemoryTraffic
+from minidist.parallel.zero.shards import MemoryTraffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""
@@ -26,10 +26,7 @@ LIMIT = 300.0
 
 @dataclass(frozen=True)
 class Pace:
-    """A lane's least time: `latency` seconds a move, and `per_byte` seconds a byte.
-
-    Raises:  ConfigError if one of them is negative or no number.
-    """
+    """A lane's least time: `latency` seconds a move, and `per_byte` seconds a byte. Raises ConfigError below 0."""
 
     latency: float = 0.0
     per_byte: float = 0.0
@@ -39,32 +36,21 @@ class Pace:
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"pace of a lane: {name} is {value!r}; choose a number of seconds from 0 up")
 
-    def seconds(self, nbytes: int) -> float:
-        """The least time of a move of `nbytes`."""
-        return self.latency + nbytes * self.per_byte
-
 
 class Move:
-    """A move under way."""
+    """A move under way; done() tells whether wait() would return or raise at once."""
 
     def __init__(self, what: str, future: "Future[Any]") -> None:
-        self.what, self._future = what, future
+        self.what, self._future, self.done = what, future, future.done
 
     def wait(self) -> Any:
-        """The work's result, or what it raised. May be called again, and from any thread.
-
-        Raises:  TimeoutError after LIMIT seconds.
-        """
+        """The work's result, or what it raised; from any thread, also again. TimeoutError after LIMIT seconds."""
         try:
             return self._future.result(LIMIT)
         except FutureTimeout as error:
-            if self._future.done():
+            if self.done():
                 raise
             raise TimeoutError(f"{self.what}: not done after {LIMIT:g} s; is the disk still there?") from error
-
-    def done(self) -> bool:
-        """Whether wait() would return or raise at once."""
-        return self._future.done()
 
 
 class TransferLane:
@@ -83,12 +69,13 @@ class TransferLane:
     def start(self, what: str, nbytes: int, work: Callable[[], Any]) -> Move:
         """Begin `work()`, which moves `nbytes`; they are counted now."""
         self.traffic.count(self.source, self.target, nbytes)
-        return Move(what, self._thread.submit(self._carry_out, what, nbytes, work))
 
-    def _carry_out(self, what: str, nbytes: int, work: Callable[[], Any]) -> Any:
-        with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):
-            time.sleep(self.pace.seconds(nbytes))       # what it carries arrives at the end, as over a real bus
-            return work()
+        def carry_out() -> Any:
+            with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):
+                time.sleep(self.pace.latency + nbytes * self.pace.per_byte)     # arrives at the end, as over a bus
+                return work()
+
+        return Move(what, self._thread.submit(carry_out))
 
     def close(self) -> None:
         """Carry out what was started, and end the thread. What failed unnoticed stays so: wait() tells."""

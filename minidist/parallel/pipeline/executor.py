@@ -56,8 +56,7 @@ class StageWork(Protocol):
 class Executor:
     """Runs a rank's list.
 
-    Args:    schedule: checked (make_schedule, schedule_checker.check), and for as many ranks as `group` has.
-    Raises:  ScheduleError if the schedule is for another number of ranks, or not checked.
+    Raises:  ScheduleError if the schedule is for another number of ranks than `group` has, or not checked.
     """
 
     def __init__(self, schedule: Schedule, group: Group, *, recorder: Recorder | None = None) -> None:
@@ -72,17 +71,11 @@ class Executor:
         self._arriving: dict[Instruction, Pending] = {}
         self._leaving: list[Pending] = []
 
-    def run(self, work: StageWork) -> None:
-        """Run the list once, until everything is computed and sent."""
-        self._run(work, self.schedule.lists[self.group.rank])
-
-    def run_forwards(self, work: StageWork) -> None:
-        """Run only the list's forwards and their messages, to evaluate; they are a right schedule, too."""
-        self._run(work, [instruction for instruction in self.schedule.lists[self.group.rank]
-                         if isinstance(instruction, (Forward, SendActivation, RecvActivation))])
-
-    def _run(self, work: StageWork, whole: Sequence[Instruction]) -> None:
-        instructions = [instruction for instruction in whole if not work.skips(instruction.microbatch)]
+    def run(self, work: StageWork, *, backwards: bool = True) -> None:
+        """Run the list once, until all is computed and sent; to evaluate, without backwards and their messages."""
+        instructions = [instruction for instruction in self.schedule.lists[self.group.rank]
+                        if (backwards or isinstance(instruction, (Forward, SendActivation, RecvActivation)))
+                        and not work.skips(instruction.microbatch)]
         self._start_receives(work, instructions)
         for number, instruction in enumerate(instructions, start=1):
             details: dict[str, Any] = {"stage": instruction.stage, "microbatch": instruction.microbatch}

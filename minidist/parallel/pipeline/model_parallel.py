@@ -19,11 +19,6 @@ Cost, a step, over all ranks, B sequences of T tokens:
     control      one float64 a rank for the loss; with clipping, one for the norm
     idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as on one rank
 
-The notes' steps (N0, "Model Parallelism"):
-
-    1  the model is cut by layers, and the layers are placed on the GPUs.
-    2  all data goes through these GPUs, one after the other, forward and backward.
-
 Of the two problems in the notes, communication (N0:227) is small, because only activations are sent. Waiting (N0:228)
 is the reason why the pipeline (chapter 11) also cuts the batch.
 
@@ -36,8 +31,7 @@ from typing import Any
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.parallel.pipeline.stage_model import StageModel
-from minidist.parallel.pipeline.stages import ArrivedActivation
+from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel
 from minidist.parallel.step.step import Part
 
 
@@ -64,8 +58,6 @@ class ModelParallel(StageModel):
 
         strategy = ModelParallel(GPT(config), group, seed=0)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    Args:    as StageModel, without `stages`.
     """
 
     def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:

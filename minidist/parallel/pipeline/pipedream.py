@@ -7,8 +7,7 @@ that changes its weights keeps the old ones for the microbatches on their way (w
     stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 sees the update of B0 only: p - 1 - stage updates late
     stage 2   .. .. F0 B0 update F1 B1 update …   the last stage is never late
 
-This is not the serial training, but a definite other one: one process that uses weights equally late gives the same
-result, up to rounding.
+This is not the serial training, but one process that uses weights equally late gives the same result, up to rounding.
 
 Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies of the stage's
 weights.
@@ -37,7 +36,7 @@ class PipeDream(Pipeline):
 
     Args:    as Pipeline; the schedule has one stage a rank and whole backwards (1f1b as in the paper; naive is serial).
     Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the order in which this
-                rank made them, so that they can be replayed; version n is the weights after n updates of that step.
+                rank made them; version n is the weights after n updates of that step.
     Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance losses.
     """
 
@@ -57,9 +56,7 @@ class PipeDream(Pipeline):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One update for each microbatch of a *global* batch; returns the mean of the losses in the forwards.
-
-        Each update is by the mean loss of its own microbatch. All microbatches are complete at the end.
+        """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`: no stage knows the others' gradients, or waits for a second.
         """

@@ -31,8 +31,6 @@ The notes' steps (N0, "Pipeline Parallelism"):
     3  and goes on with the second at once.         4  so all work at the same time, without waiting.
        Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own second problem).
 
-pipedream.py has the pipeline without a bubble, whose stages update after each microbatch.
-
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
 """
@@ -49,8 +47,7 @@ from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
-from minidist.parallel.pipeline.stage_model import StageModel
-from minidist.parallel.pipeline.stages import ArrivedActivation, hollow
+from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel, hollow
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts
@@ -99,8 +96,7 @@ class Pipeline(StageModel):
     def run(self, part: Part, *, divisor: int) -> float:
         """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.
 
-        The share is the sum of the rows' token losses over `divisor` on the rank of the last stage, and on each rank
-        the balance losses of its mixtures. `accumulate` of a step is how often the schedule runs.
+        With mixtures each rank has a share, of its balance losses; else the rank of the last stage has all.
         """
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)
@@ -111,7 +107,7 @@ class Pipeline(StageModel):
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.model.eval()
         with no_grad():
-            self.executor.run_forwards(work)
+            self.executor.run(work, backwards=False)
         self.model.train()
         return work.total
 
@@ -125,11 +121,7 @@ class Pipeline(StageModel):
 
 
 class PipelinePass:
-    """What one run of the schedule computes on this rank (the executor's StageWork).
-
-    Args:    parts: the microbatches; divisor: of their losses.
-    Attributes: total: this rank's share of the loss so far.
-    """
+    """What one run of the schedule computes on this rank, as StageWork asks (executor.py); total: its loss so far."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
         self.pipeline, self.stages, self.parts, self.divisor = pipeline, pipeline.stages, parts, divisor
@@ -138,7 +130,6 @@ class PipelinePass:
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def skips(self, microbatch: int) -> bool:
-        """Whether a microbatch is left out: it has no rows."""
         return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
     def room(self, receive: Instruction) -> Array:
@@ -155,15 +146,12 @@ class PipelinePass:
         y = self.stages.forward(stage, part.inputs if start is None else start, targets=part.targets,
                                 divisor=self.divisor, key=self.pipeline.key(part))
         last = stage == self.stages.last
-        self.total += of_stage(self.stages.mixtures(stage), self.divisor)
-        if last:
-            self.total += float(y.item())
+        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (float(y.item()) if last else 0.0)
         if is_grad_enabled():
             self._kept[stage, microbatch] = start, y if last else hollow(y)
         return None if last else y.data
 
     def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
-        """A stage's backward; unless `whole`, the gradients of weights are deferred."""
         start, y = self._kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
             layer.balance_scale = self.pipeline.precision.scale / self.divisor
@@ -173,5 +161,4 @@ class PipelinePass:
         return None if start is None else start.grad
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """The gradients that `backward` deferred."""
         self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))

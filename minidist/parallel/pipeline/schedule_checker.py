@@ -38,9 +38,8 @@ from minidist.parallel.pipeline.instructions import (
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Prove that a schedule computes the same as one process, and ends.
+    """Prove that a schedule computes the same as one process, and ends; returns it, marked as checked.
 
-    Returns: the schedule, marked as checked.
     Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it needs, sent without a
              receive or the reverse, received in another order than sent; or the ranks that wait for each other.
     """
@@ -135,12 +134,9 @@ def _check_links(schedule: Schedule) -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """How long instructions take, in any unit.
+    """How long instructions take on a microbatch and stage, in any unit.
 
-    Attributes: forward, backward: of a microbatch on a stage.
-                backward_input, backward_weights: of the two halves of a backward.
-                message: from the send to its arrival.
-                shares: factors of these times for each stage (default: 1).
+    Attributes: message: from the send to its arrival; shares: factors of these times for each stage (default: 1).
     """
 
     forward: float = 1.0
@@ -186,10 +182,7 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """The computes of all ranks in time, if each rank goes on as soon as it can.
-
-    Raises:  ScheduleError in a deadlock, with the receives that the ranks wait at.
-    """
+    """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in a deadlock."""
     lasting, spans = times or Times(), list[ComputeSpan]()
     arrives: dict[Instruction, float] = {}          # send -> when its message arrives
 
@@ -228,13 +221,8 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
         "" if rank in path else f"; and rank {rank} has come to its list's end")
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
 def peak_held(schedule: Schedule) -> list[int]:
-    """For each rank the most microbatches whose activations it holds at once, counted for each of its stages.
-
-    They are held from the forward to the backward, or to the backward for the weights if it is in two halves.
-    """
+    """For each rank the most microbatches, counted for each of its stages, that are between forward and backward."""
     peaks = []
     for rank in range(schedule.ranks):
         held = peak = 0

@@ -81,10 +81,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Instructio
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """1F1B whose backward for the weights comes `rank` microbatches later and fills the gaps at the end.
-
-    No rank holds more microbatches than the first rank of 1F1B.
-    """
+    """1F1B whose backward for the weights comes `rank` microbatches later and fills the gaps at the end."""
     for instruction in one_f_one_b(rank, ranks, microbatches):
         whole = isinstance(instruction, Backward)
         yield BackwardInput(rank, instruction.microbatch) if whole else instruction

@@ -1,13 +1,15 @@
-"""Stages: where a GPT is cut by its layers, and how many layers each stage gets.
+"""Stages: where a GPT is cut by its layers, how many layers each stage gets, and how a rank's stages are updated.
 
     stage 0                    stage 1         stage 2
     embed, blocks 0 and 1      blocks 2, 3     blocks 4 and 5, norm, output
 
 A rank cuts a model whose weights are not drawn yet, and draws what it keeps. Names stay those of the whole model, so
-weights and dropout are the same too. With a tied output both ends need the token table, and both have it.
+weights and dropout are the same too. With a tied output both ends need the token table: both have it, and take the sum
+of its two gradients. `StageModel` is what model parallel and the pipeline share.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,12 +17,17 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import Tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
-from minidist.nn.balance import BalancedOutput
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
+from minidist.optim import Optimizer, sum_of_squares
+from minidist.parallel.step.flat import sum_in_order, trainable
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
 
 
 class Stages:
@@ -52,8 +59,6 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
-        if isinstance(model.output, BalancedOutput):
-            cut.output = model.output.output        # each stage adds the balance loss of its own blocks
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """The mixtures of a stage's blocks."""
@@ -128,3 +133,89 @@ def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, 
     if count not in best:
         raise ShardError(f"{count} layers cannot fill {stages} stages; take at most {count + 2}")
     return best[count][2]
+
+
+class StageModel(ABC):
+    """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
+
+    Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default: one a rank).
+             layers: of each stage (default: as even as possible); key: for dropout; precision: of weights and update.
+    Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
+                first, last: whether this rank has an end of the model.
+    """
+
+    cuts: type[Stages] = Stages     # chapter 17 has stages of a shard of the tokens
+
+    def __init__(self, model: GPT, group: Group, *, seed: int | None, stages: int | None = None,
+                 layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        self.config, self.group = model.config, group
+        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+        self.key: Key = key or (lambda part: None)
+        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages or group.size))
+        self.stages = self.cut(model, group.rank)
+        self.model = self.stages.model
+        if seed is not None:
+            self.model.initialize(seed, device=device)
+        self.weights = trainable(self.model.parameters())
+        self.parameters = self.precision.masters(self.weights)
+        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+        self.ends = None                                # the two ends, if both have a tied token table
+        if self.config.tied and group.size > 1:
+            self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
+
+    def cut(self, model: GPT, rank: int) -> Any:
+        """Cut `model`, in place, to the stages of a rank."""
+        return self.cuts(model, self.layers, range(rank, len(self.layers), self.group.size))
+
+    @abstractmethod
+    def run(self, part: Part, *, divisor: int) -> float:
+        """Forward and backward of some rows: adds gradients; returns this rank's share of the loss over `divisor`."""
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    as Single.step; clip bounds the norm of all stages together; accumulate: how many runs take the rows.
+        """
+        optimizer.zero_grad()
+        share = 0.0
+        for part in micro_parts(Part(*batch, first=0), accumulate):
+            share += self.run(part, divisor=batch[1].size)
+        self.update(optimizer, lr=lr, clip=clip)
+        return sum_in_order(self.group, share)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights (masters, in mixed precision), whole, on every rank. Cost: one all-gather."""
+        mine = self.own_state()
+        with self.group.ledger.control():
+            joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")
+        whole, start = {}, 0
+        for rank in range(self.group.size):
+            for name, weight in self.cut(GPT(self.config), rank).model.named_parameters():
+                whole[name] = joined[start:start + weight.size].reshape(weight.shape).copy()
+                start += weight.size
+        return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
+
+    def own_state(self) -> dict[str, np.ndarray]:
+        """Copies of the weights of this rank's stages."""
+        return self.precision.state_dict(self.model)
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step on this rank's weights, after all backwards. Cost: sum_ends, and a float64 with clip."""
+        zero_unused(self.weights)
+        self.sum_ends()
+        with self.recorder.span("optimizer"):
+            self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
+
+    def sum_ends(self) -> None:
+        """Sum the two gradients of a tied token table, the embedding's and the output's: an all-reduce of both ends."""
+        if self.ends is not None:
+            table = self.model.tokens.weight
+            with self.recorder.span("wait for the other end's table"):
+                self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
+
+    def _squares(self) -> float:
+        """The sum of squares of the whole gradient; a tied table counts once, on rank 0."""
+        twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
+        return sum_in_order(self.group, sum_of_squares(p.grad for p in self.weights if p is not twice))

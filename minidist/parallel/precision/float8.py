@@ -42,11 +42,7 @@ _VALUES = {kind: np.arange(256, dtype=np.uint8).view(kind).astype(np.float32) fo
 
 def to_float8(array: Array, kind: np.dtype, scale: float) -> Array:
     """array × scale, cut off at the format's ends, rounded once to nearest (ties to even). NaN stays NaN."""
-    if device_of(array) == "cuda":
-        return _to_float8_by_kernel(array, kind, scale)[0]
-    wide = widen(array) * np.float32(scale)
-    np.clip(wide, -LARGEST[kind], LARGEST[kind], out=wide)
-    return wide.astype(kind)
+    return _round(array, kind, scale)[0]
 
 
 def to_float32(array: np.ndarray, scale: float) -> np.ndarray:
@@ -54,17 +50,15 @@ def to_float32(array: np.ndarray, scale: float) -> np.ndarray:
     return np.take(_VALUES[array.dtype], array.view(np.uint8), mode="clip") * np.float32(1.0 / scale)
 
 
-def _to_float8_by_kernel(array: Array, kind: np.dtype, scale: float) -> tuple[Array, Array]:
-    """The bytes (uint8), and the largest |element| of the array: float32 (1,)."""
-    xp = array_module(array)
-    return launcher("to_float8")(xp.ascontiguousarray(array), kind.name,    # type: ignore[no-any-return]
-                                 xp.full(1, scale, np.float32))
-
-
-def _largest(array: Array) -> Array:
-    """The largest |element|, 0 if there is none: (1,), where the array is."""
-    xp = array_module(array)
-    return xp.abs(widen(array)).max().reshape(1) if array.size else xp.zeros(1, np.float32)
+def _round(array: Array, kind: np.dtype, scale: float) -> tuple[Array, Array | None]:
+    """to_float8's bytes; from a kernel (as uint8), which reads the array anyway, also its largest |element|: (1,)."""
+    if device_of(array) == "cuda":
+        xp = array_module(array)
+        return launcher("to_float8")(xp.ascontiguousarray(array), kind.name,    # type: ignore[no-any-return]
+                                     xp.full(1, scale, np.float32))
+    wide = widen(array) * np.float32(scale)
+    np.clip(wide, -LARGEST[kind], LARGEST[kind], out=wide)
+    return wide.astype(kind), None
 
 
 class Scales:
@@ -85,15 +79,12 @@ class Scales:
 
     def store(self, name: str, array: Array) -> Array:
         """The tensor as bytes, or as it is without a history; its largest element is noted for the steps to come."""
-        scale, largest = self.scale(name), None
-        if scale is None:
-            stored = array
-        elif device_of(array) == "cuda":
-            stored, largest = _to_float8_by_kernel(array, FORMATS[name], scale)
-        else:
-            stored = to_float8(array, FORMATS[name], scale)
+        scale = self.scale(name)
+        stored, largest = (array, None) if scale is None else _round(array, FORMATS[name], scale)
         if is_grad_enabled() or name == "dy":
-            largest, xp = _largest(array) if largest is None else largest, array_module(array)
+            xp = array_module(array)
+            if largest is None:
+                largest = xp.abs(widen(array)).max().reshape(1) if array.size else xp.zeros(1, np.float32)
             finite = xp.where(xp.isfinite(largest), largest, largest.dtype.type(0))
             self.seen[name] = xp.maximum(self.seen[name], finite)
         return stored

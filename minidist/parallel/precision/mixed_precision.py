@@ -30,10 +30,7 @@ Several passes (accumulation) and several ranks add gradients up in two bytes, e
 once, so that the 2Ψ hold: A passes are off their exact sum by less than 2^-9 √A of it in bf16 and 2^-12 √A in fp16 (for
 A well below 2^8 and 2^11: then sums no longer hear their summands). A ring so rounds P-1 times; with
 `Plan(algorithm="direct")` DDP sums in float32 and rounds once, at P/2 times the bytes, and so does "naive" in every
-stage. (Frameworks also keep gradients in float32, at 4Ψ.)
-
-fp8 goes one step further: as bf16, but the inputs of the blocks' matrix products are rounded to one byte
-(precision/float8.py).
+stage. fp8 is bf16, but the inputs of the blocks' matrix products are rounded to one byte (precision/float8.py).
 
 Cost: half of float32's bytes for gradients and weights; no messages of its own but fp8's (three float64 a linear under
 `control`). Whether a gradient overflowed is seen in the norm that clipping needs: infinities and NaN survive sums.
@@ -101,27 +98,18 @@ class Master:
 
     def __init__(self, parameter: Parameter, data: Array) -> None:
         self.parameter, self.name, self.data = parameter, parameter.name, data
+        self.shared_by, self.zero_grad = parameter.shared_by, parameter.zero_grad
 
     @property
     def grad(self) -> Array | None:
         """In low precision, and multiplied by the loss scale."""
         return self.parameter.grad
 
-    @property
-    def shared_by(self) -> Group | None:
-        """The parameter's."""
-        return self.parameter.shared_by     # type: ignore[no-any-return]
-
-    def zero_grad(self) -> None:
-        """Forget the gradient."""
-        self.parameter.zero_grad()
-
 
 class LossScale:
     """The factor of the loss: halved when a gradient overflows, doubled after `patience` steps without.
 
-    So it stays near the largest that does not overflow, which wastes fewest small gradients. A power of two, so that
-    scaling changes no digit.
+    So it stays near the largest that does not overflow. A power of two, so that scaling changes no digit.
 
     Attributes: value: this step's scale; good: steps since it last changed.
     """
@@ -152,8 +140,7 @@ class LossScale:
 class MixedPrecision(Precision):
     """Weights and gradients in low precision, float32 master weights, and for float16 a dynamic loss scale.
 
-    Args:    name: "bf16", "fp16" or "fp8"; the model's dtype must be the one it stands for (DTYPES). fp8 also needs
-             `attach`.
+    Args:    name: "bf16", "fp16" or "fp8" (which also needs `attach`); the model's dtype must be its (DTYPES).
              loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
              masters: the dtype asked for master weights.
     Raises:  ConfigError for another name, or for masters other than float32.
@@ -229,10 +216,8 @@ class MixedPrecision(Precision):
                clip: float | None) -> None:
         """Update the masters by the unscaled gradients, and round them to the weights; or skip all of it.
 
-        The norm is the unscaled gradient's, found in float64 from the gradients as they are. If it is not finite and
-        there is a loss scale, a gradient has overflowed, perhaps on another rank: every rank sees the same norm, so all
-        skip, and weights, moments and step counts stay as they were. That decision waits for a GPU; without a loss
-        scale there is none, and the norm stays where it is.
+        With a loss scale a norm that is not finite means that a gradient has overflowed, perhaps on another rank. Every
+        rank sees the same norm, so all skip, and nothing changes. Only that decision waits for a GPU.
         """
         if self.float8 is not None:
             self.float8.agree()

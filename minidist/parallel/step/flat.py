@@ -8,6 +8,7 @@ An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,8 @@ from minidist.autograd.tensor import Parameter
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, array_module, to_host, widen
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.nn import Module
 from minidist.parallel.step.replicas import sharers
 
 Squares = Callable[[], float | Array]
@@ -41,9 +41,9 @@ class Flat:
     """A run of parameters of one dtype as one vector, and this rank's chunk of it.
 
     Args:    group: the ranks that share it, unless `shared_by` of the parameters names others.
-    Attributes: group              the ranks that share it
-                parameters, size   the run, and how many elements it has
-                chunk              where this rank's chunk lies
+    Attributes: group                    the ranks that share it
+                parameters, size, nbytes   the run, and how many elements and bytes it has
+                chunk, chunk_size        where this rank's chunk lies, and how many elements it has
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
@@ -52,36 +52,20 @@ class Flat:
         self.size = sum(p.size for p in parameters)
         edges = bounds(self.size, self.group.size)
         self.chunk = slice(edges[self.group.rank], edges[self.group.rank + 1])
-
-    @property
-    def chunk_size(self) -> int:
-        """Elements of this rank's chunk."""
-        return self.chunk.stop - self.chunk.start
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole vector."""
-        return self.size * self.dtype.itemsize
-
-    def spans(self) -> Iterator[tuple[Parameter, int, int]]:
-        """(parameter, where it begins in the vector, where it ends)."""
-        start = 0
-        for parameter in self.parameters:
-            yield parameter, start, start + parameter.size
-            start += parameter.size
+        self.chunk_size, self.nbytes = self.chunk.stop - self.chunk.start, self.size * self.dtype.itemsize
 
     def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
         """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
-        for parameter, start, stop in self.spans():
-            begin = self.chunk.start
+        start, begin = 0, self.chunk.start
+        for parameter in self.parameters:
             first = min(max(start, begin), self.chunk.stop)
-            last = max(first, min(stop, self.chunk.stop))
+            last = max(first, min(start + parameter.size, self.chunk.stop))
             yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
+            start += parameter.size
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""
-        for parameter, start, stop in self.spans():
-            yield parameter, vector[start:stop].reshape(parameter.shape)
+        return views(self.parameters, vector)
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
         """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
@@ -89,12 +73,31 @@ class Flat:
 
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
-        vector = empty_like(self.parameters[0].data, self.size, "parameters")
-        for parameter, view in self.views(vector):
-            if copy:
-                view[...] = parameter.data
-            parameter.data = view
-        return vector
+        return join(self.parameters, copy=copy)
+
+
+def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, Array]]:
+    """(parameter, its place in `vector` in its own shape), for parameters one after another."""
+    start = 0
+    for parameter in run:
+        yield parameter, vector[start:start + parameter.size].reshape(parameter.shape)
+        start += parameter.size
+
+
+def join(run: Sequence[Parameter], *, copy: bool = True) -> Array:
+    """As Flat.join."""
+    vector = empty_like(run[0].data, sum(parameter.size for parameter in run), "parameters")
+    for parameter, view in views(run, vector):
+        if copy:
+            view[...] = parameter.data
+        parameter.data = view
+    return vector
+
+
+def forget(parameters: Iterable[Parameter], xp: Any) -> None:
+    """Drop values that are kept elsewhere: a parameter keeps shape and dtype, takes one element, and reads as NaN."""
+    for parameter in parameters:
+        parameter.data = xp.broadcast_to(xp.full((), xp.nan, parameter.dtype), parameter.shape)
 
 
 def empty_like(array: Array, size: int, category: str) -> Array:
@@ -111,23 +114,6 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
     if not chosen:
         raise ConfigError("no parameter asks for a gradient, so there is nothing to train; leave some requires_grad on")
     return chosen
-
-
-def gather_state(model: Module, flats: Iterable[Flat], chunks: Iterable[Array], *,
-                 algorithm: str) -> dict[str, np.ndarray]:
-    """Copies of a model's weights, whole, on the host, by dotted path; of each flat this rank has one of the `chunks`.
-
-    What is in no flat is taken from the model. Low precision comes as float32.
-    Cost:    one all-gather a flat, counted under `control`; a flat at a time.
-    """
-    whole: dict[int, np.ndarray] = {}
-    for flat, chunk in zip(flats, chunks, strict=True):
-        vector = empty_like(chunk, flat.size, "workspace")
-        with flat.group.ledger.control():
-            flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
-        whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
-    return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
-            for name, p in model.named_parameters()}
 
 
 def sum_in_order(group: Group, value: float) -> float:

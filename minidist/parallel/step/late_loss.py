@@ -12,24 +12,17 @@ from minidist.device.backend import Array, array_module, device_of
 
 
 class LateLoss:
-    """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy is on its way."""
+    """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy is on its way.
 
-    def __init__(self) -> None:
-        self._shares: list[tuple[Any, Any]] = []        # a pass's loss on the host, and the event behind its copy
+    Args:    known: losses that are there already.
+    """
 
-    @classmethod
-    def known(cls, loss: float) -> "LateLoss":
-        """A loss that is there."""
-        late = cls()
-        late._shares.append((loss, None))
-        return late
+    def __init__(self, *known: float) -> None:
+        self._shares: list[tuple[Any, Any]] = [(loss, None) for loss in known]  # on the host; the event behind its copy
 
     def add(self, loss: Tensor) -> None:
         """Another pass's loss, one number."""
-        if device_of(loss.data) == "cpu":
-            self._shares.append((float(loss.item()), None))
-        else:
-            self._shares.append(_copied(loss.data))
+        self._shares.append((loss.item(), None) if device_of(loss.data) == "cpu" else _copied(loss.data))
 
     def done(self) -> bool:
         """Whether wait() would return at once."""

@@ -1,14 +1,7 @@
 """The dtype of a strategy's weights, and what it changes in backward and in the update.
 
-A strategy leaves five things to its Precision, so its step reads the same in every precision:
-
-    masters        what the optimizer is made of
-    backward       from the loss
-    update         the optimizer's step, with clipping
-    master         as masters, but of a chunk of a flat vector (ZeRO)
-    state_dict     of a model of which every rank has all masters
-
-Precision itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
+A strategy leaves these to its Precision, so its step reads the same in every precision. Precision itself is the plain
+one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
 parallel/precision/mixed_precision.py has the other.
 """
 
@@ -28,14 +21,13 @@ class Precision:
     """One dtype for everything: the model's own, float64 or float32.
 
     Attributes: skipped: steps whose update was left out; none, but for float16's that overflowed.
-                scale: what backward multiplies the loss by
     """
 
     skipped = 0
 
     @property
     def scale(self) -> float:
-        """1, but for float16's."""
+        """What backward multiplies the loss by: 1, but for float16's."""
         return 1.0
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
@@ -43,7 +35,7 @@ class Precision:
         return list(parameters)
 
     def master(self, weights: Array) -> Array:
-        """The optimizer's array, for a contiguous array of weights: here the weights themselves."""
+        """The optimizer's array, for a contiguous array of weights (ZeRO's chunks): here the weights themselves."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:

@@ -1,7 +1,4 @@
-"""Where a strategy reports its work, as named spans of time.
-
-A strategy is given a recorder and opens spans on it; `observe.timeline.Timeline` is one. Strategies know only this
-small interface, because `observe` may import `parallel`, and never the other way.
+"""Where a strategy reports its work, as named spans of time: an interface, because `parallel` may not import `observe`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -9,23 +6,19 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Anything that can time a named stretch of work."""
+    """Anything that can time a named stretch of work, as `observe.timeline.Timeline`."""
 
     def span(self, name: str, category: str = "compute", **details: Any) -> AbstractContextManager[None]:
         """A context whose start and stop are recorded under `name`; `details` (numbers, texts) travel with it."""
-        ...
+        return nullcontext()
 
     def announce(self, axis: str, name: str) -> None:
         """The next collective started along `axis`, which has no name yet, is called `name`."""
         ...
 
 
-class Silent:
+class Silent(Recorder):
     """The recorder that keeps nothing."""
-
-    def span(self, name: str, category: str = "compute", **details: Any) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
 
     def announce(self, axis: str, name: str) -> None:
         """Nothing is kept."""

@@ -1,7 +1,6 @@
 """Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight bytes a rank."""
 
 import hashlib
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,8 +8,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.device.backend import to_host
-from minidist.device.bytes_view import bytes_view
+from minidist.device.backend import bytes_view, to_host
 from minidist.errors import MismatchError
 
 
@@ -27,33 +25,24 @@ def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) 
     Cost:    one all-gather of 8 bytes a rank and group, counted under `control`; hashing reads every weight once.
     Raises:  MismatchError on every rank, naming the ranks whose weights differ from rank 0's.
     """
-    runs: dict[int, tuple[Group, list[Any]]] = {group.id: (group, [])}
+    hashes = {group.id: (group, hashlib.blake2b(digest_size=8))}
     for parameter in parameters:
         shared = sharers([parameter], group)
-        runs.setdefault(shared.id, (shared, []))[1].append(parameter)
-    for shared, run in runs.values():
-        _check_equal(run, shared, when)
-
-
-def _check_equal(parameters: Iterable[Any], group: Group, when: str) -> None:
-    digest = hashlib.blake2b(digest_size=8)
-    for parameter in parameters:
+        digest = hashes.setdefault(shared.id, (shared, hashlib.blake2b(digest_size=8)))[1]
         digest.update(bytes_view(np.ascontiguousarray(to_host(parameter.data))).data)
-    with group.ledger.control():
-        digests = group.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))
-    others = [rank for rank in range(group.size) if digests[rank] != digests[0]]
-    if others:
-        raise MismatchError(f"{group.axis} rank {group.rank} of {group.size}: {when}, the weights of ranks {others} "
-                            f"differ from rank 0's; replicas must start equal (give every rank the same seed) and "
-                            f"reduce every gradient")
+    for shared, digest in hashes.values():
+        with shared.ledger.control():
+            digests = shared.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))
+        others = [rank for rank in range(shared.size) if digests[rank] != digests[0]]
+        if others:
+            raise MismatchError(f"{shared.axis} rank {shared.rank} of {shared.size}: {when}, the weights of ranks "
+                                f"{others} differ from rank 0's; replicas must start equal (give every rank the same "
+                                f"seed) and reduce every gradient")
 
 
 def weights_digest(state: dict[str, np.ndarray]) -> str:
     """SHA-256 over weights in the order of their names, as little-endian bytes without padding."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        weights = np.ascontiguousarray(state[name])
-        if weights.dtype.byteorder == ">" or (weights.dtype.byteorder == "=" and sys.byteorder == "big"):
-            weights = weights.byteswap()
-        digest.update(bytes_view(weights).data)
+        digest.update(bytes_view(np.ascontiguousarray(state[name], state[name].dtype.newbyteorder("<"))).data)
     return digest.hexdigest()

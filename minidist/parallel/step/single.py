@@ -14,8 +14,7 @@ What fills the memory, for Ψ parameters (bytes):
     activations      grow with batch × context × width × layers, and with context² where scores are kept;
                      A passes (`accumulate`) keep those of one pass at a time
 
-Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts
-their own numbers, 14/56/14 GB, which are 17/67/17 %; and their 8 bytes for the optimizer leave out the master weights.
+Both columns give 16 bytes a parameter, for different reasons.
 
 Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4
@@ -24,12 +23,12 @@ notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 from collections.abc import Iterable
 
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, clip_and_update, loss_of, micro_parts, zero_unused
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
 from minidist.parallel.step.strategy import Strategy
 
 
@@ -85,5 +84,5 @@ class Single(Strategy):
             total.add(loss)
         with self.recorder.span("optimizer"):
             zero_unused(self.weights)
-            clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.weights), lr=lr, clip=clip)
         return total

@@ -1,4 +1,4 @@
-"""What every strategy does before and after its passes: take its part of the batch; clip and update."""
+"""What every strategy does before and after its passes: take its part of the batch; give what is unused a gradient."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,9 +7,7 @@ from typing import Any
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.nn.dropout import DropoutKey
-from minidist.optim import Optimizer, squares_of
-from minidist.parallel.step.precision import Precision
+from minidist.nn.layers import DropoutKey
 
 Batch = tuple[Array, Array]
 """(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""
@@ -76,22 +74,7 @@ def zero_unused(parameters: Iterable[Parameter]) -> None:
     """
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = _zeros_like(parameter)
-
-
-def _zeros_like(parameter: Parameter) -> Array:
-    room = parameter.gradient_room()
-    if room is None:
-        return array_module(parameter.data).zeros_like(parameter.data)
-    room[...] = 0
-    return room
-
-
-def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], precision: Precision, *, lr: float | None,
-                    clip: float | None) -> None:
-    """The optimizer's step, with gradients scaled so that their common norm is at most `clip` (None: as they are).
-
-    For strategies that hold every gradient whole, after any reduction between ranks: then all ranks find the same norm
-    without asking each other.
-    """
-    precision.update(optimizer, lambda: squares_of(p.grad for p in parameters), lr=lr, clip=clip)
+            room = parameter.gradient_room()
+            zeros = array_module(parameter.data).zeros_like(parameter.data) if room is None else room
+            zeros[...] = 0
+            parameter.grad = zeros

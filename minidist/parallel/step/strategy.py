@@ -1,9 +1,6 @@
 """One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a data axis.
 
-    Strategy     Single, DataParallel, ParameterServer, Hybrid
-    DataAxis     DDP, ZeRO-1, ZeRO-2, ZeRO-3: the ranks of a group divide the rows of a batch and sum their gradients
-
-The step of all data axes is the same, and stands here; a chapter says what its parts do:
+The step of all data axes (DDP, ZeRO) is the same, and stands here; a chapter says what its parts do:
 
     begin_step                       the gradients of the previous step go
     begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward sums over the ranks
@@ -72,7 +69,7 @@ class Strategy(ABC):
     def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
                    accumulate: int = 1) -> LateLoss:
         """As `step`; on a GPU the loss may still be on its way."""
-        return LateLoss.known(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
+        return LateLoss(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
@@ -97,15 +94,10 @@ class Strategy(ABC):
         return float(self.loss(part, 1).item()) if len(part.inputs) else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Losses and tokens of all readers, added in rank order.
-
-        Cost:    one all-gather of two float64 a rank, counted under `control`.
-        """
+        """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a rank, `control`."""
         with group.ledger.control():
             sums = group.all_gather(np.array([loss, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0]), float(sums[1])
-
-    # ---------------------------------------------------------------------------------------------- after the run
 
     def finish(self) -> Collection[int]:
         """After the last step. Returns the ranks that were lost on the way."""
@@ -120,27 +112,20 @@ class Strategy(ABC):
 
 
 class DataAxis(Strategy):
-    """Ranks of a group that divide the rows of a batch. Args: as DDP."""
+    """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
 
-    computes_without_rows: ClassVar[bool] = False
-    """A rank without a row runs forward and backward too, because others gather weights with it (ZeRO-3)."""
-
-    reduces_each_pass: ClassVar[bool] = False
-    """Each backward ends in sums over the ranks, because no rank can keep whole gradients (ZeRO-2, ZeRO-3)."""
-
-    divides_state: ClassVar[bool] = True
-    """`updated()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
+    computes_without_rows: ClassVar[bool] = False   # True: a rank without a row runs too, as others gather with it
+    reduces_each_pass: ClassVar[bool] = False       # True: each backward ends in sums, as no rank keeps whole gradients
+    divides_state: ClassVar[bool] = True            # `updated()` are pieces, each rank has the state of its own (ZeRO)
+    update_notes: ClassVar[dict[str, str]] = {}     # what the span of the update carries: the notes' step
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
                  recorder: Recorder | None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss, self.precision = loss or loss_of(model), precision or Precision()
         self.recorder = recorder or Silent()
-        self.first_copy = group.rank == 0
+        self.first_copy = group.rank == 0       # this rank belongs to the first copy of the state (DDP: is it)
         self._summed = True         # this step's gradients are summed over the ranks
-
-    first_copy: bool
-    """Whether this rank belongs to the first copy of the state; each rank of DDP is a copy."""
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
@@ -188,11 +173,14 @@ class DataAxis(Strategy):
         """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a piece."""
 
     @abstractmethod
+    def squares(self) -> float | Array:
+        """The sum of the squares of the whole gradient, the same number on every rank."""
+
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                squares: Squares | None = None) -> None:
-        """The optimizer's step. Args: as `step`; squares: finds the sum of the squares of the whole gradient."""
-
-    # ------------------------------------------------------------------------------------------------------ step
+        """The optimizer's step. Args: as `step`; squares: in place of this axis's, if others have gradients too."""
+        with self.recorder.span("optimizer", **self.update_notes):
+            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

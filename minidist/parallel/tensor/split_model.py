@@ -6,7 +6,6 @@ After the last backward some gradients are still summands, one on each rank of a
     undivided weights, if each rank has the gradient of own tokens or rows     summed over `everyone`
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from minidist.errors import GradientError
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble, cut
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.step.flat import Piece, trainable
+from minidist.parallel.step.flat import Piece, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
@@ -29,8 +28,7 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 class SplitModel:
     """A model divided between the ranks of a group.
 
-    Args:    model: divided between the ranks of `group`, with weights drawn.
-             everyone: the ranks that share the batch, if these are several groups (default: `group`).
+    Args:    model: with weights drawn; everyone: the ranks that share the batch, if several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
              precision: of weights and update (default: one dtype for all).
     Attributes: parameters: what the optimizer is made of.
@@ -50,16 +48,11 @@ class SplitModel:
                              when="before the first step")
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (in mixed precision the masters) in the serial layout, on every rank.
-
-        Cost:    one all-gather for each divided weight.
-        """
+        """Copies of all weights (or masters), whole, on every rank. Cost: one all-gather for each divided weight."""
         return assemble(self.model, self.precision.state_dict(self.model), self.group)
 
     def load_state_dict(self, whole: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of weights in the serial layout, from `state_dict` or from one process.
-
-        In mixed precision call it before the optimizer is made: masters are copied from the weights at that time.
+        """Take this rank's part of weights in the serial layout, before masters are copied from them.
 
         Raises:  DataError, ShapeError if the weights are another model's; nothing changes then.
         """
@@ -133,13 +126,9 @@ def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
     """The sum of the squares of the whole gradient, the same bits on every rank; each weight counts once.
 
     Shards count on the rank that has them, shared shards on their first sharer, other weights on rank 0.
-
     Cost:    one all-gather of a float64 a rank, counted under `control`.
     """
-    with group.ledger.control():
-        own = sum_of_squares(p.grad for p in parameters if counts_at(p, group.rank))
-        each = group.all_gather(np.array([own]))
-    return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))
+    return sum_in_order(group, sum_of_squares(p.grad for p in parameters if counts_at(p, group.rank)))
 
 
 def counts_at(parameter: Parameter, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Layers cut between the ranks of a tensor-parallel group, and the edges of their regions.
+"""Layers cut between the ranks of a tensor-parallel group, the edges of their regions, and a GPT cut so.
 
 A block has two regions, attention and MLP. In a region come a column linear, an elementwise or per-head function, and a
 row linear. Inside a region each rank works on its own columns, and nothing is sent:
@@ -10,17 +10,21 @@ the sequence. Only layers are replaced, so weights keep their names and the GPT 
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives
-from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
-from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
+from minidist.errors import ConfigError, PlanError
+from minidist.nn import GPT, MLP, CausalSelfAttention, DropoutKey, Embedding, GPTConfig, Linear, Mixture, Module, Weight
+from minidist.nn.gpt import Output
 from minidist.nn.moe import Sequences
-from minidist.nn.output import Output
-from minidist.nn.shares import even_slices
+from minidist.nn.shares import even_slices, head_shares, narrowest
 from minidist.nn.weight_shard import ShardIndex, WeightShard
 
 
@@ -57,10 +61,9 @@ class ColumnLinear(Module):
         rank = region.group.rank
         chosen = columns or even_slices(linear.weight.shape[1], region.group.size)
         self.region, self.product = region if enter else None, linear.product
-        self.weight = WeightShard(linear.weight, [(slice(None), own) for own in chosen], rank, sharers=sharers,
-                                  word=word)
-        self.bias = None if linear.bias is None else WeightShard(linear.bias, [(own,) for own in chosen], rank,
-                                                                 sharers=sharers, word=word)
+        shard = partial(WeightShard, rank=rank, sharers=sharers, word=word)
+        self.weight = shard(linear.weight, [(slice(None), own) for own in chosen])
+        self.bias = None if linear.bias is None else shard(linear.bias, [(own,) for own in chosen])
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """(…, inputs) -> (…, own outputs); bias=False: without the bias, if the next op adds it."""
@@ -71,8 +74,7 @@ class ColumnLinear(Module):
 class SharedKeysLinear(Module):
     """Queries of this rank's heads, beside keys and values of one key head that several ranks hold.
 
-    Two column linears side by side: ZeRO must cut the shared columns alike on every rank that has them.
-
+    They are two column linears: ZeRO must cut the shared columns alike on every rank that has them.
     Args:    queries, keys: the columns of every rank; sharers: the ranks that hold this rank's key head.
     """
 
@@ -91,9 +93,7 @@ class SharedKeysLinear(Module):
 
 
 class RowLinear(Module):
-    """y = Σ_r x_r W[rows of r, :] + b.
-
-    Every rank holds the whole bias and adds it after the sum; added before, it would count P times.
+    """y = Σ_r x_r W[rows of r, :] + b, which every rank has whole and adds after the sum; else it would count P times.
 
     Args:    rows: of every rank (default: as numpy.array_split).
     """
@@ -182,9 +182,74 @@ class SplitOutput(Output):
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
-        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
-                                   group=self.region.group, divisor=divisor)
+        return collectives.split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
+                                               group=self.region.group, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
         return collectives.gather_copies(logits, dim=-1, group=self.region.group)
+
+
+# ------------------------------------------------------------------------------------------------------------- GPT
+
+def head_columns(heads: int, key_heads: int, head_width: int,
+                 shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
+    """For each rank (the columns of its queries; those of its keys and values) in their common weight, int64."""
+    def of(first: int, chosen: range) -> Array:
+        return np.arange((first + chosen.start) * head_width, (first + chosen.stop) * head_width)
+
+    return [(of(0, queries), np.concatenate([of(heads, keys), of(heads + key_heads, keys)]))
+            for queries, keys in shares]
+
+
+def shared_numbers(config: GPTConfig, ranks: int) -> int:
+    """Numbers that all ranks together send in a step to sum the gradients of key heads that several ranks hold.
+
+    A head held by c ranks costs 2(c-1) times its columns, with biases; if some are shared, all c add up to `ranks`.
+    """
+    heads_again = max(0, ranks - config.key_heads)
+    return 2 * heads_again * config.layers * (config.width + 1) * 2 * config.head_width
+
+
+def split_attention(attention: CausalSelfAttention, region: TensorRegion, sharers: Group | None) -> None:
+    """Leave this rank its heads, in place, whole; `sharers`: the ranks that also hold its key head, or None."""
+    group, width = region.group, attention.head_width
+    shares = head_shares(attention.heads, attention.key_heads, group.size)
+    queries, keys = shares[group.rank]
+    columns = head_columns(attention.heads, attention.key_heads, width, shares)
+    cut: Any = attention
+    if sharers is None:
+        cut.qkv = ColumnLinear(attention.qkv, region, columns=[np.concatenate(both) for both in columns])
+    else:
+        cut.qkv = SharedKeysLinear(attention.qkv, region, queries=[of for of, _ in columns],
+                                   keys=[of for _, of in columns], sharers=sharers)
+    cut.out = RowLinear(attention.out, region, rows=[slice(share.start * width, share.stop * width)
+                                                     for share, _ in shares])
+    attention.heads, attention.key_heads = len(queries), len(keys)
+
+
+def split_gpt(model: GPT, region: TensorRegion) -> None:
+    """Cut a GPT between the ranks of `region`, in place. Norms and dropout stay.
+
+    Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
+    """
+    group, config = region.group, model.config
+    what, count = narrowest(config)
+    if count < group.size:
+        raise PlanError(f"tensor parallelism over tp={group.size} ranks: {count} {what} leave a rank without any; "
+                        f"choose tp from 1 to {count}, or at least {group.size} {what}")
+    if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
+        raise ConfigError("tensor parallelism: the model's weights are drawn already; cut it first, so that each rank "
+                          "draws its part alone")
+    sharers = None
+    if config.key_heads < group.size:
+        own_keys = head_shares(config.heads, config.key_heads, group.size)[group.rank][1]
+        sharers = group.split(own_keys.start, axis=group.axis)
+    for block in model.blocks:
+        split_attention(block.attention, region, sharers)
+        block.mlp = SplitMixture(block.mlp, region) if isinstance(block.mlp, Mixture) else SplitMLP(block.mlp, region)
+    model.tokens = SplitEmbedding(model.tokens, region)
+    if model.head is not None:
+        model.head = ColumnLinear(model.head, region)       # type: ignore[assignment]
+    model.output = SplitOutput(config.vocabulary, region)
+    model.assign_names()

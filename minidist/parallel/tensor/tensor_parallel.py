@@ -50,9 +50,8 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.tensor.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import TensorRegion
+from minidist.parallel.tensor.tensor_layers import TensorRegion, shared_numbers, split_gpt
 
 
 def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
@@ -73,10 +72,7 @@ def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, g
 
 
 def tensor_parallel(model: GPT, group: Group) -> GPT:
-    """Cut a GPT between the ranks of `group`, in place; then `model.initialize(seed)` draws this rank's part.
-
-    Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
-    """
+    """Cut a GPT between the ranks of `group`, in place; then its weights may be drawn. Raises: as split_gpt."""
     split_gpt(model, TensorRegion(group))
     return model
 
@@ -88,8 +84,6 @@ class TensorParallel(SplitModel):
         model.initialize(seed)
         strategy = TensorParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    The step is that of one process: forward, backward, update. Activations are sent inside forward and backward.
     """
 
 

@@ -9,58 +9,48 @@ from typing import Any
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
-from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.step.flat import Flat, empty_like
-from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.flat import Flat, empty_like, forget
 from minidist.parallel.step.replicas import sharers
-from minidist.parallel.zero.shards import ShardStore
+from minidist.parallel.zero.shards import ZeroAxis
 
 
 class Unit:
     """Some parameters, whole only between fetch and free.
 
     Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
+             axis: the strategy, whose store gets this rank's chunks: drawn, where weights were not yet, else cut out.
     Attributes: flats     the parameters by dtype, by whether they learn, by the ranks that share them, by layout
                 learning  those that do
+                nbytes    of the whole unit
                 calls     calls of the module whose backward is still to come
     """
 
-    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *,
-                 store: ShardStore, algorithm: str, recorder: Recorder) -> None:
-        self.name, self.module, self.algorithm, self.recorder = name, module, algorithm, recorder
-        self.store = store
+    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], axis: ZeroAxis, *,
+                 seed: int | None, device: str) -> None:
+        self.name, self.module, self.store, self.xp = name, module, axis.store, module_for(device)
+        self.algorithm, self.recorder, group = axis.algorithm, axis.recorder, axis.sharing.shard
         kinds: dict[tuple[Any, ...], list[Parameter]] = {}
         for parameter in parameters:
             kind = (parameter.dtype.name, parameter.requires_grad, sharers([parameter], group).id, parameter.layout)
             kinds.setdefault(kind, []).append(parameter)
         self.flats = [Flat(run, group) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
-        self.calls = 0
-        self.device = "cpu"
+        self.nbytes, self.calls = sum(flat.nbytes for flat in self.flats), 0
         self._pending: list[tuple[Flat, Array, Pending]] = []
         self._whole = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole unit."""
-        return sum(flat.nbytes for flat in self.flats)
-
-    def shard(self, seed: int | None, device: str) -> None:
-        """Hand this rank's chunks to the store: drawn, where weights were not yet, else cut out."""
-        self.device = device
         for number, flat in enumerate(self.flats):
-            chunk = account.current().hold(module_for(device).empty(flat.chunk_size, flat.dtype), "parameters")
+            chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
             for parameter, place, positions in flat.chunk_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
                     chunk[place] = parameter.draw(seed, positions, device=device)
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
-            self.store.keep(flat, chunk, f"{self.name} {number}" if number else self.name)
+            self.store.keep(flat, chunk, f"{name} {number}" if number else name)
         self.free()
 
     def prefetch(self) -> None:
@@ -94,16 +84,13 @@ class Unit:
         """Forget the whole parameters; what is still on its way is waited for."""
         while self._pending:
             self._pending.pop()[2].wait()
-        xp = module_for(self.device)
         for flat in self.flats:
-            nothing = xp.full((), xp.nan, flat.dtype)
-            for parameter in flat.parameters:
-                parameter.data = xp.broadcast_to(nothing, parameter.shape)
+            forget(flat.parameters, self.xp)
         self._whole = False
 
 
-def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, store: ShardStore,
-               algorithm: str, recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
+def make_units(axis: ZeroAxis, modules: Sequence[Module] | None, ahead: int, *, seed: int | None,
+               device: str) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
     Parameters that stay whole are in none of them.
@@ -111,28 +98,24 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
     """
     if ahead < 0:
         raise ConfigError(f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for none")
+    model = axis.model
     paths = {id(module): path for path, module in model.named_modules()}
-    chosen = [child for _, child in model.children()] if modules is None else list(modules)
-    whole = [parameter for parameter in model.parameters() if parameter.stays_whole]
-    taken, left_out = set[int](), set(map(id, whole))
-    units: list[Unit] = []
+    taken = set[int]()
+    chosen: list[tuple[str, Module, list[Parameter]]] = []
     model.assign_names()
-    for module in chosen:
+    for module in [child for _, child in model.children()] if modules is None else modules:
         if id(module) not in paths:
             raise ConfigError(f"units: a {type(module).__name__} is no part of the model; name modules of the model")
-        parameters = [p for p in module.parameters() if id(p) not in left_out]
+        parameters = [p for p in module.parameters() if not p.stays_whole]
         twice = [p.name for p in parameters if id(p) in taken]
         if twice:
             raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
         taken.update(map(id, parameters))
         if parameters:
-            units.append(Unit(paths[id(module)], module, parameters, group, store=store, algorithm=algorithm,
-                              recorder=recorder))
-    rest = [p for p in model.parameters() if id(p) not in taken | left_out]
-    root = Unit("root", None, rest, group, store=store, algorithm=algorithm, recorder=recorder)
-    for weight in whole:
-        if seed is not None and isinstance(weight, Weight) and not weight.drawn:
-            weight.data = weight.draw(seed, device=device)
-    for unit in (*units, root):
-        unit.shard(seed, device)
-    return units, root
+            chosen.append((paths[id(module)], module, parameters))
+    for p in model.parameters():
+        if p.stays_whole and seed is not None and isinstance(p, Weight) and not p.drawn:
+            p.data = p.draw(seed, device=device)
+    units = [Unit(*unit, axis, seed=seed, device=device) for unit in chosen]
+    rest = [p for p in model.parameters() if not p.stays_whole and id(p) not in taken]
+    return units, Unit("root", None, rest, axis, seed=seed, device=device)

@@ -9,40 +9,36 @@ along, as a tied weight's, or that wait for their turn). A store says where shar
 device holds a third buffer, while its sum is on the way there.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
-from minidist.parallel.step.flat import Flat, empty_like
-from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.flat import empty_like
 from minidist.parallel.step.step import zero_unused
-from minidist.parallel.zero.shards import HybridSharding, ShardStore
+from minidist.parallel.zero.shards import ZeroAxis
 
 
 class GradientShards:
     """The gradients of some runs of parameters, of which this rank keeps its chunks.
 
-    Args:    flats: the runs; their parameters' gradients are lent from here on; sharing: with whom.
-             store: keeps for each run its chunk's sum over the ranks and over the backwards since `forget`.
-             algorithm: of the reduce-scatter; what: "bucket" or "unit", for the recorder.
+    Args:    axis: the strategy; its store keeps for each run its chunk's sum over the ranks and over the backwards
+             since `forget`. what: "bucket" or "unit part", for the recorder.
     Raises:  ConfigError for several copies whose gradients are stored off the device.
     """
 
-    def __init__(self, flats: Sequence[Flat], sharing: HybridSharding, *, store: ShardStore, algorithm: str,
-                 recorder: Recorder, what: str) -> None:
-        self.flats, self.sharing, self.store, self.algorithm = flats, sharing, store, algorithm
-        self.recorder, self.what = recorder, what
+    def __init__(self, axis: ZeroAxis, what: str) -> None:
+        self.flats, self.sharing, self.store, self.algorithm = axis.flats, axis.sharing, axis.store, axis.algorithm
+        self.recorder, self.what = axis.recorder, what
         self._last = True                               # this is the step's last backward
-        self._empty = [True] * len(flats)               # nothing has been added to the shard yet
+        self._empty = [True] * len(self.flats)          # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
         self._in_flight: tuple[int, Pending, bool] | None = None    # the last: whether its sum must still be added
-        for index, flat in enumerate(flats):
-            store.keep_gradients(flat)
+        for index, flat in enumerate(self.flats):
+            self.store.keep_gradients(flat)
             for parameter in flat.parameters:
                 parameter.lender = partial(self._lend, index)
-        sharing.require_room(store.gradient_room(flat) is not None for flat in flats)
+        axis.require_room()
 
     def forget(self) -> None:
         """A step begins: the next sums replace the shards."""
@@ -71,10 +67,9 @@ class GradientShards:
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
         room = self.store.gradient_room(flat) if self._empty[index] else None
-        out = buffer[flat.chunk] if room is None else room
-        group = flat.group
-        self.recorder.announce(group.axis, f"reduce_scatter {self.what} {index}")
-        pending = group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
+        self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
+        pending = flat.group.start_reduce_scatter(buffer, out=buffer[flat.chunk] if room is None else room,
+                                                  algorithm=self.algorithm)
         self.settle()
         self._in_flight = index, pending, room is None
 
@@ -86,11 +81,14 @@ class GradientShards:
 
     def sum_copies(self) -> None:
         """All backwards of a step are over, and none was the `last`: sum the shards over the copies."""
-        for index, flat in enumerate(self.flats):
-            shard = self.store.gradient_room(flat)
-            if shard is not None and flat.group is self.sharing.shard:
-                self.sharing.start_sum(shard, f"{self.what} {index}")
+        for index in range(len(self.flats)):
+            self._start_sum(index)
         self.sharing.settle()
+
+    def _start_sum(self, index: int) -> None:
+        shard = self.store.gradient_room(self.flats[index])
+        if shard is not None and self.flats[index].group is self.sharing.shard:
+            self.sharing.start_sum(shard, f"{self.what} {index}")
 
     def settle(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
@@ -105,6 +103,5 @@ class GradientShards:
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
-        shard = self.store.gradient_room(flat)
-        if self._last and shard is not None and flat.group is self.sharing.shard:
-            self.sharing.start_sum(shard, f"{self.what} {index}")
+        if self._last:
+            self._start_sum(index)

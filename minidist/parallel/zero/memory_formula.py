@@ -11,21 +11,18 @@ of the data axis, or with hybrid sharding those of one group):
     ZeRO-3       wΨ/S         gΨ/S        KΨ/S         (w+g+K)Ψ/S      16Ψ/S             16Ψ/S
     at most                               less by                      4, 8, S times     2, 4, S times
 
-Limits are for S → ∞: at S = 64 mixed precision gives 3.8 and 7.2 times, at S = 4 it gives 2.3 and 2.9 (the notes' "4"
-and "8", N0:381 and N2:100, hold for no S). What comes on top for a while is `in_flight`, and activations.
+Limits are for S → ∞; at S = 4 mixed precision gives 2.3 and 2.9. On top come for a while `in_flight`, and activations.
 
 notes:   N0 ZeRO, N4 §4–7
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-STATE = ("parameters", "gradients", "optimizer")
-"""The account's categories that stay from step to step."""
+STATE = ("parameters", "gradients", "optimizer")    # the account's categories that stay from step to step
 
 
-@dataclass(frozen=True)
-class Each:
+class Each(NamedTuple):
     """Bytes a parameter: its weight, its gradient, and what the optimizer keeps of it (K)."""
 
     parameters: int
@@ -43,14 +40,11 @@ class Each:
     @property
     def together(self) -> int:
         """Bytes a parameter where nothing is divided."""
-        return self.parameters + self.gradients + self.optimizer
+        return sum(self)
 
 
-SINGLE = Each.of(4)
-"""float32 with Adam: 4 + 4 + 8."""
-
-MIXED = Each.of(2, masters=True)
-"""Mixed precision with Adam: 2 + 2 + 12, of which 4 are the master weights."""
+SINGLE = Each.of(4)                     # float32 with Adam: 4 + 4 + 8
+MIXED = Each.of(2, masters=True)        # mixed precision with Adam: 2 + 2 + 12, of which 4 are the master weights
 
 
 def state_bytes(parameters: int, each: Each, *, zero: int = 0, ranks: int = 1,
@@ -72,14 +66,11 @@ def saving(each: Each, *, zero: int, ranks: int, shard: int | None = None) -> fl
 
 
 def in_flight(zero: int, *, largest: int, root: int = 0, ahead: int = 1) -> dict[str, int]:
-    """Bytes by category that come on top at the peak of a step, at most.
+    """Bytes by category that come on top at the peak of a step, at most: of buckets or units at work and on their way.
 
     Args:    largest: bytes of the largest bucket (ZeRO-2) or unit (ZeRO-3), its gradients as large as its weights.
              root: bytes of what is held all along: a tied weight's bucket, or the root unit.
              ahead: how many units ZeRO-3 gathers before their turn.
-
-    Gradients: a bucket or unit that fills, one in flight, and the root's. Parameters, with ZeRO-3: the unit at work,
-    those gathered ahead of it, and the root.
     """
     return {"parameters": (1 + ahead) * largest + root if zero == 3 else 0,
             "gradients": 2 * largest + root if zero >= 2 else 0}

@@ -29,13 +29,11 @@ class ParameterArrivals:
     """Gathers runs of parameters, of which each rank has its chunk, into whole vectors.
 
     Args:    flats: the runs, last used first; weights: their whole vectors, of which the parameters are views.
-             algorithm: of the all-gather.
+             axis: the strategy.
     """
 
-    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], *, algorithm: str,
-                 recorder: Recorder) -> None:
-        self.flats, self.weights = flats, weights
-        self.algorithm, self.recorder = algorithm, recorder
+    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], axis: ZeroAxis) -> None:
+        self.flats, self.weights, self.algorithm, self.recorder = flats, weights, axis.algorithm, axis.recorder
         self._pending: dict[int, Pending] = {}
 
     def start(self) -> None:
@@ -67,13 +65,11 @@ class ShardedReplica(ZeroAxis):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
     Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
-             bucket_bytes: largest size of a bucket, in bytes; the others as ZeroAxis.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             bucket_bytes: largest size of a bucket, in bytes; the others, and Attributes: as ZeroAxis.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     name: str               # of the stage
-    update_step: str        # the notes' step that is the update
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
@@ -88,7 +84,7 @@ class ShardedReplica(ZeroAxis):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
         self.parameters = self.pieces()
-        self.arrivals = ParameterArrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
+        self.arrivals = ParameterArrivals(self.flats, self.weights, self)
         self._order = BucketOrder([flat.parameters for flat in self.flats], self._start_reduce,
                                   who=f"{self.name} rank {group.rank} of {group.size}",
                                   by=f"{type(self).__name__}.backward")
@@ -105,6 +101,5 @@ class ShardedReplica(ZeroAxis):
                squares: Squares | None = None) -> None:
         """The optimizer's step on this rank's pieces; then the new weights set out. Args: as DataAxis.update."""
         self.arrivals.settle()
-        with self.recorder.span("optimizer", notes=self.update_step):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+        super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()

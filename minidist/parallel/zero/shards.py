@@ -16,11 +16,11 @@ are gathered or scattered in c collectives:
 A shard store says where a rank's chunk of a run (step/flat.py) lies while no rank computes with it: its weights, the
 sum of its gradients, the optimizer's state. ShardStore keeps all on the device, the stores of chapter 20 do not.
 
-notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 with tensor parallelism; not its usual meaning
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -31,16 +31,15 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.step.flat import Flat, Piece, gather_state, sum_in_order
+from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Loss, divisors
 from minidist.parallel.step.strategy import Collective, DataAxis
-from minidist.parallel.step.traffic import MemoryTraffic
 
 
 class HybridSharding:
@@ -59,11 +58,9 @@ class HybridSharding:
             raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
                               f"{', '.join(map(str, divisors(group.size)))}")
         self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
-        self.shard: Group = group
-        self.replicas: Group | None = None
-        if self.copies > 1:
-            self.shard = _split(group, group.rank // size, "shard")
-            self.replicas = _split(group, group.rank % size, "replicas")
+        one = self.copies == 1
+        self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
+        self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
 
     def start_sum(self, chunk: Array, what: str) -> None:
@@ -75,12 +72,6 @@ class HybridSharding:
             self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
             self._pending.append(self.replicas.start_all_reduce(chunk, out=chunk, algorithm=self.algorithm))
 
-    def require_room(self, there: Iterable[bool]) -> None:
-        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
-        if self.copies > 1 and not all(there):
-            raise ConfigError(f"shard={self.shard.size} of {self.group.size} ranks: the gradients of {self.copies} "
-                              f"copies are summed on the device, and an offload takes them away; use one of the two")
-
     def settle(self) -> None:
         """Return when all sums are there."""
         for pending in self._pending:
@@ -88,10 +79,30 @@ class HybridSharding:
         self._pending = []
 
 
-def _split(group: Group, color: int, what: str) -> Group:
-    part = group.split(color, axis=f"{group.axis}.{what}")
-    assert part is not None
-    return part
+class MemoryTraffic:
+    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
+
+    Attributes: step, other: direction -> bytes
+    """
+
+    def __init__(self) -> None:
+        self.step: dict[str, int] = {}
+        self.other: dict[str, int] = {}
+        self._counted = self.other
+
+    def count(self, source: str, target: str, nbytes: int) -> None:
+        """`nbytes` set out from one memory to the other."""
+        way = f"{source} to {target}"
+        self._counted[way] = self._counted.get(way, 0) + nbytes
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Moves that begin inside count as a training step's."""
+        before, self._counted = self._counted, self.step
+        try:
+            yield
+        finally:
+            self._counted = before
 
 
 class ShardStore:
@@ -158,8 +169,20 @@ class ShardStore:
         return sum_of_squares(piece.grad for piece in self._pieces)
 
     def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
-        """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
-        return gather_state(model, flats, map(self.master, flats), algorithm=algorithm)
+        """Copies of a model's master weights, whole, on the host, by dotted path; low precision comes as float32.
+
+        What is in no flat is taken from the model. Every rank calls it.
+        Cost:    one all-gather a flat, counted under `control`; a flat at a time.
+        """
+        whole: dict[int, np.ndarray] = {}
+        for flat in flats:
+            chunk = self.master(flat)
+            vector = empty_like(chunk, flat.size, "workspace")
+            with flat.group.ledger.control():
+                flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
+            whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
+        return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
+                for name, p in model.named_parameters()}
 
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""
@@ -180,7 +203,8 @@ class ZeroAxis(DataAxis):
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
              on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
-    Attributes: flats: the runs of parameters that learn; stored: all that are divided; sharing; store.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
+                flats: the runs of parameters that learn; stored: all that are divided.
     """
 
     flats: Sequence[Flat]
@@ -193,6 +217,13 @@ class ZeroAxis(DataAxis):
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
+
+    def require_room(self) -> None:
+        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
+        copies = self.sharing.copies
+        if copies > 1 and any(self.store.gradient_room(flat) is None for flat in self.flats):
+            raise ConfigError(f"shard={self.sharing.shard.size} of {self.group.size} ranks: the gradients of {copies} "
+                              f"copies are summed on the device, and an offload takes them away; use one of the two")
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""
@@ -208,10 +239,7 @@ class ZeroAxis(DataAxis):
         return sum_in_order(self.sharing.shard, self.store.squares())
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
-
-        Cost:    one all-gather a bucket or unit, counted under `control`; one at a time.
-        """
+        """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
     def sums_of_copies(self) -> list[Collective]:

@@ -14,9 +14,7 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8 bytes of state a
     parameters   4Ψ      4Ψ        the whole model
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: 2.0 times less for many ranks in float32; 4 times with K = 12 in mixed precision,
-                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. These are limits for many ranks (N0:381 has them for
-                         all P); at P = 4 it is 1.6 in float32, 2.3 with K = 12
+    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ + 12Ψ/P
 
 Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
 bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
@@ -26,14 +24,6 @@ Cost, a step and rank, whatever the number of backward passes (gradients are add
     bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the all-gather
     messages     2(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
-
-The notes' steps (N4:298), as they happen here:
-
-    ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
-    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
-              have all sums, an all-reduce; then the weights travel on top of it: 3(P-1)/P × 4Ψ bytes a step.)
-    ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
-    ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
 
 notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
@@ -86,17 +76,15 @@ class Zero1(ShardedReplica):
     Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_step = "ZeRO-1", "ZeRO-1 3"
+    name, update_notes = "ZeRO-1", {"notes": "ZeRO-1 3"}
 
     def _make_gradients(self) -> None:
         """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this rank's chunk."""
-        self.buckets = [Bucket(index, flat.parameters) for index, flat in enumerate(self.flats)]
+        self.buckets = [Bucket(flat.parameters) for flat in self.flats]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             self.store.keep_gradients(flat, bucket.data[flat.chunk])
-        self.sharing.require_room(self.store.gradient_room(flat) is not None for flat in self.flats)
+        self.require_room()
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
-
-    # -------------------------------------------------------------------------------------------------- backward
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -105,12 +93,8 @@ class Zero1(ShardedReplica):
         Args:    as DataAxis.backward.
         Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
         """
-        deferred: list[WeightGradient] = []
-        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
@@ -121,9 +105,7 @@ class Zero1(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(more_to_come=True)
-        self.precision.backward_weights(deferred)
-        self._order.finish()
+        self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""

@@ -15,24 +15,15 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P           8Ψ/P
     together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
-                                        2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
+                                        2Ψ + 14Ψ/P
 
-A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
-backward will not reach holds back nothing: backward tells before it runs what it will reach (data/buckets.py).
+A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last.
 
 Cost, a step and rank, with A backward passes:
 
     bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of several; A = 1: as DDP
     messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
-
-The notes' steps (N4:349), as they happen here:
-
-    ZeRO-2 1a  each layer's gradients set out when they are computed: here, each bucket's.
-    ZeRO-2 1b  and are freed when their sum has arrived. (N4:351 has them wait until they have "fed" the layer before;
-               but it is the gradients of activations that do that, never those of weights.)
-    ZeRO-2 2   each rank updates its chunk.
-    ZeRO-2 3   all-gather of the new weights: it sets out here, and hides behind the next step's forward.
 
 notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
@@ -85,17 +76,15 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 class Zero2(ShardedReplica):
     """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Its gradients take a shard, and for a while two buckets.
     Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_step = "ZeRO-2", "ZeRO-2 2"
+    name, update_notes = "ZeRO-2", {"notes": "ZeRO-2 2"}
     reduces_each_pass = True
 
     def _make_gradients(self) -> None:
         """Shards, and buffers that are lent to buckets."""
-        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=self.algorithm,
-                                        recorder=self.recorder, what="bucket")
+        self.gradients = GradientShards(self, "bucket")
         self._segments = [list(range(len(self.flats)))]         # the runs of each segment
 
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
@@ -109,8 +98,6 @@ class Zero2(ShardedReplica):
         self._summed = False
         self.gradients.forget()
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
@@ -118,13 +105,10 @@ class Zero2(ShardedReplica):
         Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
-        deferred: list[WeightGradient] = []
-        self._begin(segment, more_to_come=defer)
+        self._arrange(segment)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
-            if share is not None:
-                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
-            self._order.finish()
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=defer)
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
                 self.gradients.finish()
@@ -133,8 +117,8 @@ class Zero2(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward has put off, and reduce all that the segment's parameters have then."""
-        self._begin(segment, more_to_come=True)
-        self.precision.backward_weights(deferred)
+        self._arrange(segment)
+        self._order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)
 
     def finish_step(self) -> None:
@@ -142,11 +126,11 @@ class Zero2(ShardedReplica):
         if not self._summed:
             self.gradients.sum_copies()
 
-    def _begin(self, segment: int, *, more_to_come: bool = False) -> None:
+    def _arrange(self, segment: int) -> None:
+        """This backward reaches the runs of one segment."""
         if len(self._segments) > 1:
             self._order.arrange([self.flats[index].parameters for index in self._segments[segment]])
         self._segment = segment
-        self._order.begin(more_to_come=more_to_come)
 
     def _start_reduce(self, index: int) -> None:
         """The bucket, by its number among those of the segment, sets out."""

@@ -1,9 +1,8 @@
 """Chapter 16 · ZeRO-3 (FSDP): parameters too are divided; weights are fetched before use and freed after.
 
 The idea. A rank keeps its chunk of every weight and nothing else. The model is cut into units (a block, an embedding);
-before a unit runs, its weights are gathered from all ranks, and freed when it has run; before its backward they are
-gathered again, and when its gradients are final these are reduce-scattered and both freed. While a unit computes, the
-next one's weights are already on their way:
+a unit's weights are gathered before it runs, and freed when it has run; gathered again before its backward; and when
+its gradients are final, these are reduce-scattered and both freed. Meanwhile the next one's weights are on their way:
 
     compute                | forward 1 | 2        | 3 |          | backward 3 | 2                  | 1        |
     communicate   gather 1 | gather 2  | gather 3 |   | gather 3 | gather 2   | gather 1, reduce 3 | reduce 2 | reduce 1
@@ -12,33 +11,23 @@ next one's weights are already on their way:
 What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
-    parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and as much as `ahead` of the
-                                       largest, fetched before their turn
+    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work, and as much as `ahead` of the largest before its turn
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
-    together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice (N0:296), and has no lower limit
-                                       but the units and activations, which N4:424's "minimum" leaves out
+    together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
 
 What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step begins and held to
 its last backward. Where P does not divide a unit, gathering works on copies: two units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
 
-    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
+    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce: half more than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
     messages     P-1 for each of these collectives, on a ring
     control      two float64: the loss, the squares of the gradient's norm
 
-With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
-all-gather ends the step (N0:375 has one, which makes the bytes (P-1)/P × 16Ψ): the next forward gathers anyway. All
+With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). All
 ranks must run the same units in the same order; so a rank without a row runs them too, on no row.
-
-The notes' steps (N4:398), as they happen here:
-
-    ZeRO-3 forward 1    all-gather a unit's weights       ZeRO-3 backward 1   all-gather them again
-    ZeRO-3 forward 2    compute                           ZeRO-3 backward 2   compute
-    ZeRO-3 forward 3    free them                         ZeRO-3 backward 3   reduce-scatter the gradients
-                                                          ZeRO-3 backward 4   free them
 
 notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
@@ -115,20 +104,18 @@ def plain_zero3(model: GPT, modules: Iterable[Module], new_optimizer: Callable[[
 
 
 # `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave while backward
-# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk and so never lie
-# whole on any rank, several passes, and gradients of low precision.
+# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk, several passes,
+# and gradients of low precision.
 
 
 class Zero3(ZeroAxis):
     """A model of which each rank of a group keeps a chunk.
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
-             units: modules of the model, without a parameter in common and used through their calls alone (default: its
-             children); the rest is the root.
+             units: its modules (default: children) without a common parameter, used through calls alone; else: root.
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
-             group, loss, algorithm, shard, precision, store, recorder: as ZeroAxis (zero/shards.py).
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             the others, and Attributes: as ZeroAxis (zero/shards.py).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
@@ -144,28 +131,23 @@ class Zero3(ZeroAxis):
         trainable(model.parameters())
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.units, self.root = make_units(model, units, ahead, self.sharing.shard, store=self.store,
-                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
+        self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
         self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
         self.sequence: list[Unit] = []          # without segments: units as the first forward met them
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
-        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
-                                        recorder=self.recorder, what="unit part")
+        self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
+        self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
-        self._reduced: set[int] = set()
+        self._reduced = set[Unit]()             # whose gradients have set out in this backward
         self._deferring = False                 # this backward leaves the gradients of weights for later
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
 
-    # ------------------------------------------------------------------------------------------------- partition
-
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
         """Each segment's units are gathered in their order, by any number of forwards and backwards of any order."""
-        of_module = {id(unit.module): unit for unit in self.units}
-        self.segments = [[of_module[id(module)] for module in segment if id(module) in of_module]
+        self.segments = [[unit for module in segment for unit in self.units if unit.module is module]
                          for segment in segments]
 
     def _watch(self, unit: Unit) -> None:
@@ -174,8 +156,6 @@ class Zero3(ZeroAxis):
         module.register_forward_hook(lambda module, args, result: self._leave(unit, result))
         module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
         module.register_backward_hook(lambda module: self._leave_backward(unit))
-
-    # --------------------------------------------------------------------------------------------------- forward
 
     def begin_step(self) -> None:
         """The next sums replace the shards."""
@@ -209,10 +189,7 @@ class Zero3(ZeroAxis):
         return segment[segment.index(unit) + 1:]
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
-        """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest.
-
-        The first that must wait is read ahead, where it does not lie on the device.
-        """
+        """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read ahead the next."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
         for other in following:
             room -= other.nbytes
@@ -220,8 +197,6 @@ class Zero3(ZeroAxis):
                 other.prefetch()
                 break
             other.fetch()
-
-    # -------------------------------------------------------------------------------------------------- backward
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -260,7 +235,7 @@ class Zero3(ZeroAxis):
         self._reduce_all(self.segments[segment])
 
     def finish_step(self) -> None:
-        """With segments: reduce the root, which was held for all, and sum the shards over the copies."""
+        """With segments: reduce the root, and sum the shards over the copies."""
         if not self._summed:
             self._reduce_all([self.root])
             self.gradients.sum_copies()
@@ -282,11 +257,10 @@ class Zero3(ZeroAxis):
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        for flat in unit.learning:
-            index = self.flats.index(flat)
-            if index not in self._reduced:
-                self._reduced.add(index)
-                self.gradients.start(index)
+        if unit not in self._reduced:
+            self._reduced.add(unit)
+            for flat in unit.learning:
+                self.gradients.start(self.flats.index(flat))
 
     def _reduce_all(self, units: Sequence[Unit]) -> None:
         """Reduce what a backward has left of these units, the last unit first, and wait for all sums."""
@@ -294,9 +268,7 @@ class Zero3(ZeroAxis):
             for unit in reversed(units):
                 self._reduce(unit)
             self.gradients.finish()
-        self._reduced = set()
-
-    # ---------------------------------------------------------------------------------------------------- update
+        self._reduced.clear()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -309,17 +281,12 @@ class Zero3(ZeroAxis):
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                squares: Squares | None = None) -> None:
-        """The optimizer's step on this rank's pieces. Args: as DataAxis.update."""
+        """As DataAxis.update, on this rank's pieces."""
         self.root.free()
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+        super().update(optimizer, lr=lr, clip=clip, squares=squares)
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
-        """Gathers and reduce-scatters of units and root.
-
-        Args:    passes: backward passes; fetches: how often the units of each segment are gathered in a step (default:
-                 for each forward and backward, and all units alike).
-        """
+        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered (default: each pass)."""
         gathers = (2 if self.free_after_forward else 1) * passes
         groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
         calls = [("all_gather", flat, times) for units, times in groups for unit in units for flat in unit.flats]

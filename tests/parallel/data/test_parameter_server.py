@@ -20,8 +20,7 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW, RMSProp
 from minidist.parallel.data import server_keys
-from minidist.parallel.data.async_server import Service
-from minidist.parallel.data.bounded_staleness import Clocks, Update, replay
+from minidist.parallel.data.bounded_staleness import Clocks, Service, Update, replay
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.step.single import Single
 

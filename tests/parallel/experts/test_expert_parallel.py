@@ -18,6 +18,7 @@ from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD, AdamW
 from minidist.parallel.context import sequence_parallel
+from minidist.parallel.experts import expert_load
 from minidist.parallel.experts import expert_parallel as chapter
 from minidist.parallel.experts.expert_parallel import expert_parallel
 from minidist.parallel.tensor import split_model, tensor_parallel
@@ -210,7 +211,7 @@ def local_loads(patch: pytest.MonkeyPatch) -> None:
     """Each rank moves its biases by its own loads."""
     from minidist.nn.moe import loads, rebalance
 
-    patch.setattr(chapter, "rebalance", lambda model, counted: rebalance(model, loads(model)))
+    patch.setattr(expert_load, "rebalance", lambda model, counted: rebalance(model, loads(model)))
 
 
 def experts_averaged(patch: pytest.MonkeyPatch) -> None:

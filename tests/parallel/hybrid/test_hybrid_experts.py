@@ -149,7 +149,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(hybrid_cut.TokenShardSequences, "parted", lambda self, kept: kept)
     else:
         patch.setattr(Pipeline, "loss_scale", 0.0)
-        patch.setattr("minidist.parallel.hybrid.hybrid_pipeline.DataPipeline.loss_scale", 0.0)
+        patch.setattr("minidist.parallel.hybrid.hybrid_cut.DataPipeline.loss_scale", 0.0)
 
 
 @pytest.mark.parametrize(("bug", "plan", "mixture"), [

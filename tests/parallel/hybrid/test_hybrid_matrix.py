@@ -17,7 +17,7 @@ from minidist.nn import Embedding
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
-from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.step.step import divisors
 from minidist.parallel.zero.gradient_shards import GradientShards
@@ -182,7 +182,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
             lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (DataPipeline, "go_back_weights",
-                                      lambda self, stage, put_off: self.of.backward_weights(put_off)),
+                                      lambda self, stage, put_off: self.precision.backward_weights(put_off)),
         "a stage's gradients not reduced": (
             Zero2, "set_segments", lambda self, segments: self.__dict__.update(_segments=[[] for _ in segments])),
         "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),

@@ -19,7 +19,6 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, AdamW
 from minidist.parallel.pipeline import pipeline as pipeline_module
-from minidist.parallel.pipeline import stage_model
 from minidist.parallel.pipeline import stages as stages_module
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import COMPUTES, Schedule
@@ -136,10 +135,10 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
     if bug == "table not summed":
         monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
     elif bug == "table counted twice":
-        monkeypatch.setattr(Pipeline, "_squares", lambda self: stage_model.sum_in_order(
-            self.group, stage_model.sum_of_squares(p.grad for p in self.weights)))
+        monkeypatch.setattr(Pipeline, "_squares", lambda self: stages_module.sum_in_order(
+            self.group, stages_module.sum_of_squares(p.grad for p in self.weights)))
     elif bug == "own norm":
-        monkeypatch.setattr(stage_model, "sum_in_order", lambda group, value: value)
+        monkeypatch.setattr(stages_module, "sum_in_order", lambda group, value: value)
     elif bug == "first row forgotten":
         micro = pipeline_module.micro_parts
         monkeypatch.setattr(pipeline_module, "micro_parts", lambda part, count: [

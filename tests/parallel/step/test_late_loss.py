@@ -97,7 +97,7 @@ def test_shares_are_added_in_order() -> None:
         late.add(tensor(np.asarray(share)))
     assert late.done()
     assert late.wait() == 0.1 + 0.2 + 0.3
-    assert LateLoss.known(2.5).wait() == 2.5
+    assert LateLoss(2.5).wait() == 2.5
 
 
 def test_the_copy_is_behind_the_loss_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

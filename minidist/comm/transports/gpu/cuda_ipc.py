@@ -8,9 +8,9 @@ over the host that it is recorded, let the side's stream wait for their events. 
 rank writes a turn again, it has waited for events that the others recorded after they had read it. The host waits for
 ranks, never for the GPU, and a rank that dies leaves no kernel that waits for it.
 
-The exported memory is whole allocations of cudaMalloc, made for this and freed at the end. An array of CuPy's pool is
-part of a larger allocation, which the pool may divide again while another process reads it. The price is one copy
-inside the GPU. Handles are opened once, at a group's first call, and closed with the world: part().
+The exported memory is whole allocations of cudaMalloc: an array of CuPy's pool is part of a larger one, which the pool
+may divide again while another process reads it. The price is one copy inside the GPU. Handles are opened once, at a
+group's first call, and closed with the world: part().
 
 Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
@@ -79,27 +79,24 @@ class IpcNative(GpuNative):
         self._boards = [self._board(rank, words.tobytes()) for rank, words in enumerate(told)]
         self._turn = 0
 
-    def _board(self, rank: int, handles: bytes) -> tuple[list[Array], list[int]]:
-        """A rank's turns, and their events."""
-        if rank == self._rank:
-            return self._views(self._memory.ptr), [event.ptr for event in self._recorded]
-        memory, *events = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
-        self._opened.append(self._runtime.ipcOpenMemHandle(memory))
-        self._awaited.extend(self._runtime.ipcOpenEventHandle(event) for event in events)
-        return self._views(self._opened[-1]), self._awaited[-_TURNS:]
-
-    def _views(self, address: int) -> list[Array]:
-        cuda = self._gpu.cupy.cuda
-        memory = cuda.UnownedMemory(address, _TURNS * TURN_BYTES, self, self._gpu.device.id)
-        return [self._gpu.cupy.ndarray((TURN_BYTES,), np.uint8, memptr=cuda.MemoryPointer(memory, turn * TURN_BYTES))
-                for turn in range(_TURNS)]
+    def _board(self, rank: int, handles: bytes) -> tuple[Array, list[int]]:
+        """A rank's turns, (_TURNS, TURN_BYTES) uint8, and their events."""
+        address, events = self._memory.ptr, [event.ptr for event in self._recorded]
+        if rank != self._rank:
+            memory, *theirs = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
+            address, events = self._runtime.ipcOpenMemHandle(memory), [*map(self._runtime.ipcOpenEventHandle, theirs)]
+            self._opened.append(address)
+            self._awaited += events
+        cupy = self._gpu.cupy
+        memory = cupy.cuda.UnownedMemory(address, _TURNS * TURN_BYTES, self, self._gpu.device.id)
+        return cupy.ndarray((_TURNS, TURN_BYTES), np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)), events
 
     def let_go(self) -> None:
         """Close the others' memory; the GPU has finished this rank's calls."""
-        while self._awaited:
-            self._runtime.eventDestroy(self._awaited.pop())
-        while self._opened:
-            self._runtime.ipcCloseMemHandle(self._opened.pop())
+        for event in self._awaited:
+            self._runtime.eventDestroy(event)
+        for address in self._opened:
+            self._runtime.ipcCloseMemHandle(address)
 
     def free(self) -> None:
         """Free the memory that this rank has exported."""
@@ -118,10 +115,7 @@ class IpcNative(GpuNative):
         return [turns[turn] for turns, _ in self._boards]
 
     def _look(self, mine: Array | None, longest: int, wanted: Mapping[int, tuple[int, Array]]) -> None:
-        """Show `mine` in rounds, as many as the rank with `longest` bytes needs; fill what is wanted.
-
-        Args:    wanted: for a rank (start, place): its bytes from `start` on go there.
-        """
+        """Show `mine` in rounds, enough for `longest` bytes; `wanted`: by rank, (start, place to fill)."""
         for begin in range(0, longest, TURN_BYTES):
             end = begin + TURN_BYTES
             shown = self._show(NOTHING if mine is None else mine[begin:end])
@@ -135,10 +129,11 @@ class IpcNative(GpuNative):
         self._look(octets if at_root else None, octets.size, {} if at_root else {root: (0, octets)})
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
-        self._look(octets, max(counts), {} if out is None else _firsts(out, counts))
+        places = [] if out is None else parts(out, counts)
+        self._look(octets, max(counts), {rank: (0, place) for rank, place in enumerate(places)})
 
     def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
-        self._look(octets, max(counts), _firsts(out, counts))
+        self.gather(octets, out, counts, self._rank)
 
     def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
         self._look(octets, sum(counts), {} if out is None else {root: (sum(counts[:self._rank]), out)})
@@ -170,10 +165,7 @@ class IpcNative(GpuNative):
 
 
 def _combine(values: Sequence[Array], out: Array, op: str) -> None:
-    """out = the values, of two ranks or more, combined in their order; low precision in float32, rounded once.
-
-    A kernel widens what it adds, and rounds the last sum, in the one pass that adds.
-    """
+    """out = the values of two ranks or more, combined in their order; low precision in float32, rounded once."""
     add = kernel("ring_add", *values, out) if op in ("sum", "mean") and out.dtype in LOW_PRECISION else None
     total = widen(values[0])
     if add is not None:
@@ -194,7 +186,6 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 
     So no rank frees memory that another has open, as CUDA asks. A lost rank has none open. If a rank does not answer
     within the limit, or the job has failed, the memory stays until this process ends, a MOMENT later at least.
-    Cost: one message without payload to each rank of these boards, and one from it; not counted.
     """
     if not boards:
         return
@@ -212,8 +203,7 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
     """Tell the others that this rank has closed their memory; whether all of them say so too, or are lost."""
     transport, tag = gpu.transport, Tag(0, LET_GO)
-    handles = [(rank, transport.start_recv(rank, tag, lambda meta, nbytes: np.empty(nbytes, np.uint8)))
-               for rank in others]
+    handles = [(rank, transport.start_recv(rank, tag, lambda *_: np.empty(0, np.uint8))) for rank in others]
     handles += [(rank, transport.start_send(rank, tag, NOTHING)) for rank in others]
     for rank, handle in handles:
         try:
@@ -224,8 +214,3 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
         except CommError:
             return False
     return True
-
-
-def _firsts(array: Array, counts: Sequence[int]) -> dict[int, tuple[int, Array]]:
-    """What _look() wants of each rank's first bytes: they fill its part of the array."""
-    return {rank: (0, place) for rank, place in enumerate(parts(array, counts))}

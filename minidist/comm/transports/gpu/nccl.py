@@ -7,24 +7,18 @@
     any other call             as on auto                         host arrays; `algorithm="ring"` on CuPy arrays, which
                                                                   are staged
 
-A group's communicator is made by its first such call; its first rank draws the id, and tells it over the host.
-
-    limit        a thread looks at events (staging.py); the call that outlasts the limit aborts the transport
-    lost peer    the monitor aborts the transport, as everywhere
-    abort        ncclCommAbort on all communicators ends their kernels, and the waits for them. Every later call, and
-                 wait() of an earlier one, raises the error.
-    threads      NCCL calls of a rank are made one at a time. Each communicator has its own stream, because two groups'
-                 calls may reach the GPU in another order on another rank.
-
-Ranks that share one GPU take CUDA IPC (cuda_ipc.py); NCCL before 2.30, or without NCCL_MULTI_RANK_GPU_ENABLE=1, refuses
-them.
+A group's communicator is made by its first such call; its first rank draws the id, and tells it over the host. It has a
+stream of its own, because two groups' calls may reach the GPU in another order on another rank. When a call outlasts
+the limit (staging.py), or a peer is lost, the transport is aborted; ncclCommAbort then ends the kernels, and the waits
+for them. Ranks that share one GPU take CUDA IPC (cuda_ipc.py); NCCL before 2.30, or without
+NCCL_MULTI_RANK_GPU_ENABLE=1, refuses them.
 
 Source: NCCL user guide (stream semantics, group calls, communicator abort). Not yet measured on a GPU.
 """
 
 import os
 import platform
-import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +44,7 @@ def connect(link: MonitorClient, transport: Transport) -> Transport:
 
     Raises: LaunchError without CuPy, NCCL or a GPU.
     """
-    cupy, library = find()
+    cupy = find()
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")      # connect at once, not in the first call: see nccl_lane.py
     transport.name = "nccl"
     hosts = [info["gpu_host"] for info in link.meet({"gpu_host": platform.node()})]
@@ -58,12 +52,12 @@ def connect(link: MonitorClient, transport: Transport) -> Transport:
     gpu = Gpu(transport, cupy, device_id)
     gpu.device.use()
     bus = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(device_id)}"
-    transport.device = GpuDevice(gpu, library, *cuda_ipc.places_and_reach(gpu, link, bus))
+    transport.device = GpuDevice(gpu, *cuda_ipc.places_and_reach(gpu, link, bus))
     return transport
 
 
-def find() -> tuple[Any, Any]:
-    """CuPy and its NCCL. Raises: LaunchError, one line, where one of them or a GPU is missing."""
+def find() -> Any:
+    """CuPy. Raises: LaunchError, one line, where it, its NCCL or a GPU is missing."""
     try:
         cupy = module_for("cuda")
         from cupy.cuda import nccl
@@ -72,7 +66,7 @@ def find() -> tuple[Any, Any]:
     if not nccl.available:
         raise LaunchError("transport 'nccl' cannot work here: CuPy finds no NCCL; pip install nvidia-nccl-cu13 (or "
                           "nvidia-nccl-cu12), or take auto")
-    return cupy, nccl
+    return cupy
 
 
 class GpuDevice(DeviceTransport):
@@ -82,12 +76,11 @@ class GpuDevice(DeviceTransport):
           ipc     whether ranks that share one can open each other's memory
     """
 
-    def __init__(self, gpu: Gpu, library: Any, places: Sequence[str], ipc: bool) -> None:
-        self.gpu, self.library, self._places, self._ipc = gpu, library, list(places), ipc
-        self.one_at_a_time = threading.Lock()
-        self._shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and library.get_version() >= 23000
+    def __init__(self, gpu: Gpu, places: Sequence[str], ipc: bool) -> None:
+        self.gpu, self._places, self._ipc = gpu, list(places), ipc
+        self._shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpu.nccl.get_version() >= 23000
         self._natives: dict[int, Native] = {}
-        self._sides: dict[int, GpuSide] = {}
+        self._sides: defaultdict[int, GpuSide] = defaultdict(lambda: GpuSide(gpu))
         self._lanes: dict[tuple[int, int, int], NcclLane] = {}
         self._parted: list[cuda_ipc.IpcNative] = []
 
@@ -103,16 +96,16 @@ class GpuDevice(DeviceTransport):
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         if group not in self._natives:
-            side, distinct = self.side(group), len({self._places[rank] for rank in world_ranks}) == len(world_ranks)
-            self._natives[group] = NcclNative(self, side, group, world_ranks) if distinct or self._shares else \
-                cuda_ipc.IpcNative(self.gpu, side, group, world_ranks)
+            distinct = len({self._places[rank] for rank in world_ranks}) == len(world_ranks)
+            native = NcclNative if distinct or self._shares else cuda_ipc.IpcNative
+            self._natives[group] = native(self.gpu, self.side(group), group, world_ranks)
         return self._natives[group]
 
     def lane(self, group: int, src: int, dst: int) -> NcclLane | None:
         if self._places[src] == self._places[dst] and not self._shares:
             return None
         if (group, src, dst) not in self._lanes:
-            self._lanes[group, src, dst] = NcclLane(self.gpu, self.library, self.one_at_a_time, src, dst)
+            self._lanes[group, src, dst] = NcclLane(self.gpu, src, dst)
         return self._lanes[group, src, dst]
 
     def finish(self) -> None:
@@ -121,76 +114,61 @@ class GpuDevice(DeviceTransport):
         self.gpu.watch.finish()
 
     def close(self) -> None:
-        boards = {group: native for group, native in self._natives.items() if isinstance(native, cuda_ipc.IpcNative)}
-        for group in boards:
-            del self._natives[group]
-        self._parted += boards.values()                     # keeps memory that could not be freed
-        cuda_ipc.part(self.gpu, list(boards.values()))
+        boards = [native for native in self._natives.values() if isinstance(native, cuda_ipc.IpcNative)]
+        self._natives.clear()
+        self._parted += boards                              # keeps memory that could not be freed
+        cuda_ipc.part(self.gpu, boards)
 
     def side(self, group: int) -> GpuSide:
-        if group not in self._sides:
-            self._sides[group] = GpuSide(self.gpu)
         return self._sides[group]
 
 
 class NcclNative(GpuNative):
-    """NCCL among the ranks of one group.
+    """NCCL among the ranks of one group. An array without elements makes no call: CuPy's has no address."""
 
-    Bytes travel as NCCL_UINT8. An array without elements makes no call: CuPy's has no address.
-    """
-
-    def __init__(self, device: GpuDevice, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        super().__init__(device.gpu, side, group, world_ranks)
-        self._nccl = device.library
-        id = self._tell(np.frombuffer(self._nccl.get_unique_id() if self._rank == 0 else b"", np.uint8))[0]
-        self._comm = self._gpu.within_limit(lambda: Communicator(
-            self._gpu, self._nccl, device.one_at_a_time, side, self._size, id.tobytes(), self._rank),
-            "NCCL's ranks to meet")
-        self._queue = self._comm.queue
+    def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
+        super().__init__(gpu, side, group, world_ranks)
+        id = self._tell(np.frombuffer(gpu.nccl.get_unique_id() if self._rank == 0 else b"", np.uint8))[0].tobytes()
+        self._comm = gpu.within_limit(lambda: Communicator(gpu, side, self._size, id, self._rank),
+                                      "NCCL's ranks to meet")
+        self._queue, self._bytes = self._comm.queue, gpu.nccl.NCCL_UINT8
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         if x.size:
             self._queue("all_reduce", lambda comm, stream: comm.allReduce(
-                _at(x), _at(out), x.size, self._kind(x), self._op(op), stream))
+                _at(x), _at(out), x.size, *self._kind_and(op, x), stream))
 
     def reduce(self, x: np.ndarray, out: np.ndarray | None, op: str, root: int) -> None:
         if x.size:
             self._queue("reduce", lambda comm, stream: comm.reduce(
-                _at(x), _at(x if out is None else out), x.size, self._kind(x), self._op(op), root, stream))
+                _at(x), _at(x if out is None else out), x.size, *self._kind_and(op, x), root, stream))
 
     def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
-        if not x.size:
-            return
-        if len(set(counts)) == 1:
-            self._queue("reduce_scatter", lambda comm, stream: comm.reduceScatter(
-                _at(x), _at(out), counts[0], self._kind(x), self._op(op), stream))
-            return
-
-        def each(comm: Any, stream: int) -> None:           # NCCL knows equal parts only
+        def uneven(comm: Any, stream: int) -> None:         # NCCL's own takes equal parts only
             for root, part in enumerate(parts(x, counts)):
                 if part.size:
-                    comm.reduce(_at(part), _at(out if root == self._rank else part), part.size, self._kind(x),
-                                self._op(op), root, stream)
+                    comm.reduce(_at(part), _at(out if root == self._rank else part), part.size,
+                                *self._kind_and(op, x), root, stream)
 
-        self._queue("reduce_scatter", each)
+        if x.size:
+            self._queue("reduce_scatter", uneven if len(set(counts)) > 1 else lambda comm, stream: comm.reduceScatter(
+                _at(x), _at(out), counts[0], *self._kind_and(op, x), stream))
 
     def broadcast(self, octets: np.ndarray, root: int) -> None:
         if octets.size:
             self._queue("broadcast", lambda comm, stream: comm.broadcast(
-                _at(octets), _at(octets), octets.size, self._nccl.NCCL_UINT8, root, stream))
+                _at(octets), _at(octets), octets.size, self._bytes, root, stream))
 
     def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
-        if out.size and len(set(counts)) == 1:
-            self._queue("all_gather", lambda comm, stream: comm.allGather(
-                _at(octets), _at(out), counts[0], self._nccl.NCCL_UINT8, stream))
-        elif out.size:
-            def each(comm: Any, stream: int) -> None:
-                for root, part in enumerate(parts(out, counts)):
-                    if part.size:
-                        comm.broadcast(_at(octets if root == self._rank else part), _at(part), part.size,
-                                       self._nccl.NCCL_UINT8, root, stream)
+        def uneven(comm: Any, stream: int) -> None:
+            for root, part in enumerate(parts(out, counts)):
+                if part.size:
+                    comm.broadcast(_at(octets if root == self._rank else part), _at(part), part.size, self._bytes,
+                                   root, stream)
 
-            self._queue("all_gather", each)
+        if out.size:
+            self._queue("all_gather", uneven if len(set(counts)) > 1 else lambda comm, stream: comm.allGather(
+                _at(octets), _at(out), counts[0], self._bytes, stream))
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
         if out is None:
@@ -210,24 +188,21 @@ class NcclNative(GpuNative):
 
     def _pass_on(self, leaving: dict[int, np.ndarray], coming: dict[int, np.ndarray], what: str) -> None:
         """Sends and receives of one NCCL group, which may wait for each other in any order."""
+        leaving, coming = ({rank: part for rank, part in way.items() if part.size} for way in (leaving, coming))
+
         def each(comm: Any, stream: int) -> None:
             for rank, part in leaving.items():
-                if part.size:
-                    comm.send(_at(part), part.size, self._nccl.NCCL_UINT8, rank, stream)
+                comm.send(_at(part), part.size, self._bytes, rank, stream)
             for rank, part in coming.items():
-                if part.size:
-                    comm.recv(_at(part), part.size, self._nccl.NCCL_UINT8, rank, stream)
+                comm.recv(_at(part), part.size, self._bytes, rank, stream)
 
-        if any(part.size for part in [*leaving.values(), *coming.values()]):
+        if leaving or coming:
             self._queue(what, each)
 
-    def _kind(self, array: np.ndarray) -> int:
-        return int(getattr(self._nccl, f"NCCL_{_KINDS[dtype_name(array.dtype)]}"))
-
-    def _op(self, op: str) -> int:
-        return int(getattr(self._nccl, f"NCCL_{_OPS[op]}"))
+    def _kind_and(self, op: str, x: np.ndarray) -> tuple[int, int]:
+        """NCCL's numbers for the dtype of x, and for the op."""
+        return tuple(getattr(self._gpu.nccl, f"NCCL_{name}") for name in (_KINDS[dtype_name(x.dtype)], _OPS[op]))
 
 
 def _at(array: Any) -> int:
-    """A CuPy array's address."""
     return int(array.data.ptr)

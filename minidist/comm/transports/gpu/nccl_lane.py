@@ -6,8 +6,8 @@
 In one communicator, calls match in the order in which they are made, and each call waits for those before it. With all
 messages of two ranks in one, a send would wait for a receive that stands behind another send. A lane has only sends on
 one side and only receives on the other, both in the headers' order, so no circle of waits can form. Its thread also
-waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits, because two
-ranks that meet seem to wait for each other; the limit ends them.
+waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits; the limit ends
+them.
 
 Not yet measured on a GPU.
 """
@@ -33,74 +33,73 @@ _STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to ret
 class Communicator:
     """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
 
-    All pairs are connected at once. NCCL would do so in the first call between them, which would block while it holds
-    this rank's lock of all NCCL calls.
+    All pairs are connected at once: the first call between two would do so while it holds the lock of NCCL's calls.
     """
 
-    def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, side: GpuSide, size: int, id: bytes,
-                 rank: int) -> None:
-        self._gpu, self._nccl, self._lock, self._side = gpu, library, one_at_a_time, side
-        self._comm = library.NcclCommunicator(size, id, rank)
+    def __init__(self, gpu: Gpu, side: GpuSide, size: int, id: bytes, rank: int) -> None:
+        self._gpu, self._side, nccl = gpu, side, gpu.nccl
+        self._comm = nccl.NcclCommunicator(size, id, rank)
         gpu.ends.append(self.abort)
         gpu.check()                                         # aborted before it stood in `ends`
         gpu.watch.failures.append(self.failure)
         with gpu.device, side.stream:
             words = gpu.cupy.empty(2 * size, np.uint8)
-            library.groupStart()
-            for peer in (peer for peer in range(size) if peer != rank):
-                self._comm.send(words[peer:].data.ptr, 1, library.NCCL_UINT8, peer, side.stream.ptr)
-                self._comm.recv(words[size + peer:].data.ptr, 1, library.NCCL_UINT8, peer, side.stream.ptr)
-            library.groupEnd()
+            nccl.groupStart()
+            for peer in set(range(size)) - {rank}:
+                self._comm.send(words[peer:].data.ptr, 1, nccl.NCCL_UINT8, peer, side.stream.ptr)
+                self._comm.recv(words[size + peer:].data.ptr, 1, nccl.NCCL_UINT8, peer, side.stream.ptr)
+            nccl.groupEnd()
 
     def queue(self, what: str, start: Callable[[Any, int], None]) -> None:
         """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the calls."""
-        gpu = self._gpu
-        with self._side.queueing(f"NCCL's {what}"), self._lock:
+        gpu, stream = self._gpu, self._side.stream
+        begun = gpu.event(stream)
+        with gpu.one_at_a_time:
             gpu.check()
             try:
-                self._nccl.groupStart()
+                gpu.nccl.groupStart()
                 try:
-                    start(self._comm, self._side.stream.ptr)
+                    start(self._comm, stream.ptr)
                 finally:
-                    self._nccl.groupEnd()
-            except self._nccl.NcclError as error:
+                    gpu.nccl.groupEnd()
+            except gpu.nccl.NcclError as error:
                 gpu.check()
                 raise CommError(f"rank {gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN in "
                                 "the environment says more") from error
+        gpu.watch.follow(f"NCCL's {what}", begun, gpu.event(stream), [])
 
     def failure(self) -> str:
         """An error that NCCL found by itself (a peer's connection broke, say), or ""."""
         try:
             self._comm.check_async_error()
-        except self._nccl.NcclError as error:
+        except self._gpu.nccl.NcclError as error:
             return f"NCCL failed on the GPU: {error}"
         return ""
 
     def abort(self) -> None:
         """End its kernels, and a call of NCCL's that is stuck."""
-        free = self._lock.acquire(timeout=_STUCK)
+        free = self._gpu.one_at_a_time.acquire(timeout=_STUCK)
         try:
             self._comm.abort()
         finally:
             if free:
-                self._lock.release()
+                self._gpu.one_at_a_time.release()
 
 
 class NcclLane(DeviceLane):
     """A lane as one of its two ranks sees it. Its thread starts with the first message."""
 
-    def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, src: int, dst: int) -> None:
-        self._gpu, self._nccl, self._lock = gpu, library, one_at_a_time
-        self._sends, self._peer = src == gpu.transport.world_rank, 1 if src == gpu.transport.world_rank else 0
-        self._name, self._other = f"lane {src} -> {dst}", dst if self._sends else src
-        self._side = GpuSide(gpu)
+    def __init__(self, gpu: Gpu, src: int, dst: int) -> None:
+        self._gpu, self._side, self._name = gpu, GpuSide(gpu), f"lane {src} -> {dst}"
+        self._sends = src == gpu.transport.world_rank
+        self._rank, self._other = (0, dst) if self._sends else (1, src)
         self._id = b""
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         gpu.ends.append(lambda: self._parcels.put(None))
         self._last: _Parcel | None = None
 
     def introduction(self) -> np.ndarray:
-        known, self._id = self._id, self._id or self._nccl.get_unique_id()
+        known, self._id = self._id, self._id or self._gpu.nccl.get_unique_id()
         return np.frombuffer(b"" if known else self._id, np.uint8)
 
     def send(self, array: Array) -> Handle:
@@ -128,7 +127,7 @@ class NcclLane(DeviceLane):
         comm: Communicator | None = None
         while (parcel := self._parcels.get()) is not None:
             try:
-                comm = comm or Communicator(self._gpu, self._nccl, self._lock, self._side, 2, self._id, 1 - self._peer)
+                comm = comm or Communicator(self._gpu, self._side, 2, self._id, self._rank)
                 work = partial(comm.queue, self._name, partial(self._pass, parcel.array))
                 parcel.queued.set_result(self._side.carry_out(parcel.begun, work, parcel.array)[1])
             except Exception as error:  # raised by wait()
@@ -137,7 +136,7 @@ class NcclLane(DeviceLane):
     def _pass(self, array: Array, comm: Any, stream: int) -> None:
         if array.size:
             way = comm.send if self._sends else comm.recv
-            way(array.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, self._peer, stream)
+            way(array.data.ptr, array.nbytes, self._gpu.nccl.NCCL_UINT8, 1 - self._rank, stream)
 
 
 class _Parcel(Handle):

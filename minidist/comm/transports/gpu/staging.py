@@ -1,8 +1,8 @@
 """The GPU of a rank: streams beside the program's, a thread that watches them, words between ranks over the host.
 
-Used by nccl.py and cuda_ipc.py. No call waits for the GPU. A thread looks now and then whether the GPU is done with the
-queued work, so that the limit holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work that
-waits in vain ends when the watch aborts it (nccl.py: ncclCommAbort).
+No call waits for the GPU. A thread looks now and then whether the GPU is done with the queued work, so that the limit
+holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work that waits in vain ends when the watch
+aborts it (ncclCommAbort).
 
 Not yet measured on a GPU.
 """
@@ -10,11 +10,10 @@ Not yet measured on a GPU.
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +33,17 @@ NOTHING = np.empty(0, np.uint8)
 class Gpu:
     """One rank's GPU and the transport on whose behalf it works.
 
-    Attributes: error   what the transport was aborted with
+    Attributes: error  what the transport was aborted with
+                ends   each aborts work that the GPU waits for
+                nccl   CuPy's module; a thread holds `one_at_a_time` for a call
     """
 
     def __init__(self, transport: Transport, cupy: Any, device_id: int) -> None:
-        self.transport, self.cupy = transport, cupy
+        self.transport, self.cupy, self.nccl = transport, cupy, cupy.cuda.nccl
+        self.one_at_a_time = threading.Lock()
         self.device = cupy.cuda.Device(device_id)
         self.error: CommError | None = None
-        self.ends: list[Callable[[], None]] = []            # abort the work that the GPU waits for
+        self.ends: list[Callable[[], None]] = []
         self.watch = Watch(self)
         transport.waits.ends.append(self.abort)
 
@@ -59,7 +61,8 @@ class Gpu:
     def abort(self, error: CommError) -> None:
         """The transport's abort() and close(): no call begins any more, and the work that the GPU waits for ends."""
         self.error = self.error or error
-        self.watch.hurry()
+        with self.watch.changed:                            # its thread ends when no flight is left
+            self.watch.changed.notify_all()
         if self.ends:                                       # a library may be slow, the caller must not wait
             ends, self.ends = self.ends, []
             threading.Thread(target=self._end, args=(ends,), name="gpu abort", daemon=True).start()
@@ -109,41 +112,29 @@ class Flight:
 
 
 class Watch:
-    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails.
-
-    Attributes: failures  each returns an error that a library found by itself, or ""
-    """
+    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self.failures: list[Callable[[], str]] = []
+        self.failures: list[Callable[[], str]] = []     # each returns an error that a library found by itself, or ""
         self._flights: list[Flight] = []
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self.changed = threading.Condition()
+        threading.Thread(target=self._run, name=f"gpu watch of rank {gpu.transport.world_rank}", daemon=True).start()
 
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
         """Watch one more."""
-        with self._changed:
+        with self.changed:
             self._flights.append(Flight(what, begun, done, keep))
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, daemon=True,
-                                                name=f"gpu watch of rank {self._gpu.transport.world_rank}")
-                self._thread.start()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def finish(self) -> None:
         """Return when the GPU is done with all. Raises: what the transport was aborted with, a late flight's error."""
-        with self._changed:
+        with self.changed:
             waits = bool(self._flights)
             while self._flights and self._gpu.error is None:
-                self._changed.wait(_LONGEST)
+                self.changed.wait(_LONGEST)
         if waits:                                           # flights ended by an abort are over, but not done
             self._gpu.check()
-
-    def hurry(self) -> None:
-        """The transport was aborted: the thread ends when no flight is left."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _run(self) -> None:
         pause = _SHORTEST
@@ -156,18 +147,18 @@ class Watch:
                     transport = self._gpu.transport
                     transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
                     return
-                with self._changed:
+                with self.changed:
                     for flight in landed:
                         self._flights.remove(flight)
                         flight.keep.clear()
-                    self._changed.notify_all()
+                    self.changed.notify_all()
                 pause = _SHORTEST if landed else min(2 * pause, _LONGEST)
                 time.sleep(pause)
 
     def _wait_for_flights(self) -> list[Flight]:
-        with self._changed:
+        with self.changed:
             while not self._flights and self._gpu.error is None:
-                self._changed.wait()
+                self.changed.wait()
             return list(self._flights)
 
     def _judge(self, waiting: list[Flight]) -> None:
@@ -187,73 +178,71 @@ class Watch:
                                          f"{late[0].what}; is every rank of the group still there?"))
 
 
-class _Begun(NamedTuple):
-    stream: Any             # the program's
-    event: Any
-
-
 class GpuSide(SideStream):
-    """A group's side: see device_lane.py."""
+    """A group's side: see device_lane.py. Its work begins behind an event in a stream of the program's."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         with gpu.device:
             self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self._program: _Begun | None = None                 # the one whose work is under way
+        self._program: Any = None                           # the stream whose work is under way
 
-    def begin(self) -> _Begun:
+    def begin(self) -> tuple[Any, Any]:
         self._gpu.check()
         with self._gpu.device:
             stream = current_stream(self._gpu.cupy)
-            return _Begun(stream, self._gpu.event(stream))
+            return stream, self._gpu.event(stream)
 
-    def carry_out(self, begun: _Begun, work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
+    def carry_out(self, begun: tuple[Any, Any], work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
         gpu = self._gpu
         gpu.check()
-        self._program = begun
+        self._program, ready = begun
         with gpu.device, self.stream:
-            self.stream.wait_event(begun.event)
+            self.stream.wait_event(ready)
             result = work()
             done = gpu.event(self.stream)
         held = [keep, begun, result]
-        gpu.watch.follow("the end of a call", begun.event, done, held)
-        return result, (begun, done, held)
+        gpu.watch.follow("the end of a call", ready, done, held)
+        return result, (self._program, done, held)
 
     def allocate(self, make: Callable[[], Array]) -> Array:
         assert self._program is not None, "inside the work"
         with self._gpu.device:                              # also in a thread that receives for another
-            with self._program.stream:
+            with self._program:
                 array = make()
-            self.stream.wait_event(self._gpu.event(self._program.stream))
+            self.stream.wait_event(self._gpu.event(self._program))
         return array
 
     def join(self, done: Any) -> None:
         self._gpu.check()
-        begun, event, held = done
+        program, event, held = done
         with self._gpu.device:
             stream = self._gpu.cupy.cuda.get_current_stream()
             stream.wait_event(event)
-        if stream.ptr == begun.stream.ptr:
+        if stream.ptr == program.ptr:
             held.clear()        # later work of this stream, which owns the memory, comes after their use
-
-    @contextmanager
-    def queueing(self, what: str) -> Iterator[None]:
-        """The block puts work into the side's queue; it is watched under the name `what`."""
-        begun = self._gpu.event(self.stream)
-        yield
-        self._gpu.watch.follow(what, begun, self._gpu.event(self.stream), [])
 
 
 class GpuNative(Native):
-    """What NCCL and CUDA IPC share: arrays on the host, numbers to agree on, go over the host by tell()."""
+    """What NCCL and CUDA IPC share: arrays on the host, and numbers to agree on, go over the host."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._side, self._group, self._world_ranks = gpu, side, group, tuple(world_ranks)
+        self._gpu, self._side, self._tag, self._world_ranks = gpu, side, Tag(group, WORDS), tuple(world_ranks)
         self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
 
     def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
-        """Every rank's bytes (uint8), in rank order."""
-        return tell(self._gpu.transport, self._group, self._world_ranks, [mine] * self._size)
+        """Every rank's bytes (uint8, of any length), in rank order: P-1 messages a rank, at once, not counted."""
+        heard = {self._rank: mine}
+
+        def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
+            return lambda meta, nbytes: heard.setdefault(rank, np.empty(nbytes, np.uint8))
+
+        transport, others = self._gpu.transport, set(range(self._size)) - {self._rank}
+        arriving = [transport.start_recv(self._world_ranks[rank], self._tag, accept_from(rank)) for rank in others]
+        leaving = [transport.start_send(self._world_ranks[rank], self._tag, mine) for rank in others]
+        for handle in arriving + leaving:
+            handle.wait()
+        return [heard[rank] for rank in range(self._size)]
 
     def barrier(self) -> None:
         self._tell(NOTHING)
@@ -273,26 +262,3 @@ def parts(array: Any, counts: Sequence[int]) -> list[Any]:
     """Views of `counts` elements each, one after the other."""
     edges = np.cumsum([0, *counts]).tolist()
     return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def tell(transport: Transport, group: int, world_ranks: Sequence[int], mine: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Small words between all ranks of a group, by way of the host: P-1 messages a rank, at once, not counted.
-
-    Args:    mine: for each rank, bytes (uint8) of any length.
-    Returns: what each rank had for this one; its own among them.
-    """
-    own, tag = world_ranks.index(transport.world_rank), Tag(group, WORDS)
-    heard = {own: mine[own]}
-    others = [rank for rank in range(len(world_ranks)) if rank != own]
-
-    def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
-        def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            heard[rank] = np.empty(nbytes, np.uint8)
-            return heard[rank]
-        return accept
-
-    arriving = [transport.start_recv(world_ranks[rank], tag, accept_from(rank)) for rank in others]
-    leaving = [transport.start_send(world_ranks[rank], tag, mine[rank]) for rank in others]
-    for handle in arriving + leaving:
-        handle.wait()
-    return [heard[rank] for rank in range(len(world_ranks))]

@@ -7,8 +7,8 @@ A group that is not the world needs a communicator of its own. It is made by the
 its ranks have agreed on that call; there alone MPI waits in its own way.
 """
 
-import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -17,18 +17,13 @@ from minidist.comm.calls.members import WORLD
 from minidist.comm.native import Native
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.engine import Engine, Operation
-from minidist.errors import CommError, ConfigError
+from minidist.errors import CommError
+
+if TYPE_CHECKING:
+    from minidist.comm.transports.mpi.transport import MpiTransport
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-_KINDS = {"i1": MPI.INT8_T, "i2": MPI.INT16_T, "i4": MPI.INT32_T, "i8": MPI.INT64_T,
-          "u1": MPI.UINT8_T, "u2": MPI.UINT16_T, "u4": MPI.UINT32_T, "u8": MPI.UINT64_T,
-          "f4": MPI.FLOAT, "f8": MPI.DOUBLE, "c8": MPI.C_FLOAT_COMPLEX, "c16": MPI.C_DOUBLE_COMPLEX}
-
-
-def check(op: str, dtype: np.dtype) -> None:
-    """Raises ConfigError unless MPI has this op on this dtype."""
-    if _kind(dtype) not in _KINDS or (dtype.kind == "c" and op in ("max", "min")):
-        raise ConfigError(f"MPI has no {op} of {dtype}; choose another algorithm than native")
+KINDS = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "c16")
 
 
 class MpiCall(Operation):
@@ -49,21 +44,18 @@ class MpiCall(Operation):
 
 
 class MpiNative(Native):
-    """The collectives of one communicator; `group` is the id of the ranks' group, `calls` those that the engine tests.
-    """
+    """The collectives of one communicator; `group` is the id of the ranks' group. Arrays tell MPI their dtype."""
 
-    def __init__(self, engine: Engine, world: MPI.Intracomm, one_at_a_time: threading.Lock, calls: list[MpiCall],
-                 group: int, world_ranks: Sequence[int]) -> None:
-        self._engine, self._mpi, self._calls = engine, one_at_a_time, calls
+    def __init__(self, engine: "MpiTransport", group: int, world_ranks: Sequence[int]) -> None:
+        self._engine, self._comm = engine, engine.comm
         self._others = tuple(rank for rank in world_ranks if rank != engine.world_rank)
         if group == WORLD:
-            self._comm = world
             return
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommError("this MPI grants MPI_THREAD_SERIALIZED only, where two groups that make their "
                             "communicators at once can wait for each other; take algorithm native in the world only")
-        members = world.Get_group().Incl(list(world_ranks))
-        self._comm = world.Create_group(members, group % 32000)
+        members = engine.comm.Get_group().Incl(list(world_ranks))
+        self._comm = engine.comm.Create_group(members, group % 32000)
 
     def barrier(self) -> None:
         self._carry_out(lambda: self._comm.Ibarrier())
@@ -72,16 +64,13 @@ class MpiNative(Native):
         self._carry_out(lambda: self._comm.Ibcast([octets, MPI.BYTE], root), octets)
 
     def reduce(self, x: np.ndarray, out: np.ndarray | None, op: str, root: int) -> None:
-        source, target = _typed(x, out), None if out is None else [out, _KINDS[_kind(out.dtype)]]
-        self._carry_out(lambda: self._comm.Ireduce(source, target, _OPS[op], root), x, out)
+        self._carry_out(lambda: self._comm.Ireduce(_source(x, out), out, _OPS[op], root), x, out)
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
-        target = [out, _KINDS[_kind(out.dtype)]]
-        self._carry_out(lambda: self._comm.Iallreduce(_typed(x, out), target, _OPS[op]), x, out)
+        self._carry_out(lambda: self._comm.Iallreduce(_source(x, out), out, _OPS[op]), x, out)
 
     def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
-        target = [out, len(out), _KINDS[_kind(out.dtype)]]
-        self._carry_out(lambda: self._comm.Ireduce_scatter(_typed(x, None), target, list(counts), _OPS[op]), x, out)
+        self._carry_out(lambda: self._comm.Ireduce_scatter(x, out, list(counts), _OPS[op]), x, out)
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
         target = None if out is None else [out, list(counts), MPI.BYTE]
@@ -102,21 +91,16 @@ class MpiNative(Native):
     def _carry_out(self, start: Callable[[], MPI.Request], *arrays: np.ndarray | None) -> None:
         """Start a collective, and wait for it as for a message."""
         try:
-            with self._mpi:
+            with self._engine.one_at_a_time:
                 call = MpiCall(self._engine, start(), arrays, self._others)
         except MPI.Exception as error:
             raise CommError(f"rank {self._engine.world_rank}: MPI: {error}") from error
         with self._engine.lock:
             self._engine.begin()
-            self._calls.append(call)
+            self._engine.calls.append(call)
         call.wait()
 
 
-def _kind(dtype: np.dtype) -> str:
-    """ "f4"; a dtype that MPI does not know has a byte order or a name in front."""
-    return dtype.str[1:] if dtype.isnative and dtype.isbuiltin == 1 else dtype.str
-
-
-def _typed(x: np.ndarray, out: np.ndarray | None) -> object:
+def _source(x: np.ndarray, out: np.ndarray | None) -> object:
     """x as MPI takes it: the array, or IN_PLACE where `out` holds it already."""
-    return MPI.IN_PLACE if out is not None and np.may_share_memory(x, out) else [x, _KINDS[_kind(x.dtype)]]
+    return MPI.IN_PLACE if out is not None and np.may_share_memory(x, out) else x

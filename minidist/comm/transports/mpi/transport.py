@@ -10,8 +10,6 @@ which it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 
 
 A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything
 is started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
-
-The messages travel in a duplicate of MPI_COMM_WORLD, apart from those of other code.
 """
 
 import threading
@@ -27,10 +25,10 @@ from minidist.comm.limits import META_LIMIT
 from minidist.comm.native import Native
 from minidist.comm.transports.mpi import native as mpi_native
 from minidist.comm.transports.progress.frames import HEADER_BYTES
-from minidist.comm.transports.progress.link import ByteLink
+from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.device import account
-from minidist.errors import CommError
+from minidist.errors import CommError, ConfigError
 
 SPINS = 50                          # tests with yielded core before sleeping
 _SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
@@ -46,37 +44,38 @@ class MpiTransport(StreamTransport):
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise CommError("MPI was initialised for one thread only, and a rank here has several: leave mpi4py.rc's "
                             "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
-        comm = MPI.COMM_WORLD.Dup()
-        one_at_a_time = threading.Lock()
-        self._comm, self._one_at_a_time = comm, one_at_a_time
+        self.comm = comm = MPI.COMM_WORLD.Dup()             # apart from the messages of other code
+        self.one_at_a_time = threading.Lock()               # held around MPI's calls
+        self.calls: list[mpi_native.MpiCall] = []           # collectives to test
         self._natives: dict[int, Native] = {}               # by the group's id
-        self._calls: list[mpi_native.MpiCall] = []
-        links = {rank: MpiLink(comm, rank, one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
+        links = {rank: MpiLink(comm, rank, self.one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
         super().__init__("mpi", comm.rank, limit, links, SPINS)
         self._nap = _SHORTEST
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
-        if op is not None and dtype is not None:
-            mpi_native.check(op, dtype)
+        if op is None or dtype is None:
+            return
+        known = dtype.isnative and dtype.isbuiltin == 1 and dtype.str[1:] in mpi_native.KINDS
+        if not known or (dtype.kind == "c" and op in ("max", "min")):
+            raise ConfigError(f"MPI has no {op} of {dtype}; choose another algorithm than native")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         if group not in self._natives:
-            self._natives[group] = mpi_native.MpiNative(self, self._comm, self._one_at_a_time, self._calls, group,
-                                                        world_ranks)
+            self._natives[group] = mpi_native.MpiNative(self, group, world_ranks)
         return self._natives[group]
 
     def _pass(self) -> bool:
         moved = super()._pass()
-        for call in list(self._calls):
+        for call in list(self.calls):
             error = None
             try:
-                with self._one_at_a_time:
+                with self.one_at_a_time:
                     complete = call.request.Test()
             except MPI.Exception as failure:
                 complete, error = True, CommError(f"rank {self.world_rank}: MPI: {failure}")
             if complete:
                 moved = True
-                self._calls.remove(call)
+                self.calls.remove(call)
                 with self.lock:
                     self.finish(call, error)
         if moved:
@@ -113,8 +112,7 @@ class MpiLink(ByteLink):
             self._out.post(prefix + payload.tobytes() if len(payload) <= SMALL_BYTES else prefix)
         while len(self._out) <= _DEPTH and (start := self._out.nbytes - len(prefix)) < len(payload):
             self._out.post(payload[start:start + PIECE_BYTES])
-        sent = self._out.oldest()
-        return 0 if sent is None else sent[1]
+        return len(self._out.oldest())
 
     def peek(self, count: int) -> bytes | None:
         if self._start == len(self._buffer):
@@ -149,15 +147,13 @@ class MpiLink(ByteLink):
             return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
-        oldest = self._in.oldest()
-        return 0 if oldest is None else oldest[1]
+        return len(self._in.oldest())
 
     def _take(self) -> None:
         """The oldest message that has come, if any, becomes the buffer."""
         received = self._in.oldest()
-        if received is not None:
-            buffer, count = received
-            self._buffer, self._start = buffer[:count], 0
+        if len(received):
+            self._buffer, self._start = received, 0
 
     def close(self) -> None:
         self._in.cancel()
@@ -176,29 +172,27 @@ class _UnderWay:
         return len(self._posted)
 
     def post(self, buffer: Any) -> None:
-        """Start one more, from or into `buffer`."""
         with self._mpi:
             self._posted.append((self._start(buffer), buffer))
         self.nbytes += len(buffer)
 
-    def oldest(self) -> tuple[Any, int] | None:
-        """The oldest, if it is complete, and no longer under way: its buffer, and its length in bytes."""
+    def oldest(self) -> Any:
+        """The bytes of the oldest, if it is complete, and no longer under way then; else none. No message is empty."""
         if not self._posted:
-            return None
+            return b""
         request, buffer = self._posted[0]
         try:
             with self._mpi:
                 if not request.Test(self._status):
-                    return None
+                    return b""
                 count = len(buffer) if self._sends else self._status.Get_count(MPI.BYTE)
         except MPI.Exception as error:
             raise ConnectionError(f"MPI: {error}") from error
         self._posted.popleft()
         self.nbytes -= len(buffer)
-        return buffer, count
+        return buffer[:count]
 
     def cancel(self) -> None:
-        """Cancel the messages under way."""
         with self._mpi:
             while self._posted:
                 request, _ = self._posted.popleft()

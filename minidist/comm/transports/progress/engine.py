@@ -4,12 +4,10 @@
     thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
     no wait         the helper thread takes a pass now and then, so that transfers that were started still move
 
-A pass moves the bytes that can be moved without blocking. One thread at a time leads. So the receiving side of a link
-needs no lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot
-deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then
-sleeps in the kernel until a link is ready, another thread starts a transfer, or a thread calls abort().
-
-tcp, shm and mpi use it; stream.py supplies the pass.
+A pass moves the bytes that can be moved without blocking (stream.py). One thread at a time leads. So the receiving side
+of a link needs no lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both`
+cannot deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away),
+then sleeps in the kernel until a link is ready, another thread starts a transfer, or a thread calls abort().
 """
 
 import os
@@ -25,7 +23,7 @@ from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
-_LOOK = 0.02                    # seconds between looks at whether the job goes on without that peer
+_LOOK = 0.005                   # seconds between looks for it
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -54,21 +52,17 @@ class Operation(Handle):
         return () if self.finished else (self.peer,)
 
     def in_vain(self) -> str:
-        """What the error of a wait that outlasts the limit says of it."""
+        """Its part of the TimeoutError."""
         return f"for {self}; did rank {self.peer} make the matching call?"
 
 
 class Engine(Transport):
-    """A transport whose waiting threads do the work.
-
-    `lock` guards the tables of transfers. No thread holds it while it sleeps, or in `accept` or `reduce`.
-    """
+    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in accept or reduce."""
 
     def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
         self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
         self.lock = threading.Lock()
         self.error: CommError | None = None         # what abort() was given
-        self._aborted = threading.Event()
         self.lost: dict[int, PeerLostError] = {}    # peers that the job goes on without
         self.spins = spins
         self._turn = threading.Condition(self.lock)
@@ -76,10 +70,10 @@ class Engine(Transport):
         self._led = 0                               # times a thread has waited, or passed
         self._followers = 0
         self._unfinished = 0                        # transfers started and not finished
-        self._helper: threading.Thread | None = None
-        self._helper_awake = False
+        self._closing = self._helper_awake = False
         self._helper_call = threading.Event()
-        self._closing = False
+        self._helper = threading.Thread(target=self._help, name=f"{name} helper of rank {world_rank}", daemon=True)
+        self._helper.start()
 
     # --- what a transport supplies -----------------------------------------------------------------------------------
 
@@ -169,19 +163,16 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """The error to raise: for a lost peer the one that the monitor gave to abort(), with this rank's call.
-
-        A connection ends a moment before the monitor tells which rank ended, and how.
-        """
+        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended."""
         if not isinstance(error, PeerLostError):
             return error
         lost = error.world_rank
-        if not self._aborted.is_set() and lost is not None:
+        if self.error is None and lost is not None:
             deadline = time.monotonic() + _HEARSAY
             with self.waits.lasting(what, lambda: (lost,)):
-                while lost not in self.lost and time.monotonic() < deadline and not self._aborted.wait(_LOOK):
-                    pass
-        error = self.error or self.lost.get(lost if lost is not None else self.world_rank) or error
+                while self.error is None and lost not in self.lost and time.monotonic() < deadline:
+                    time.sleep(_LOOK)
+        error = self.error or self.lost.get(self.world_rank if lost is None else lost, error)
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
@@ -211,14 +202,7 @@ class Engine(Transport):
 
     def _call_helper(self) -> None:
         self._helper_awake = True
-        if self._closing:
-            return
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name=f"{self.name} helper of rank {self.world_rank}",
-                                            daemon=True)
-            self._helper.start()
-        else:
-            self._helper_call.set()
+        self._helper_call.set()
 
     def _help(self) -> None:
         """Take a pass now and then while no thread waits; sleep while there is nothing to move, or a thread leads."""
@@ -251,7 +235,6 @@ class Engine(Transport):
 
     def abort(self, error: CommError) -> None:
         self.error = self.error or error
-        self._aborted.set()
         self._wake()  # the leader raises, and wakes the followers as it steps down
         for end in self.waits.ends:
             end(error)
@@ -261,8 +244,7 @@ class Engine(Transport):
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()
-        if self._helper is not None:
-            self._helper.join()
+        self._helper.join()
         with self.lock:
             self._followers += 1
             self._turn.wait_for(lambda: not self._leading, timeout=1.0)

@@ -4,9 +4,8 @@
           magic  kind  (0)    meta length  group id    sequence        payload   CRC-32  meta, zeros up to `align`
                                                                        bytes     of all but itself
 
-All numbers are little-endian. The links are between ranks that have proved they belong to the job, so the checksum is
-against damage and confusion, not against an enemy: bytes that are no frame are told apart from one with certainty for
-all practical purposes (64 bits), before a length among them is used.
+All numbers are little-endian. Both ranks have proved that they belong to the job, so the checksum is against damage and
+confusion, not against an enemy.
 """
 
 import struct

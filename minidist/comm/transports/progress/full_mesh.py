@@ -6,8 +6,8 @@
     rank 3    dials 0, 1, 2
 
 Every rank listens before any address is told, so no dial is refused. A rank waits only for lower ones to answer, so no
-ranks wait in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is answered
-in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank.
+ranks wait in a circle. Both ranks of a connection prove that they know the job's token (wire.py). Each caller is
+answered in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank.
 """
 
 import logging
@@ -30,14 +30,6 @@ _CALLERS = 64                   # callers that are answered at a time
 _ANSWER = 10.0                  # seconds that a caller has to prove that it belongs to the job
 
 log = logging.getLogger("minidist.comm")
-
-
-def join(link: MonitorClient, info: dict[str, Any], listener: socket.socket,
-         dial: Callable[[dict[str, Any]], socket.socket], token: bytes, limit: float) -> dict[int, socket.socket]:
-    """Meet, and connect to every other rank by `dial(its info)` or at `listener`, which is closed; see connect()."""
-    with listening(listener):
-        infos = link.meet(info)
-        return connect(link, range(len(infos)), listener, lambda rank: dial(infos[rank]), token, limit)
 
 
 def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
@@ -80,7 +72,6 @@ def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, 
 
 
 def hang_up(connections: Mapping[int, socket.socket]) -> None:
-    """Close them all."""
     for sock in connections.values():
         sock.close()
 
@@ -133,11 +124,6 @@ def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def dial_unix(address: str | bytes, limit: float) -> socket.socket:
-    """A connection to the listener of another process of this host."""
-    return dial(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ turns a hidden assumption ("my neighbour will receive some time") into a deadloc
 How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the oldest receive
 posted for the same (peer, tag), whichever came first. The next thread of the receiving rank that waits, for this or for
 another message, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
-
-plain_tcp.py fills mailboxes of processes from connections.
 """
 
 import threading
@@ -29,12 +27,12 @@ class MailTransfer(Handle):
 
     def __init__(self, home: "Mailbox", peer: int, tag: Tag) -> None:
         self.home, self.peer, self.tag = home, peer, tag
-        self.complete = False
+        self.complete = self.matched = False        # matched: the other side has come, too
         self.error: BaseException | None = None
 
     def peers(self) -> tuple[int, ...]:
-        """The rank it waits for; none once both sides are there."""
-        return () if self.complete or self.home.matched(self) else (self.peer,)
+        """The rank that keeps it waiting."""
+        return () if self.complete or self.matched else (self.peer,)
 
     def wait(self) -> None:
         self.home.wait_for(self)
@@ -128,22 +126,13 @@ class Mailbox(Transport):
         self._arrived.clear()
         self._posted.clear()
 
-    def matched(self, transfer: MailTransfer) -> bool:
-        """Whether sender and receiver have both come, so that no other rank keeps it waiting."""
-        box, key = (self, (transfer.peer, transfer.tag)) if isinstance(transfer, MailReceive) else (
-            self._peers[transfer.peer], (self.world_rank, transfer.tag))
-        with box._changed:
-            lone = box._posted if isinstance(transfer, MailReceive) else box._arrived
-            return transfer not in lone.get(key, ())
-
     def wait_for(self, handle: MailTransfer) -> None:
         """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait that lasts is told."""
-        start = time.monotonic()
-        deadline = start + self.limit
-        done = self._carry_out(handle, min(start + QUIET, deadline))
+        start, limit = time.monotonic(), self.limit
+        done = self._carry_out(handle, start + min(QUIET, limit))
         if not done:
             with self.waits.lasting(str(handle), handle.peers, incoming=isinstance(handle, MailReceive)):
-                done = self._carry_out(handle, deadline)
+                done = self._carry_out(handle, start + limit)
                 state = self.waits.state()
         if not done:
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {handle} (group "
@@ -193,7 +182,9 @@ class Mailbox(Transport):
         arrived, posted = self._arrived[key], self._posted[key]
         if not (arrived and posted):
             return False
-        self._matched.append((posted.popleft(), arrived.popleft()))
+        recv, send = posted.popleft(), arrived.popleft()
+        recv.matched = send.matched = True
+        self._matched.append((recv, send))
         return True
 
     def _finish(self, transfer: MailTransfer) -> None:

@@ -1,5 +1,6 @@
-"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); and the peer at the other end."""
+"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the peer at its end."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TypeVar
 
@@ -8,12 +9,46 @@ import numpy as np
 from minidist.comm.transport import Accept, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine, Operation
-from minidist.comm.transports.progress.link import ByteLink
 from minidist.errors import CommError
 
 
+class ByteLink(ABC):
+    """Two streams of bytes, to and from one peer. No method blocks.
+
+    The end of the incoming stream raises EOFError, once all bytes before it were read; a broken link raises OSError.
+    Frames begin at multiples of `align` bytes.
+    """
+
+    align = 1
+    parting = True      # say goodbye before closing
+
+    @abstractmethod
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        """Take bytes from the front of prefix + payload (uint8); how many were taken, 0 when the link is full."""
+
+    @abstractmethod
+    def peek(self, count: int) -> bytes | None:
+        """The next `count` bytes (at most 8 KiB), not consumed; None while fewer are there."""
+
+    @abstractmethod
+    def piece(self, most: int, itemsize: int) -> np.ndarray:
+        """At most `most` bytes (uint8) of whole items, aligned, not consumed; perhaps in memory the peer wrote to."""
+
+    @abstractmethod
+    def skip(self, count: int) -> None:
+        """Consume `count` bytes that peek or piece has shown, or padding up to `align`."""
+
+    @abstractmethod
+    def read_into(self, target: np.ndarray) -> int:
+        """Consume bytes into the front of `target` (uint8, not empty); how many, 0 when none are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the link holds."""
+
+
 class Send(Operation):
-    """A message on its way out: `sent` bytes of prefix + payload have left."""
+    """`sent` bytes of prefix + payload have left."""
 
     def __init__(self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes) -> None:
         super().__init__(engine, peer, tag)
@@ -26,8 +61,6 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """A message asked for: `accept` says where its payload goes."""
-
     incoming = True
 
     def __init__(self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:

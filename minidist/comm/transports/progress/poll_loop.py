@@ -7,11 +7,27 @@
 import math
 import select
 import socket
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 
-from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
+
+
+class PolledLink(ByteLink):
+    """A link that the kernel can watch."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The file to poll."""
+
+    @abstractmethod
+    def arm(self, reading: bool, writing: bool) -> int:
+        """The poll events that end a sleep in which we wait to read or to write; 0 if the link is ready already."""
+
+    def disarm(self, events: int) -> None:
+        """The sleep is over; poll reported `events` of this link."""
 
 
 class PolledTransport(StreamTransport):

@@ -10,8 +10,7 @@ are matched with receives:
 
 A header is read only while this rank waits for a message of that peer. So a message that comes early stays in the link
 (in the kernel's buffers, in the ring), and a sender that is far ahead is held back. A message is buffered only if it
-stands before one that a receive asks for, within UNEXPECTED_LIMIT. poll_loop.py and mpi/transport.py say how the leader
-sleeps.
+stands before one that a receive asks for, within UNEXPECTED_LIMIT.
 """
 
 import threading
@@ -25,8 +24,7 @@ from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Accept, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine
-from minidist.comm.transports.progress.link import ByteLink
-from minidist.comm.transports.progress.message import Frame, Peer, Receive, Send
+from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
@@ -57,17 +55,13 @@ class StreamTransport(Engine):
                     self._deafen(to, f"its connection broke ({error})")
             send.finished = send.sent == send.nbytes
             if not send.finished:
-                self._queue(to, send)
+                self.begin()
+                to.outgoing.append(send)
+                while to.outgoing and self._push(to):
+                    pass
+                if to.outgoing:
+                    self._attend(to)
         return send
-
-    def _queue(self, to: Peer, send: Send) -> None:
-        """Have the leader send what the link did not take at once. Under the lock."""
-        self.begin()
-        to.outgoing.append(send)
-        while to.outgoing and self._push(to):
-            pass
-        if to.outgoing:
-            self._attend(to)
 
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         source = self._peer(peer)
@@ -132,10 +126,7 @@ class StreamTransport(Engine):
         try:
             if peer.deaf is not None:
                 raise OSError(peer.deaf)
-            if begun < 0:
-                taken = peer.link.write(send.prefix[send.sent:], send.payload)
-            else:
-                taken = peer.link.write(b"", send.payload[begun:])
+            taken = peer.link.write(send.prefix[send.sent:], send.payload[max(0, begun):])
         except OSError as error:
             self._deafen(peer, f"its connection broke ({error})")
             return True

@@ -1,21 +1,19 @@
 """A board: memory in which every rank of a group shows arrays to all the others.
 
-    rank 0's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 0 writes here
-    rank 1's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 1 writes here
+    rank 0's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 0 writes here
+    rank 1's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
 One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
 as often, and reads their bytes where they lie. So bytes for P-1 ranks are written once, and all ranks wait for each
 other at once instead of one after the other.
 
-Parts have two turns, used alternately. The bytes of a `show` may be read until the reader's next one: a rank overwrites
-a turn only at its second `show` after, and before that all others have posted the first.
-
-Where the ranks may read each other's memory, long arrays need not be copied: a rank lends them. It shows their address,
-the others read() them there, and all meet once more before the lender may change them.
+Parts have two turns, used alternately: a rank overwrites a turn only at its second `show` after, and before that all
+others have posted the first. Where the ranks may read each other's memory, long arrays need not be copied: a rank shows
+their address, the others read() them there, and all meet once more before it may change them.
 
 A rank closes its board while others may still read its last bytes. So its part serves another board only after they
-have closed theirs too: each part counts how often its rank has.
+have closed theirs too: `closed` counts how often.
 
 The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and `asleep` before the
 look at `posted`, so that the later one sees the other, and no wake-up is lost.
@@ -43,7 +41,7 @@ _HEADER_BYTES = 2 * _PAGE   # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
 PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
-_POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
+_POSTED, _ASLEEP, CLOSED = 0, LINE // 8, 2 * LINE // 8
 
 
 class BoardPart:
@@ -56,18 +54,10 @@ class BoardPart:
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
         self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
-    def clear(self) -> None:
-        """Begin anew: nothing was posted."""
+    def clear(self) -> int:
+        """Begin anew: nothing was posted. How often its rank has closed a board here."""
         self.words[_POSTED] = self.words[_ASLEEP] = 0
-
-    @property
-    def closed(self) -> int:
-        """How often its rank has closed a board here."""
-        return self.words[_CLOSED]
-
-    def close(self) -> None:
-        """Its rank reads no part of this board any more."""
-        self.words[_CLOSED] += 1
+        return self.words[CLOSED]
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Put arrays here, one after the other."""
@@ -86,18 +76,13 @@ class BoardPart:
 
 
 class SharedBoard(Board):
-    """A group's board, as one of its ranks sees it.
-
-    Args: parts: every rank's, in the order of `world_ranks`; closed: how often boards there were closed before;
-          lends: whether the ranks may read each other's memory.
-    """
+    """A group's board, as one of its ranks sees it; `closed`: how often boards in each part were closed before."""
 
     def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
                  closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
-        self._closed, self.lends = list(closed), lends
-        own = world_ranks.index(transport.world_rank)
-        self._own = parts[own]
+        self._closed, self.lends = closed, lends
+        self._own = parts[world_ranks.index(transport.world_rank)]
         self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
                         if rank != transport.world_rank]
         self._fence = Fence()
@@ -112,8 +97,11 @@ class SharedBoard(Board):
         fence()  # our `posted` before theirs and `asleep`
         if self.missing():
             self._wait()
-        else:
-            self._wake()
+        else:  # the last rank to arrive wakes the sleepers
+            for rank, words in self._others:
+                if words[_ASLEEP]:
+                    words[_ASLEEP] = 0
+                    self._transport.links[rank].ring()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
 
@@ -126,9 +114,9 @@ class SharedBoard(Board):
     def close(self) -> None:
         if self._parts:
             self._fence()  # our reads before `closed`
-            self._own.close()
-            self._transport.close_board(self, [pair for pair in zip(self._parts, self._closed, strict=True)
-                                               if pair[0] is not self._own])
+            self._own.words[CLOSED] += 1
+            self._transport.close_board(self, [(part.words, closed) for part, closed
+                                               in zip(self._parts, self._closed, strict=True)])
             del self._own
             self._parts, self._others = [], []  # the memory goes when nothing points into it
 
@@ -141,13 +129,6 @@ class SharedBoard(Board):
         self._own.words[_ASLEEP] = int(asleep)
         self._fence()  # our `asleep` before the look at their `posted`
 
-    def _wake(self) -> None:
-        """The last rank to arrive wakes the sleepers."""
-        for rank, words in self._others:
-            if words[_ASLEEP]:
-                words[_ASLEEP] = 0
-                self._transport.ring(rank)
-
     def _wait(self) -> None:
         """Spin, as a leader of the engine does, then wait in the engine."""
         for _ in range(self._transport.spins):
@@ -158,10 +139,8 @@ class SharedBoard(Board):
 
 
 class BoardWait(Operation):
-    """A wait for the others to post."""
-
-    def __init__(self, transport: Engine, board: SharedBoard, peer: int) -> None:
-        super().__init__(transport, peer, Tag(0, 0))
+    def __init__(self, transport: Engine, board: SharedBoard) -> None:
+        super().__init__(transport, (board.missing() or [transport.world_rank])[0], Tag(0, 0))
         self.board = board
 
     def peers(self) -> tuple[int, ...]:

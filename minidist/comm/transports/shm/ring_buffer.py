@@ -13,6 +13,9 @@ The ring is larger than a core's second-level cache. To write a cache line that 
 writer waits until it is taken away there: 512 KiB take 55 µs in a ring of half a megabyte, and 15 in one of two or more
 (AMD EPYC). In a larger ring the reader's cache has dropped a line before the writer comes round again.
 
+The link of two processes has a ring each way, and a socket: a byte in it wakes the other side, which says in the ring
+that it sleeps. However a process ends, the kernel closes its socket.
+
 Order matters twice, and a processor keeps it only at a fence (ARM reorders stores; x86 reads ahead of its own stores):
 
     bytes before head     else the reader takes bytes that are not there yet
@@ -23,11 +26,15 @@ Python has no fence, but to release a lock and take it again is one: nothing bef
 nothing after the acquire may come before it, and the two keep their order (ARMv8; on x86 each is a fence by itself).
 """
 
+import select
+import socket
 import threading
+from contextlib import suppress
 
 import numpy as np
 
 from minidist.comm.calls.buffers import address_of
+from minidist.comm.transports.progress.poll_loop import PolledLink
 
 CAPACITY = 4 << 20          # bytes of a ring: more than a core's second-level cache
 PIECE_BYTES = 512 << 10     # most that is copied before the other side sees it, so that both work at once
@@ -65,7 +72,7 @@ class Fence:
 
 
 class _End:
-    """The part that both ends of a ring have: its words and its data, in memory that the other process sees too."""
+    """What both ends of a ring have."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:_PAGE].cast("Q")
@@ -134,7 +141,6 @@ class RingWriter(_End):
         self._words[_WRITER] = int(asleep)
 
     def roomy(self) -> bool:
-        """Whether half of the ring is free."""
         return self.free() >= CAPACITY // 2
 
 
@@ -173,9 +179,7 @@ class RingReader(_End):
     def skip(self, count: int) -> bool:
         """Consume `count` bytes; whether the writer is to be woken: it asked for it, and enough was read."""
         self._tail += count
-        if self._tail - self._shown < _SHOW_BYTES:
-            return False
-        return self.show()
+        return self._tail - self._shown >= _SHOW_BYTES and self.show()
 
     def show(self) -> bool:
         """Tell the writer how far we have read; whether it is to be woken, answered once."""
@@ -190,3 +194,78 @@ class RingReader(_End):
     def sleeps(self, asleep: bool) -> None:
         """Ask to be woken when something is written, or no more. A fence must follow, then a look at unread()."""
         self._words[_READER] = int(asleep)
+
+
+class ShmLink(PolledLink):
+    """One peer's two rings, and the socket that wakes it and us."""
+
+    align = LINE
+
+    def __init__(self, sock: socket.socket, memory: memoryview, lower: bool) -> None:
+        first, second = memory[:RING_BYTES], memory[RING_BYTES:2 * RING_BYTES]
+        self._out, self._in = RingWriter(first if lower else second), RingReader(second if lower else first)
+        sock.setblocking(False)
+        self._sock = sock
+        self.ended = False                          # the peer's socket is closed: it writes and reads no more
+
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        if self.ended:
+            raise BrokenPipeError("its process has ended")
+        taken = self._out.write(prefix, payload)
+        if taken and self._out.reader_sleeps():
+            self.ring()
+        return taken
+
+    def peek(self, count: int) -> bytes | None:
+        data = self._in.peek(count)
+        if data is None and self.ended:
+            raise EOFError
+        return data
+
+    def piece(self, most: int, itemsize: int) -> np.ndarray:
+        piece = self._in.piece(most)
+        if not len(piece) and self.ended:
+            raise EOFError
+        return piece
+
+    def skip(self, count: int) -> None:
+        if self._in.skip(count):
+            self.ring()
+
+    def read_into(self, target: np.ndarray) -> int:
+        piece = self.piece(len(target), 1)
+        if len(piece):
+            copy(target[:len(piece)], piece)
+            self.skip(len(piece))
+        return len(piece)
+
+    def ring(self) -> None:
+        """Wake the peer."""
+        with suppress(OSError):  # full: it is ringing already; broken: the peer is gone, and arm() will see it
+            self._sock.send(b"!")
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def arm(self, reading: bool, writing: bool) -> int:
+        self._in.sleeps(reading)
+        self._out.sleeps(writing)
+        if self._in.show():  # fences: our words before the look at the peer's
+            self.ring()
+        ready = self.ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
+        return 0 if ready else select.POLLIN
+
+    def disarm(self, events: int) -> None:
+        self._in.sleeps(False)
+        self._out.sleeps(False)
+        if events:
+            try:
+                self.ended = not self._sock.recv(4096)
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                self.ended = True
+
+    def close(self) -> None:
+        self._sock.close()
+        del self._in, self._out  # the memory goes when nothing points into it

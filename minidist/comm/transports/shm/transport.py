@@ -5,57 +5,36 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket (link.py). The memory has
-no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
+A reduction adds straight from the ring: nothing of the size of a message is allocated, on either side. Groups have
+boards (exchange_board.py) beside the rings, each rank's part in an arena where it alone places boards. Where the system
+lets each rank read the memory of all others (process_vm_read.py), long arrays are only shown where they lie.
 
-A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
-
-Groups have boards (exchange_board.py) beside the rings. Where the system lets each rank read the memory of all others
-(process_vm_read.py: found out when they meet, and the same for all), long arrays are only shown where they lie.
+When two ranks have connected, they pass each other open files through the socket (hand_over): the lower rank the memory
+of their rings, each its arena; and try to read each other's memory. A file has no name and no directory entry. So
+nothing of it can be left behind, no other user can open it, and /dev/shm does not limit its size. Pages never written
+cost nothing.
 """
 
+import mmap
 import os
-import platform
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Board
-from minidist.comm.transports.progress import full_mesh
-from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.progress.poll_loop import PolledTransport
+from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.exchange_board import PART_BYTES, BoardPart, BoardWait, SharedBoard
-from minidist.comm.transports.shm.fd_passing import hand_over
-from minidist.comm.transports.shm.link import ShmLink
-from minidist.comm.transports.shm.ring_buffer import RING_BYTES
+from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
+from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
 BOARDS = 64                     # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
 STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
-
-
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str = "", node: int = 0) -> "ShmTransport":
-    """This rank's rings to all others, which must be on the same host.
-
-    Raises: HandshakeError, TimeoutError: see full_mesh.join.
-    """
-    here = platform.node()
-
-    def dial(info: dict[str, Any]) -> socket.socket:
-        if info["host"] != here:
-            raise CommError(f"shm joins ranks of one host, but rank {link.world_rank} is on {here} and another on "
-                            f"{info['host']}; take the transport auto")
-        return full_mesh.dial_unix(info["address"], limit)
-
-    listener = full_mesh.listen_unix()
-    info = {"host": here, "address": listener.getsockname()}
-    return share(link.world_rank, full_mesh.join(link, info, listener, dial, token, limit), limit)
 
 
 def share(world_rank: int, connections: Mapping[int, socket.socket], limit: float,
@@ -66,14 +45,82 @@ def share(world_rank: int, connections: Mapping[int, socket.socket], limit: floa
     return ShmTransport(world_rank, limit, links, arenas, far, processes=processes, name=name)
 
 
+def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_bytes: int, arena_bytes: int,
+              limit: float) -> tuple[dict[int, memoryview], dict[int, memoryview], dict[int, int] | None]:
+    """Give files and take them with every rank connected; the sockets are in blocking mode then.
+
+    Returns: the memory shared with each other rank for rings, every rank's arena, this one's included, and every rank's
+             process, None unless each rank may read the memory of all others; all by world rank.
+    Raises:  CommError naming a rank that ended meanwhile.
+    """
+    exhibit, rings, opened = Exhibit(), {}, [nameless_file(arena_bytes)]
+    arenas, readable = {world_rank: _map(opened[0], arena_bytes)}, {world_rank: os.getpid()}
+    try:
+        for rank, sock in connections.items():
+            files = opened[:1]
+            if rank > world_rank:
+                opened.append(nameless_file(ring_bytes))
+                files.append(opened[-1])
+                rings[rank] = _map(opened[-1], ring_bytes)
+            sock.setblocking(True)
+            sock.settimeout(limit)
+            socket.send_fds(sock, [exhibit.told], files)
+        for rank, sock in connections.items():
+            expected = 1 if rank > world_rank else 2
+            told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
+            opened += received
+            if len(received) != expected or len(told) != EXHIBIT_BYTES:
+                raise _ended(world_rank, rank)
+            process = process_vm_read.process_of(told)
+            if process is not None:
+                readable[rank] = process
+            arenas[rank] = _map(received[0], arena_bytes)
+            if rank < world_rank:
+                rings[rank] = _map(received[1], ring_bytes)
+    finally:
+        for file in opened:
+            os.close(file)  # its mapping stays
+    every = _all_agree(world_rank, connections, len(readable) == len(arenas))
+    return rings, arenas, readable if every else None
+
+
+def _all_agree(world_rank: int, connections: Mapping[int, socket.socket], agrees: bool) -> bool:
+    """Whether all ranks do."""
+    for sock in connections.values():
+        sock.sendall(b"y" if agrees else b"n")
+    answers = {rank: sock.recv(1) for rank, sock in connections.items()}
+    for rank, answer in answers.items():
+        if not answer:
+            raise _ended(world_rank, rank)
+    return agrees and set(answers.values()) <= {b"y"}
+
+
+def nameless_file(nbytes: int) -> int:
+    """A file of zeros in memory (a temporary one on systems without), which no directory lists."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("minidist")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, nbytes)
+    return file
+
+
+def _map(file: int, nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(file, nbytes))
+
+
+def _ended(world_rank: int, rank: int) -> CommError:
+    return CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
+
+
 class ShmTransport(PolledTransport):
     """One rank's rings to the others of its host, and the memory where groups among these have their boards.
 
-    Args: links      to every other rank of this host
-          arenas     the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
-          far        links to the ranks of other hosts (auto.py)
-          processes  of the ranks that have an arena, if each of them may read the memory of all others; else None
-          name       what ran: "shm", or "shm+tcp" with far links
+    Args: links              to every other rank of this host
+          arenas, processes  as hand_over() returned them
+          far                links to the ranks of other hosts (auto.py)
+          name               what ran: "shm", or "shm+tcp" with far links
     """
 
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
@@ -81,10 +128,10 @@ class ShmTransport(PolledTransport):
                  name: str = "shm") -> None:
         spins = SPINS if len(links) < _cores() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
-        self._links, self._arenas, self._processes = links, arenas, processes
+        self.links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[BoardPart, int]]]] = []   # places whose boards others may still read
+        self._left: list[tuple[int, list[tuple[memoryview, int]]]] = []  # places whose boards others may still read
         self._waits: list[BoardWait] = []
 
     @property
@@ -94,17 +141,19 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
+        return RING_BYTES * len(self.links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
         """A place, plus BOARDS times the boards closed there before: so others can tell when this one is."""
-        self._take_back()
+        for left in list(self._left):
+            place, others = left
+            if all(words[CLOSED] > before for words, before in others):
+                self._left.remove(left)
+                self._free.append(place)
         if not self._free:
             return -1
         place = self._free.pop()
-        part = self._part(self.world_rank, place)
-        part.clear()
-        return place + BOARDS * part.closed
+        return place + BOARDS * self._part(self.world_rank, place).clear()
 
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> Board | None:
         own = places[world_ranks.index(self.world_rank)]
@@ -117,19 +166,9 @@ class ShmTransport(PolledTransport):
         self._boards[board] = own % BOARDS
         return board
 
-    def close_board(self, board: SharedBoard, others: list[tuple[BoardPart, int]]) -> None:
-        """Its place is free again when all others have closed theirs: until then they may read it."""
+    def close_board(self, board: SharedBoard, others: list[tuple[memoryview, int]]) -> None:
+        """Its place is free again when all ranks have closed theirs: until then they may read it."""
         self._left.append((self._boards.pop(board), others))
-
-    def _take_back(self) -> None:
-        """The places of boards that all ranks have closed are free."""
-        waiting = []
-        for place, others in self._left:
-            if all(part.closed > before for part, before in others):
-                self._free.append(place)
-            else:
-                waiting.append((place, others))
-        self._left = waiting
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
@@ -150,10 +189,6 @@ class ShmTransport(PolledTransport):
                 lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})")
                 raise self.explained(lost, what) from error
 
-    def ring(self, rank: int) -> None:
-        """Wake a rank that sleeps before a board."""
-        self._links[rank].ring()
-
     def close(self) -> None:
         super().close()
         for board in list(self._boards):
@@ -166,9 +201,8 @@ class ShmTransport(PolledTransport):
 
     def await_board(self, board: SharedBoard) -> None:
         """Wait in the engine until all ranks have posted."""
-        missing = board.missing()
-        wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
-        peers = [self._peers[rank] for rank in missing]
+        wait = BoardWait(self, board)
+        peers = [self._peers[rank] for rank in board.missing()]
         with self.lock:
             self.begin()
             self._waits.append(wait)
@@ -190,7 +224,7 @@ class ShmTransport(PolledTransport):
     def _pass(self) -> bool:
         moved = super()._pass()
         for wait in list(self._waits):
-            gone = [rank for rank in wait.board.missing() if self._links[rank].ended]
+            gone = [rank for rank in wait.board.missing() if self.links[rank].ended]
             missing = wait.board.missing()  # once more: a rank may have posted before it ended
             lost = [rank for rank in gone if rank in missing]
             with self.lock:

@@ -51,7 +51,7 @@ def equipped(world, one_gpu=False):
     places = ["gpu" if one_gpu else f"gpu {rank}" for rank in range(world.size)]
     gpu = Gpu(world.transport, cupy, 0 if one_gpu else world.rank)
     gpu.device.use()
-    world.transport.device = nccl.GpuDevice(gpu, cupy.cuda.nccl, places, ipc=True)
+    world.transport.device = nccl.GpuDevice(gpu, places, ipc=True)
 
 
 def run_on_gpus(fn, *args, size, one_gpu=False, limit=20.0):

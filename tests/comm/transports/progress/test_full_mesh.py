@@ -47,9 +47,17 @@ def alone(world_rank: int, infos: list[dict[str, Any]]) -> Meeting:
     return Meeting(world_rank, len(infos), dict(enumerate(infos)), threading.Barrier(1))
 
 
+def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial, token: bytes,
+         limit: float) -> dict[int, socket.socket]:
+    """Meet, and connect to every other rank."""
+    with full_mesh.listening(listener):
+        infos = link.meet(info)
+        return full_mesh.connect(link, range(len(infos)), listener, lambda rank: dial(infos[rank]), token, limit)
+
+
 def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, bytes] | None = None,
              limit: float = 5.0) -> list[dict[int, socket.socket] | CommError]:
-    """mesh.join on threads; what each rank got, or raised."""
+    """join() on threads; what each rank got, or raised."""
     results: list[dict[int, socket.socket] | CommError] = [CommError("not ended")] * size
 
     def one(link: Meeting) -> None:
@@ -57,7 +65,7 @@ def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, 
         token = (tokens or {}).get(rank, TOKEN)
         try:
             address = listeners[rank].getsockname()
-            results[rank] = full_mesh.join(link, {"address": address}, listeners[rank], dial, token, limit)
+            results[rank] = join(link, {"address": address}, listeners[rank], dial, token, limit)
         except CommError as error:
             results[rank] = error
 
@@ -74,7 +82,7 @@ def tcp(info: dict[str, Any]) -> socket.socket:
 
 
 def unix(info: dict[str, Any]) -> socket.socket:
-    return full_mesh.dial_unix(info["address"], 5.0)
+    return full_mesh.dial(socket.socket(socket.AF_UNIX), info["address"], 5.0)
 
 
 def call(listener: socket.socket) -> socket.socket:
@@ -157,7 +165,7 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
             thread.start()
         late = threading.Thread(target=come_last)
         late.start()
-        links = full_mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
+        links = join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
         for thread in (*threads, late):
             thread.join()
     assert set(links) == {1}
@@ -170,7 +178,7 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 def test_nobody_listens():
     listener = listen("127.0.0.1")
     with nobodys_port() as address, pytest.raises(CommError, match="rank 1 cannot connect to rank 0: .*refused"):
-        full_mesh.join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
+        join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
 
 
 def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
@@ -187,6 +195,6 @@ def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
     telling.start()
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 was killed"):
-        full_mesh.join(link, {}, listener, tcp, TOKEN, 20.0)
+        join(link, {}, listener, tcp, TOKEN, 20.0)
     assert time.monotonic() - start < SOON
     telling.join()

@@ -15,8 +15,8 @@ from linked import nobody_tells, shm_transports
 
 from minidist.comm.collectives import shared_memory
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.fd_passing import hand_over
 from minidist.comm.transports.shm.process_vm_read import Exhibit, process_of, read
+from minidist.comm.transports.shm.transport import hand_over
 from minidist.errors import CommError, PeerLostError
 
 HERE = os.getpid()
@@ -95,7 +95,7 @@ def test_where_yama_asks_for_it_a_rank_lets_its_user_in(scope, asked, monkeypatc
 
 
 def handed_over(size):
-    """What each of `size` ranks has after hand_over, a thread each."""
+    """Rings, arenas and processes that each of `size` ranks has after hand_over, a thread each."""
     connections: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
@@ -110,13 +110,13 @@ def handed_over(size):
 
 
 def test_rings_and_arenas_are_shared():
-    for rank, handed in enumerate(handed_over(3)):
-        assert handed.processes == dict.fromkeys(range(3), HERE)
-        assert sorted(handed.rings) == [other for other in range(3) if other != rank]
-        assert sorted(handed.arenas) == [0, 1, 2]
-    first, second = handed_over(2)
-    first.rings[1][5] = first.arenas[1][6] = second.arenas[1][7] = 9
-    assert (second.rings[0][5], second.arenas[1][6], first.arenas[1][7]) == (9, 9, 9)
+    for rank, (rings, arenas, processes) in enumerate(handed_over(3)):
+        assert processes == dict.fromkeys(range(3), HERE)
+        assert sorted(rings) == [other for other in range(3) if other != rank]
+        assert sorted(arenas) == [0, 1, 2]
+    (rings, arenas, _), (others_rings, others_arenas, _) = handed_over(2)
+    rings[1][5] = arenas[1][6] = others_arenas[1][7] = 9
+    assert (others_rings[0][5], others_arenas[1][6], arenas[1][7]) == (9, 9, 9)
 
 
 def test_if_one_rank_may_not_read_no_rank_does(monkeypatch):
@@ -128,7 +128,7 @@ def test_if_one_rank_may_not_read_no_rank_does(monkeypatch):
         return None if threading.get_ident() == blind[0] else real(told)
 
     monkeypatch.setattr(process_vm_read, "process_of", of_one_thread)
-    assert [handed.processes for handed in handed_over(3)] == [None] * 3
+    assert [processes for _, _, processes in handed_over(3)] == [None] * 3
 
 
 def test_a_rank_that_ends_while_starting_is_named():
