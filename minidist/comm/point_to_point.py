@@ -62,8 +62,12 @@ class PointToPoint:
         """What this rank says of its next message."""
         self._group.guard.check()
         self._started += 1
-        return Signature(self._group.id, self._started, verb, None, None, None,
-                         None if dtype is None else dtype_code(dtype), shape, call_site.caller())
+        signature = Signature(self._group.id, self._started, verb, None, None, None,
+                              None if dtype is None else dtype_code(dtype), shape, call_site.caller())
+        failure = self._group.transport.waits.failure(self._group.world_rank, signature)
+        if failure is not None:
+            raise failure
+        return signature
 
     def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
         """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of the host."""

@@ -83,16 +83,17 @@ class Call(RunningCall):
             self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
 
     def __enter__(self) -> None:
-        if self._guard.failure is not None:     # of a call before it in the queue
-            raise self._guard.failure
         super().__enter__()
+        failure = self._guard.failure or self._transport.waits.failure(self.world_ranks[self.rank])
+        if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
+            super().__exit__()
+            raise failure
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
-    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         super().__exit__()
-        if error is not None:
-            self._guard.fail(error if isinstance(error, Exception) else CommError(
-                f"{self.signature.describe()} was interrupted by {kind.__name__}"))
+        if isinstance(error, CommError):
+            self._guard.failure = self._guard.failure or error
         self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {

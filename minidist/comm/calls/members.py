@@ -23,12 +23,13 @@ class GroupGuard:
         guard.check()           # before a call takes its number
         with guard:             # while the call is carried out in the caller's thread
             ...
-        guard.fail(error)       # a collective ended in `error`: from now on check() raises that
 
     Raises (both): CommError that says which process or thread is wrong, and what to do.
+    Attributes:    failure  of a collective in the middle, so that the others would take the next one's messages for its
+                            own; every later call ends in it, also one that was queued
     """
 
-    failure: Exception | None = None
+    failure: CommError | None = None
 
     def __init__(self, axis: str, world_rank: int) -> None:
         self._name, self._rank = f"the group {axis}", world_rank
@@ -38,10 +39,6 @@ class GroupGuard:
     def close(self) -> None:
         """Refuse every later use."""
         self._closed = True
-
-    def fail(self, error: Exception) -> None:
-        """A collective has ended in the middle: the other ranks would take the next one's messages for its own."""
-        self.failure = self.failure or error
 
     def check(self) -> None:
         """Refuse a forked child (its messages would go out as the parent's), any use after close(), or a failure."""

@@ -144,13 +144,13 @@ class PlainTcp(Mailbox):
     def ended(self, peer: int, why: str) -> None:
         """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.aborted or peer in self.lost, REASON_LIMIT)
-            told = self._closing or self.aborted or peer in self.lost
+            self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, REASON_LIMIT)
+            told = self._closing or self.waits.error or peer in self.lost
         if not told:
             self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: {why}", world_rank=peer))
 
-    def abort(self, error: CommError) -> None:
-        super().abort(error)
+    def _interrupt(self, error: CommError) -> None:
+        super()._interrupt(error)
         for sock in self._connections.values():
             self._shut(sock)                    # ends a send that blocks
 
@@ -175,6 +175,6 @@ class PlainTcp(Mailbox):
         if isinstance(error, socket.timeout):   # noqa: UP041
             return TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message")
         self.ended(peer, f"its connection broke ({error})")
-        reason = self.lost.get(peer) or self.aborted
+        reason = self.lost.get(peer) or self.waits.error
         assert reason is not None
         return self.waits.located(reason, self.world_rank) if isinstance(reason, PeerLostError) else reason

@@ -38,6 +38,7 @@ class StreamTransport(Engine):
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self.waits = Waits(self.counts, self.reads)
+        self.waits.ends.append(lambda error: self._wake())  # the leader raises, and wakes the followers
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}         # peers with a transfer that is new or unfinished
 

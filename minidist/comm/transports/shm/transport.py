@@ -178,8 +178,8 @@ class ShmTransport(PolledTransport):
         assert self._processes is not None, "the board lends"
         what = f"{len(target)} bytes in the memory of rank {rank}"
         for start in range(0, len(target), STRETCH_BYTES):
-            if self.error is not None:
-                raise self.explained(self.error, what)
+            if self.waits.error is not None:
+                raise self.explained(self.waits.error, what)
             try:
                 process_vm_read.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
             except PermissionError as error:
