@@ -103,7 +103,7 @@ def to_device(array: Array, device: str) -> Array:
     if xp is np:
         return to_host(array)
     result = xp.empty(array.shape, array.dtype)
-    source = np.ascontiguousarray(array)
+    source = np.asarray(array, order="C")               # ascontiguousarray would give an array without dims one
     result.set(source)
     if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:    # the GPU may still have to read it
         xp.cuda.get_current_stream().synchronize()
