@@ -15,7 +15,8 @@
     ├── GradientError (RuntimeError)  a backward that the tape cannot run: a second one, or of a loss that is no scalar
     ├── KernelError (RuntimeError)    a CUDA kernel that does not compile, or breaks a rule or limit of CUDA
     └── CommError (RuntimeError)      something between ranks
-        ├── PeerLostError             a rank died, or its connection did
+        ├── PeerLostError             a rank died
+        │   └── LinkLostError         the connection between two ranks broke, or its data cannot be used; both may live
         ├── MismatchError             calls that do not fit together: verb, shape, dtype, op, root, algorithm or order
         ├── DeadlockError             ranks wait for each other in a circle, so that no wait can end
         ├── HandshakeError            a connection that does not prove it belongs to this job
@@ -49,8 +50,11 @@ class TimeoutError(CommError, builtins.TimeoutError): ...  # noqa: A001 - DESIGN
 
 
 class PeerLostError(CommError):
-    """A rank died, or its connection did. Args: world_rank: that rank, or None if it is not known."""
+    """A rank is lost, or the link to it. Args: world_rank: that rank, or None if it is not known."""
 
     def __init__(self, message: str, world_rank: int | None = None) -> None:
         super().__init__(message)
         self.world_rank = world_rank
+
+
+class LinkLostError(PeerLostError): ...

@@ -18,8 +18,9 @@ Returns of all verbs: `out`, or a new array without it: where the rank's own arg
 argument was a number (`float(result)` makes a number of it). A `start_…` twin returns a Pending at once; its wait()
 returns the verb's result or raises its error.
 
-Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died), TimeoutError (a wait
-reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank: the message lists those that there
+Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died; LinkLostError: the link
+to it broke), TimeoutError (a wait reached `group.transport.limit` seconds), all of which end the group: its later calls,
+and those that were started, end in the same error; ConfigError (no such algorithm, op or rank: the message lists those that there
 are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError (the group is closed, two threads use
 it at once, or a forked child of the rank uses it).
 

@@ -90,10 +90,10 @@ class Call(RunningCall):
             raise failure
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__()
-        if isinstance(error, CommError):
-            self._guard.failure = self._guard.failure or error
+        if raised and isinstance(raised[1], CommError):
+            self._guard.failure = self._guard.failure or raised[1]
         self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {

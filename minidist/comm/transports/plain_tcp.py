@@ -30,7 +30,7 @@ from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.full_mesh import hang_up
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
-from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+from minidist.errors import CommError, HandshakeError, LinkLostError, PeerLostError, TimeoutError
 
 HEADER = struct.Struct("<QQIQ")     # group, sequence, bytes of meta, bytes of payload
 REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a connection ended
@@ -86,7 +86,7 @@ def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
         with suppress(BlockingIOError, socket.timeout):     # noqa: UP041 - a socket's time limit is for sends
             count = sock.recv_into(missing)
             if count == 0:
-                raise EOFError("its connection ended: it has left the job, or its process died")
+                raise EOFError("its connection ended")
             missing = missing[count:]
     return data
 
@@ -147,7 +147,9 @@ class PlainTcp(Mailbox):
             self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, REASON_LIMIT)
             told = self._closing or self.waits.error or peer in self.lost
         if not told:
-            self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: {why}", world_rank=peer))
+            self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; it has left, or the link between "
+                                    f"rank {self.world_rank} and rank {peer} is lost: look at the network between them",
+                                    world_rank=peer))
 
     def _interrupt(self, error: CommError) -> None:
         super()._interrupt(error)

@@ -14,12 +14,13 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from contextlib import nullcontext
 
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
-from minidist.errors import CommError, PeerLostError, TimeoutError
+from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
@@ -162,15 +163,21 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended."""
+        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended.
+
+        A peer that left may make a deadlock. A link that broke makes none: this is no wait that the arbiter hears of.
+        """
         if not isinstance(error, PeerLostError):
             return error
-        lost = error.world_rank
+        lost, link_lost = error.world_rank, isinstance(error, LinkLostError)
         if self.waits.error is None and lost is not None:
             deadline = time.monotonic() + _HEARSAY
-            with self.waits.lasting(what, lambda: (lost,)):
+            with nullcontext() if link_lost else self.waits.lasting(what, lambda: (lost,)):
                 while self.waits.error is None and lost not in self.lost and time.monotonic() < deadline:
                     time.sleep(_LOOK)
+        if link_lost:
+            error = LinkLostError(f"{error}; neither rank has died: the link between rank {self.world_rank} and rank "
+                                  f"{lost} is lost; look at the network between them", lost)
         error = self.waits.error or self.lost.get(self.world_rank if lost is None else lost, error)
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
