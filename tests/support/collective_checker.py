@@ -118,7 +118,7 @@ def expected(case: Drawn) -> list[Any]:
     if verb == "all_to_all":
         return [[bring(case, src)[dst] for src in ranks] for dst in ranks]
     if verb in ("gather", "all_gather"):
-        whole = np.concatenate([bring(case, rank) for rank in ranks])
+        whole = np.concatenate([bring(case, rank) for rank in ranks], dtype=case.kind())
         return [whole if verb == "all_gather" or rank == case.root else None for rank in ranks]
     if verb in REDUCING:
         total = reduced(case)

@@ -52,6 +52,16 @@ def test_same_bits_by_every_algorithm(algorithm, transport):
     assert [bits(a) for a in first] == [bits(b) for b in second]
 
 
+@pytest.mark.parametrize("size", [3, 6])
+def test_an_order_of_bytes_is_kept(size):
+    """Lengths differ where they may: blocks that are joined on the way are not joined in the machine's order."""
+    for verb, algorithm in PAIRS:
+        lengths = [4, 0, 2, 3, 1, 4][:size]
+        lengths = {"gather": lengths, "all_gather": lengths, "all_to_all": [lengths] * size}.get(verb, [5] * size)
+        for dtype in (">u2", ">c8"):
+            examine(Drawn(verb, algorithm, size, lengths, dtype))
+
+
 def test_every_algorithm_has_its_formula():
     assert set(FORMULAS) == set(ALL_PAIRS)
 
