@@ -22,7 +22,7 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
     rough = verb in REDUCING and draw(st.booleans())
     op = draw(st.sampled_from(OPS)) if verb in REDUCING else "sum"
     if rough:
-        dtype = draw(st.sampled_from(FLOATS))
+        dtype = draw(st.sampled_from((*FLOATS, "complex64", "complex128")))
     else:
         dtype = draw(st.sampled_from(DTYPES if op != "mean" else (*FLOATS, "complex64", "complex128", "longdouble")))
     how = "new" if verb == "barrier" else draw(st.sampled_from(("new", "out", "start")))
