@@ -19,10 +19,10 @@ argument was a number (`float(result)` makes a number of it). A `start_…` twin
 returns the verb's result or raises its error.
 
 Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died; LinkLostError: the link
-to it broke), TimeoutError (a wait reached `group.transport.limit` seconds), all of which end the group: its later calls,
-and those that were started, end in the same error; ConfigError (no such algorithm, op or rank: the message lists those that there
-are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError (the group is closed, two threads use
-it at once, or a forked child of the rank uses it).
+to it broke), TimeoutError (a wait reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank:
+the message lists those that there are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError
+(the group is closed, two threads use it at once, or a forked child of the rank uses it). A collective that ends in a
+CommError ends its group: later calls end in the same error, and so do those that were started before.
 
 Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in cost/volume.py.
 """

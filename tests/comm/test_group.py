@@ -702,3 +702,25 @@ def test_every_algorithm_takes_cupy_arrays(size):
     if not cupy.is_available():
         pytest.skip("needs a GPU")
     run(gpu_calls.every_algorithm, size, size=size)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "threads"])
+def test_messages_to_oneself_in_two_groups(transport):
+    """Each group has a link of its own to itself; all of them end with the transport, however that ends."""
+    def job(world):
+        groups = [world.split(0), world.split(0)]
+        for number, group in enumerate(groups):
+            group.send(np.array([number]), dst=group.rank)
+        assert [group.recv(src=group.rank).item() for group in groups] == [0, 1]
+        world.barrier()
+        if world.rank == 1 and fails:
+            raise ArithmeticError("on purpose")
+        if fails:
+            groups[0].recv(src=1)
+        return world.rank
+
+    fails = False
+    assert run(job, size=2, transport=transport) == [0, 1]
+    fails = True
+    with pytest.raises(ArithmeticError, match="rank 1: on purpose"):
+        run(job, size=2, transport=transport)
