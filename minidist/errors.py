@@ -23,6 +23,10 @@
         └── TimeoutError (TimeoutError)   a wait reached its limit
 
 Every message names the rank and the call, the expected and the actual value, and a remedy.
+
+What MismatchError cannot see: two calls of one verb, op, root, dtype, shape and algorithm that some rank makes in the
+other order. Their messages are alike, so the values of one go to the other. Where they stand at two places of the
+program a RuntimeWarning names both; it is no error, because ranks may take turns at two places on purpose.
 """
 
 import builtins

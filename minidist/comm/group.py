@@ -52,7 +52,8 @@ class Group(Members):
         self._messages = PointToPoint(self)
         self._worker: CallWorker | None = None
         self._splits = 0
-        self._children: list[Group] = []
+        self._children: list[Group] = []        # those that are open; close() of one takes it out
+        self._parent: Group | None = None
 
     def __repr__(self) -> str:
         return f"Group({self.axis}: rank {self.rank} of {self.size}, world ranks {self.world_ranks})"
@@ -246,6 +247,7 @@ class Group(Members):
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis, id=id,
                       nodes=[self.nodes[rank] for rank in ranks], places=places)
         self._children.append(child)
+        child._parent = self
         return child
 
     def tell_step(self, step: int) -> None:
@@ -264,8 +266,12 @@ class Group(Members):
         Raises: the error of a started call whose wait() was never called.
         """
         self.guard.close()
-        for child in self._children:
+        if self._parent is not None:
+            self._parent._children.remove(self)
+            self._parent = None
+        for child in list(self._children):
             child.close()
+        self._messages.close()
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()

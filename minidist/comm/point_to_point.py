@@ -89,6 +89,11 @@ class PointToPoint:
         own = self._self_link if rank == self._group.rank else None
         return own or self._group.transport, self._group.world_ranks[rank]
 
+    def close(self) -> None:
+        """End this rank's link to itself."""
+        if self._self_link is not None:
+            self._self_link.close()
+
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""
         return "cpu" if device_of(x) != "cuda" or self.lane(self._group.rank, dst) is None else "cuda"

@@ -15,6 +15,7 @@ WORLD = 0
 """The id of the group of all ranks."""
 COLLECTIVE = 0
 """The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
+_SITES = 1000   # most pairs of places in the program that are remembered
 
 
 class GroupGuard:
@@ -34,7 +35,17 @@ class GroupGuard:
     def __init__(self, axis: str, world_rank: int) -> None:
         self._name, self._rank = f"the group {axis}", world_rank
         self._process, self._closed = os.getpid(), False
+        self._met: set[tuple[bytes, int, str, str]] = set()
+        self._told = False
         self._busy = threading.Lock()
+
+    def crossed(self, call: bytes, src: int, here: str, there: str) -> bool:
+        """Whether such a call `here` meets rank src's `there`, after the other way round; told once in a group."""
+        found = not self._told and (call, src, there, here) in self._met
+        self._told = self._told or found
+        if len(self._met) < _SITES:
+            self._met.add((call, src, here, there))
+        return found
 
     def close(self) -> None:
         """Refuse every later use."""

@@ -178,6 +178,10 @@ class Mailbox(Transport):
         if not (arrived and posted):
             return False
         recv, send = posted.popleft(), arrived.popleft()
+        if not arrived:                 # a tag without messages takes no memory
+            del self._arrived[key]
+        if not posted:
+            del self._posted[key]
         recv.matched = send.matched = True
         self._matched.append((recv, send))
         return True
