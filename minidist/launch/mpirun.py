@@ -157,9 +157,14 @@ def _rank_main(folder: Path) -> None:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])
         member.importing = ""
-        packed = wire.pack({"result": function(world, *task["args"])})
-    except Exception as error:
-        packed = wire.pack({"error": failures.encode(error)})
+        result = function(world, *task["args"])
+        world.close()
+        packed = wire.pack({"result": result})
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            member.fail(error)                              # it reaches no hook, and its status may be 0
+        elif not isinstance(error, KeyboardInterrupt):
+            packed = wire.pack({"error": failures.encode(error)})
         raise
     finally:
         if packed:                                          # else the program was told to exit

@@ -60,6 +60,7 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
 
 @pytest.mark.parametrize(("mode", "status", "how"), [
     ("exit", 3, "exited with status 3"),
+    ("exit 256", 1, "exited with status 256"),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     ("kill", 137, "was killed by SIGKILL"),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
@@ -77,6 +78,16 @@ def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
         line = f"^{prefix}minidist: rank {rank} stops: PeerLostError: {WHO} {how}$"
         assert len(re.findall(line, done.stderr, re.M)) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("by", [by_launch, pytest.param(by_mpirun, marks=pytest.mark.soak)])
+def test_a_started_call_that_nobody_waits_for_fails_the_job_all_the_same(by):
+    with nothing_left() as environment:
+        done = finish(by(environment, "unwaited"))
+    assert done.returncode == 1
+    assert "ignored" not in done.stderr
+    assert len(re.findall(r"minidist: rank \d of 3 \(process \d+ on \S+\) failed:$", done.stderr, re.M)) == 1
+    assert "MismatchError: ranks disagree in shape" in done.stderr
 
 
 def test_an_exception_is_shown_once_with_its_traceback():

@@ -1,9 +1,11 @@
 """What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -21,6 +23,8 @@ def misbehave(mode: str) -> None:
             raise md.errors.DataError("no such text; try another")
         case "exit":
             sys.exit(3)
+        case "exit 256":
+            sys.exit(os.system("exit 1"))
         case "_exit":
             os._exit(3)
         case "kill":
@@ -70,6 +74,15 @@ def main() -> None:
             os.wait()
     if mode == "all config":
         misbehave("config")
+    if mode == "unwaited":                              # the ranks disagree, and the program never learns of it
+        world.start_all_reduce(np.ones(3 + world.rank))
+        return
+    if mode == "ok":                                    # neither ends the rank
+        with contextlib.suppress(SystemExit):
+            sys.exit(3)
+        alone = threading.Thread(target=sys.exit, args=(3,))
+        alone.start()
+        alone.join()
     world.all_reduce(total)
     say(f"goodbye from {world.rank}")
 

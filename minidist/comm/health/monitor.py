@@ -240,6 +240,8 @@ class Monitor:
                 seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
             case "failed":
                 loss = Failure(**frame["loss"])
+                if loss.world_rank != seat.world_rank:
+                    raise CommError(f"it reports the end of rank {loss.world_rank}")
                 if frame["blames"] is None:
                     seat.send("noted", value=self.lose(loss))
                 else:
