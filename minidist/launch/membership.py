@@ -19,6 +19,7 @@ import atexit
 import builtins
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import LAUNCHER, Failure, exit_status, say_line, words
+from minidist.comm.health.failure import ENDING, LAUNCHER, Failure, exit_status, say_line, words
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, ConfigError, LaunchError
@@ -40,6 +41,7 @@ from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
+_POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
 REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 
 
@@ -141,12 +143,17 @@ class Membership:
             link = self.joined.link
             victim = link.loss is not None
             if not self.failed and not victim:
-                link.goodbye()
+                link.goodbye(together=self.launch.by_mpirun)
             elif not victim:
                 link.wait_until_released(FAREWELL)          # let the others speak before we end them
-            link.close()
         if self.world is not None:
-            self.world.transport.close()                    # after the link, so that no abort meets a closed transport
+            self.world.transport.close()                    # after the goodbye, so that no abort meets a closed one
+        if self.joined is not None:
+            if self.launch.by_mpirun and not (self.failed or victim):
+                while not link.wait_for_all(_POLL):         # where MPI_Finalize would wait, deaf
+                    transports.progress_mpi()
+                victim = link.loss is not None
+            link.close()
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
@@ -156,6 +163,9 @@ class Membership:
         if late:
             flush_output()
             os._exit(self.status)
+        if self.joined is not None:                         # other exit handlers, and MPI_Finalize, come now
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(ENDING)
 
 
 _membership: Membership | None = None

@@ -14,6 +14,7 @@ from jobs import JOB, by_launch, by_mpirun, finish, free_port, met, start
 from leftovers import nothing_left
 
 from minidist.errors import LaunchError
+from minidist.launch.mpirun import find_mpirun
 from minidist.launch.spawning import Nodes, spawn
 
 WHO = r"rank 2 \(process \d+ on \S+\)"
@@ -123,6 +124,28 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     assert time.monotonic() - died < 8
     assert done.returncode == 137
     assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "status", "how"), [
+    ("stop", 137, r"is frozen \(stopped\)"), ("sleep", 142, "was killed by SIGALRM: its end took more than 30 s"),
+    pytest.param("kill", 137, "was killed by SIGKILL", marks=pytest.mark.soak)])
+def test_a_rank_that_hangs_after_its_goodbye_ends_the_job(mode, status, how):
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, f"after {mode}"), 20)
+    assert done.returncode == status
+    assert re.fullmatch(f"minidist: {WHO} {how}; the job ends\n", done.stderr)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("patient", [False, True])
+@pytest.mark.parametrize("mode", ["stop", "sleep", "kill"])
+def test_a_rank_that_hangs_after_its_goodbye_ends_the_job_under_mpirun(mode, patient):
+    """`patient`: as lesson 01 has it, mpirun kills nobody; those in MPI_Finalize have a limit of their own."""
+    with nothing_left() as environment:
+        done = finish(start([*find_mpirun().command(3, patient=patient), sys.executable, JOB, f"after {mode}"],
+                            environment), 20)
+    assert done.returncode > 0
+    assert ("minidist: rank 2 " in done.stderr) == (mode == "stop"), done.stderr
 
 
 TOLD = r"minidist: the launcher \(process {pid} on \S+\) was told to stop by {name}; its {ranks} ended\n"

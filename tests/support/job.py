@@ -1,5 +1,6 @@
 """What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -33,6 +34,8 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(60)
         case "cut":                                     # the link, by the test, while this rank is awaited
             time.sleep(60)
         case "hold":                                    # no other thread of this rank runs meanwhile
@@ -51,6 +54,9 @@ def main() -> None:
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode == "mixed":
         transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
+    if mode.startswith("after "):                       # registered first, so done last: after the goodbye
+        atexit.register(lambda: world.rank == victim and misbehave(mode.removeprefix("after ")))
+        membership.ENDING = 1
     world = md.init(transport=transport, limit=20)
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):

@@ -15,6 +15,9 @@ from minidist.errors import ConfigError, PeerLostError
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
 
+ENDING = 30
+"""Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills it by SIGALRM."""
+
 _TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
 
 
@@ -116,7 +119,8 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exited with status {code} without goodbye"
     known = {number.value: number.name for number in signal.Signals}
-    return f"was killed by {known.get(-code, f'signal {-code}')}"
+    late = f": its end took more than {ENDING} s" if -code == signal.SIGALRM else ""
+    return f"was killed by {known.get(-code, f'signal {-code}')}{late}"
 
 
 def listed(ranks: Sequence[int]) -> str:
