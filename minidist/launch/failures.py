@@ -7,15 +7,16 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.failure import Failure, begin_with_rank
-from minidist.errors import CommError, DtypeError, TimeoutError
+from minidist.comm.health.failure import Failure, begin_with_rank, printable, words
+from minidist.errors import CommError, TimeoutError
 
 
 def encode(error: BaseException) -> dict[str, Any]:
     """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
-    return {"module": type(error).__module__, "name": type(error).__qualname__, "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
-            "args": _travelling(list(error.args)), "state": _travelling(vars(error))}
+    args = [printable(arg) if isinstance(arg, str) else arg for arg in error.args]
+    return {"module": type(error).__module__, "name": type(error).__qualname__, "message": words(error),
+            "traceback": printable("".join(traceback.format_exception(error))), "args": _travelling(args),
+            "state": _travelling(vars(error))}
 
 
 def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
@@ -49,16 +50,16 @@ def _of_its_own_type(coded: dict[str, Any]) -> Exception | None:
         return None
     try:
         error = kind(*coded["args"])
-    except TypeError:                                       # a constructor of other arguments than .args
+    except Exception:                                       # a constructor of other arguments than .args
         return None
     vars(error).update(coded["state"] or {})
     return error
 
 
 def _travelling(value: Any) -> Any:
-    """`value`, or None if it cannot be packed."""
+    """`value`, or None if it cannot be packed: the program's own classes may raise anything then."""
     try:
         wire.pack(value)
-    except DtypeError:
+    except Exception:
         return None
     return value

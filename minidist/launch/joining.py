@@ -140,19 +140,20 @@ def _by_address(launch: Launch, limit: float) -> Joined:
 class HelperProcess:
     """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
 
-    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone; a node agent ends with it.
+    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
+    monitor hangs up on it: when every rank has said goodbye.
     """
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:
         command = [sys.executable, "-m", f"minidist.comm.health.{module}", *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          start_new_session=True, pass_fds=fds)
         assert self._process.stdin is not None
         self._process.stdin.write(token + b"\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Wait until it has ended: so rank 0 ends last in the job, as in MPI_Finalize, or a rank on its host."""
+        """Wait until it has ended: so a rank of each host stays until every rank has said goodbye."""
         self._process.communicate()
 
 
@@ -163,6 +164,17 @@ class MonitorProcess(HelperProcess):
         with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
             super().__init__(token, "monitor", size, listener.fileno(), fds=[listener.fileno()])
+
+    def close(self) -> None:
+        """Wait until it has ended, or, under mpirun, until all have said goodbye: it watches until we have ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+        with stdout:
+            if stdout.read():
+                self._process.returncode = 0                    # not awaited: it outlives this process
+        self._process.wait()
 
 
 # --- how a rank learns where the monitor is ---------------------------------------------------------------------------

@@ -7,16 +7,21 @@ all other groups are passed as arguments. How a rank ends, and what the others s
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
-    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how
+    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a system takes for 0,
+                                  is status 1. `raise SystemExit(3)` says nothing to us: a launcher sees the status
+    a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
 """
 
 import atexit
+import builtins
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -26,7 +31,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import LAUNCHER, Failure, say_line
+from minidist.comm.health.failure import ENDING, LAUNCHER, Failure, exit_status, say_line, words
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, ConfigError, LaunchError
@@ -36,6 +41,7 @@ from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
+_POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
 REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 
 
@@ -47,6 +53,7 @@ class Membership:
         self.joined: Joined | None = None
         self.world: Group | None = None
         self.status = 0             # the exit status, as far as it is known
+        self.exit: SystemExit | None = None     # by which the process is ending
         self.failed = False
         self.quiet = False          # another process prints its failure
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
@@ -112,7 +119,7 @@ class Membership:
             cause = self.joined.link.loss if self.joined is not None else None
             if cause is not None and cause.world_rank == LAUNCHER:
                 return
-            said = f"{type(error).__name__}: {error}" if cause is None else f"PeerLostError: {_up_to(cause, error)}"
+            said = f"PeerLostError: {_up_to(cause, error)}" if cause else f"{type(error).__name__}: {words(error)}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
         say_line(text)
 
@@ -123,27 +130,42 @@ class Membership:
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
-        self._left, victim = True, False
-        if self.status and not self.failed:
-            self.fail(SystemExit(self.status))
+        self._left, victim, late = True, False, False
+        if self.exit is not None and self.status and not self.failed:
+            self.fail(self.exit)
         if self.world is not None and not self.failed:
-            self.world.close()
+            try:
+                self.world.close()
+            except BaseException as error:                  # of a started call; Python would ignore it here
+                self.say(error, self.fail(error))
+                late = True
         if self.joined is not None:
             link = self.joined.link
             victim = link.loss is not None
             if not self.failed and not victim:
-                link.goodbye()
+                link.goodbye(together=self.launch.by_mpirun)
             elif not victim:
                 link.wait_until_released(FAREWELL)          # let the others speak before we end them
-            link.close()
         if self.world is not None:
-            self.world.transport.close()                    # after the link, so that no abort meets a closed transport
+            self.world.transport.close()                    # after the goodbye, so that no abort meets a closed one
+        if self.joined is not None:
+            if self.launch.by_mpirun and not (self.failed or victim):
+                while not link.wait_for_all(_POLL):         # where MPI_Finalize would wait, deaf
+                    transports.progress_mpi()
+                victim = link.loss is not None
+            link.close()
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
         for helper in self.joined.helpers if self.joined is not None else ():
             helper.close()
+        if late:
+            flush_output()
+            os._exit(self.status)
+        if self.joined is not None:                         # other exit handlers, and MPI_Finalize, come now
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(ENDING)
 
 
 _membership: Membership | None = None
@@ -236,13 +258,24 @@ def _watch_over_the_end(membership: Membership) -> None:
             flush_output()
             os._exit(membership.status)
 
-    def note_and_exit(status: Any = None, /) -> NoReturn:
-        membership.status = status if isinstance(status, int) else int(status is not None)
-        exit(status)
+    class Exit(SystemExit):
+        """SystemExit reaches no hook; but Python itself, with no frame above, asks for its code when it ends by it."""
+
+        @property
+        def code(self) -> Any:  # type: ignore[override]
+            code = super().code
+            if sys._getframe().f_back is None and membership.is_this_process():
+                membership.exit, membership.status = self, exit_status(code)
+                return membership.status if isinstance(code, int) else code
+            return code
+
+    def exit(status: Any = None, /) -> NoReturn:
+        alone = threading.current_thread() is not threading.main_thread()
+        raise SystemExit(status) if alone else Exit(status)                 # the thread alone ends
 
     atexit.register(membership.leave)
-    sys.excepthook = hook
-    exit, sys.exit = sys.exit, note_and_exit                # SystemExit reaches no hook
+    sys.excepthook, sys.exit = hook, exit
+    vars(builtins).update(exit=exit, quit=exit)
 
 
 def _abort_mpi(status: int) -> NoReturn:
@@ -260,5 +293,5 @@ def _abort_mpi(status: int) -> NoReturn:
 
 def _up_to(cause: Failure, error: BaseException) -> str:
     """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
-    before, found, _ = str(error).partition(str(cause))
+    before, found, _ = words(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"

@@ -102,8 +102,9 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 raise failures.late(late, size, limit, monitor.table())
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
-            if late:
-                raise LaunchError(f"mpirun ended with {process.returncode}, rank {late[0]} without result: {text}")
+            if late or process.returncode:                  # it may fail when every rank has said goodbye, too
+                what = f"rank {late[0]} without result" if late else "after every rank's result"
+                raise LaunchError(f"mpirun ended with {process.returncode}, {what}: {text}")
             if text:
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
@@ -157,9 +158,14 @@ def _rank_main(folder: Path) -> None:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])
         member.importing = ""
-        packed = wire.pack({"result": function(world, *task["args"])})
-    except Exception as error:
-        packed = wire.pack({"error": failures.encode(error)})
+        result = function(world, *task["args"])
+        world.close()
+        packed = wire.pack({"result": result})
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            member.fail(error)                              # it reaches no hook, and its status may be 0
+        elif not isinstance(error, KeyboardInterrupt):
+            packed = wire.pack({"error": failures.encode(error)})
         raise
     finally:
         if packed:                                          # else the program was told to exit

@@ -96,6 +96,13 @@ def mpi_world(launch: Launch, limit: float) -> Any:
     return MPI.COMM_WORLD
 
 
+def progress_mpi() -> None:
+    """Have MPI deliver what this rank has sent, also while it calls MPI for nothing else."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Iprobe()
+
+
 def unlink_mpi_segments() -> None:
     """Take the names off MPICH's shared memory, once every rank has mapped it: a killed job then leaves nothing."""
     with contextlib.suppress(OSError):

@@ -582,13 +582,14 @@ def test_a_child_of_a_rank_may_not_use_its_group(transport):
                 assert re.match(rf"process \d+ uses the group world of rank {rank}, which is process \d+, ", line)
 
 
-def test_a_rank_as_a_thread_that_exits_with_status_0_does_not_end_the_program_as_if_all_were_well():
+@pytest.mark.parametrize("status", [0, 256])
+def test_a_rank_as_a_thread_that_exits_with_status_0_does_not_end_the_program_as_if_all_were_well(status):
     def ranks(world):
         if world.rank == 1:
-            sys.exit(0)
+            sys.exit(status)
         world.barrier()
 
-    with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) exited with status 0"):
+    with pytest.raises(PeerLostError, match=rf"rank 1 \(process \d+ on \S+\) exited with status {status}"):
         run(ranks, size=2)
 
 

@@ -55,6 +55,15 @@ class Own(Exception):
     pass
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise OSError("no words")
+
+
+class Base(BaseException):
+    pass
+
+
 @pytest.mark.parametrize(("error", "kind", "says"), [
     (ValueError("boom"), ValueError, "rank 1: boom"),
     (ShapeError("(2,) and (3,)"), ShapeError, r"rank 1: \(2,\) and"),
@@ -63,6 +72,9 @@ class Own(Exception):
     (OSError(2, "No such file"), FileNotFoundError, "No such file"),
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "bad"),
     (Own("mine"), RuntimeError, r"rank 1: .*Own: mine"),
+    (Base("mine"), RuntimeError, r"rank 1: .*Base: mine"),
+    (Mute("mine"), RuntimeError, r"rank 1: .*Mute: <its str\(\) raised OSError>"),
+    (ValueError("\ud800"), ValueError, r"rank 1: \\ud800"),
 ])
 def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
     def work(world):
@@ -81,8 +93,9 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
 @pytest.mark.parametrize(("end", "how"), [
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
     (lambda: sys.exit(3), "exited with status 3"),
+    (lambda: sys.exit(256), "exited with status 256"),
     (lambda: os._exit(0), "exited with status 0 without goodbye"),
-], ids=["kill", "exit", "_exit"])
+], ids=["kill", "exit", "exit 256", "_exit"])
 def test_a_rank_that_dies_is_named_with_how_it_went(transport, end, how):
     def work(world):
         wait_for_the_others(world)

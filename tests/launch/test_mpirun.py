@@ -43,11 +43,22 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    ("kill", "was killed"), pytest.param("exit", "exited with status 3", marks=pytest.mark.soak)])
+    ("kill", "was killed"), ("exit", "exited with status 256"),
+    pytest.param("leave", "exited with status 1", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
         md.run(end, how, size=3, transport="mpi", limit=30)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "says"), [
+    ("mute", r"rank 1: .*Mute: <its str\(\) raised OSError>"), ("surrogate", r"rank 1: \\ud800"),
+    ("start", "rank . calls all_reduce")])
+def test_an_odd_exception_keeps_its_traceback(how, says):
+    with pytest.raises(Exception, match=says) as caught:
+        md.run(end, how, size=3, transport="mpi", limit=30)
+    assert "the traceback of rank" in str(caught.value.__cause__)
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ from jobs import JOB, by_launch, by_mpirun, finish, free_port, met, start
 from leftovers import nothing_left
 
 from minidist.errors import LaunchError
+from minidist.launch.mpirun import find_mpirun
 from minidist.launch.spawning import Nodes, spawn
 
 WHO = r"rank 2 \(process \d+ on \S+\)"
@@ -60,6 +61,7 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
 
 @pytest.mark.parametrize(("mode", "status", "how"), [
     ("exit", 3, "exited with status 3"),
+    ("exit 256", 1, "exited with status 256"),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     ("kill", 137, "was killed by SIGKILL"),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
@@ -77,6 +79,16 @@ def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
         line = f"^{prefix}minidist: rank {rank} stops: PeerLostError: {WHO} {how}$"
         assert len(re.findall(line, done.stderr, re.M)) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("by", [by_launch, pytest.param(by_mpirun, marks=pytest.mark.soak)])
+def test_a_started_call_that_nobody_waits_for_fails_the_job_all_the_same(by):
+    with nothing_left() as environment:
+        done = finish(by(environment, "unwaited"))
+    assert done.returncode == 1
+    assert "ignored" not in done.stderr
+    assert len(re.findall(r"minidist: rank \d of 3 \(process \d+ on \S+\) failed:$", done.stderr, re.M)) == 1
+    assert "MismatchError: ranks disagree in shape" in done.stderr
 
 
 def test_an_exception_is_shown_once_with_its_traceback():
@@ -112,6 +124,28 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     assert time.monotonic() - died < 8
     assert done.returncode == 137
     assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "status", "how"), [
+    ("stop", 137, r"is frozen \(stopped\)"), ("sleep", 142, "was killed by SIGALRM: its end took more than 30 s"),
+    pytest.param("kill", 137, "was killed by SIGKILL", marks=pytest.mark.soak)])
+def test_a_rank_that_hangs_after_its_goodbye_ends_the_job(mode, status, how):
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, f"after {mode}"), 20)
+    assert done.returncode == status
+    assert re.fullmatch(f"minidist: {WHO} {how}; the job ends\n", done.stderr)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("patient", [False, True])
+@pytest.mark.parametrize("mode", ["stop", "sleep", "kill"])
+def test_a_rank_that_hangs_after_its_goodbye_ends_the_job_under_mpirun(mode, patient):
+    """`patient`: as lesson 01 has it, mpirun kills nobody; those in MPI_Finalize have a limit of their own."""
+    with nothing_left() as environment:
+        done = finish(start([*find_mpirun().command(3, patient=patient), sys.executable, JOB, f"after {mode}"],
+                            environment), 20)
+    assert done.returncode > 0
+    assert ("minidist: rank 2 " in done.stderr) == (mode == "stop"), done.stderr
 
 
 TOLD = r"minidist: the launcher \(process {pid} on \S+\) was told to stop by {name}; its {ranks} ended\n"

@@ -1,9 +1,12 @@
 """What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
 
+import atexit
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -21,6 +24,8 @@ def misbehave(mode: str) -> None:
             raise md.errors.DataError("no such text; try another")
         case "exit":
             sys.exit(3)
+        case "exit 256":
+            sys.exit(os.system("exit 1"))
         case "_exit":
             os._exit(3)
         case "kill":
@@ -29,6 +34,8 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(60)
         case "cut":                                     # the link, by the test, while this rank is awaited
             time.sleep(60)
         case "hold":                                    # no other thread of this rank runs meanwhile
@@ -47,6 +54,9 @@ def main() -> None:
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode == "mixed":
         transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
+    if mode.startswith("after "):                       # registered first, so done last: after the goodbye
+        atexit.register(lambda: world.rank == victim and misbehave(mode.removeprefix("after ")))
+        membership.ENDING = 1
     world = md.init(transport=transport, limit=20)
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):
@@ -70,6 +80,15 @@ def main() -> None:
             os.wait()
     if mode == "all config":
         misbehave("config")
+    if mode == "unwaited":                              # the ranks disagree, and the program never learns of it
+        world.start_all_reduce(np.ones(3 + world.rank))
+        return
+    if mode == "ok":                                    # neither ends the rank
+        with contextlib.suppress(SystemExit):
+            sys.exit(3)
+        alone = threading.Thread(target=sys.exit, args=(3,))
+        alone.start()
+        alone.join()
     world.all_reduce(total)
     say(f"goodbye from {world.rank}")
 

@@ -15,12 +15,27 @@ def work(world: Any, values: list[float], *, factor: int = 2) -> tuple[int, np.n
     return world.rank, total * factor, world.transport.name
 
 
+class Mute(Exception):
+    """Its str() raises."""
+
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
 def end(world: Any, how: str) -> int:
     """Rank 1 ends so, while the others wait for it."""
     world.barrier()
     if world.rank == 1:
         {"raise": lambda: int("no number"), "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-         "exit": lambda: sys.exit(3), "sleep": lambda: time.sleep(60)}[how]()
-    if how != "sleep":
+         "exit": lambda: throw(SystemExit(256)), "leave": sys.exit, "sleep": lambda: time.sleep(60),
+         "mute": lambda: throw(Mute("mine")), "surrogate": lambda: throw(ValueError("\ud800")),
+         "start": lambda: None}[how]()
+    if how == "start":                                  # the ranks disagree, and none waits for it
+        world.start_all_reduce(np.ones(3 + world.rank))
+    elif how != "sleep":
         world.barrier()
     return int(world.rank)

@@ -11,6 +11,7 @@ from minidist.comm.call_site import entries
 from minidist.comm.calls.call import Call
 from minidist.comm.device_lane import program
 from minidist.comm.handle import Handle
+from minidist.comm.health.failure import words
 from minidist.comm.health.wait_state import QUIET, RunningCall
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Transport
@@ -159,4 +160,4 @@ class CallWorker:
         except BaseException as error:  # raised by wait()
             pending.error, self.error = error, self.error or error
             self.transport.abort(error if isinstance(error, CommError) else CommError(
-                f"{call.signature.describe()} failed: {type(error).__name__}: {error}"))
+                f"{call.signature.describe()} failed: {type(error).__name__}: {words(error)}"))

@@ -29,13 +29,18 @@ log = logging.getLogger("minidist.control")
 
 @dataclasses.dataclass
 class Seat:
-    """A rank's place at the monitor. `system` names the process table its pid belongs to (process_state.py)."""
+    """A rank's place at the monitor. `system` names the process table its pid belongs to (process_state.py).
+
+    `done`: it has said goodbye; `left`: and hung up, or is about to; `ended`: its process has ended, after the goodbye.
+    """
 
     world_rank: int
     pid: int
     host: str
     sock: socket.socket
+    done: bool = False
     left: bool = False
+    ended: bool = False
     expendable: bool = False
     system: str = ""
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)

@@ -15,6 +15,9 @@ from minidist.errors import ConfigError, PeerLostError
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
 
+ENDING = 30
+"""Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills it by SIGALRM."""
+
 _TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
 
 
@@ -24,6 +27,7 @@ class Failure:
 
     `traceback` is empty if the rank could not report it. `status` is the exit status of the whole job: 2 for bad input,
     130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's number if the launcher was told to stop.
+    It is never 0: what says so is no Failure (ValueError).
     """
 
     world_rank: int
@@ -32,6 +36,10 @@ class Failure:
     how: str
     traceback: str = ""
     status: int = 1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.status, int) and 0 < self.status < 256):
+            raise ValueError(f"{self} has the exit status {self.status!r}, which is not one of 1 to 255")
 
     @classmethod
     def here(cls, world_rank: int, how: str, traceback: str = "", status: int = 1) -> "Failure":
@@ -42,12 +50,12 @@ class Failure:
     def by_exception(cls, error: BaseException, world_rank: int) -> "Failure":
         """This process fails with `error`."""
         if isinstance(error, SystemExit):
-            status = error.code if isinstance(error.code, int) else 1
-            return cls.here(world_rank, f"exited with status {status}", status=status)
+            shown = error.code if isinstance(error.code, int) else 1
+            return cls.here(world_rank, f"exited with status {shown:d}", status=exit_status(error.code) or 1)
         if isinstance(error, KeyboardInterrupt):
             return cls.here(world_rank, "was interrupted", status=130)
-        message = str(error)[:1000]
-        text = "".join(traceback.format_exception(error))
+        message = words(error)[:1000]
+        text = printable("".join(traceback.format_exception(error)))
         return cls.here(world_rank, f"failed with {type(error).__name__}" + (f": {message}" if message else ""),
                         text[-_TRACEBACK_CHARS:], 2 if isinstance(error, ConfigError) else 1)
 
@@ -67,9 +75,22 @@ class Failure:
         return PeerLostError(f"{self}{tail}", self.world_rank)
 
 
+def words(error: BaseException) -> str:
+    """str(error), printable; also of an exception whose own str() raises."""
+    try:
+        return printable(str(error))
+    except Exception as problem:
+        return f"<its str() raised {type(problem).__name__}>"
+
+
+def printable(text: str) -> str:
+    """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string is sent."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def begin_with_rank(error: BaseException, world_rank: int) -> bool:
     """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument is the message."""
-    if not (error.args and isinstance(error.args[0], str) and str(error) == error.args[0]):
+    if not (error.args and isinstance(error.args[0], str) and words(error) == printable(error.args[0])):
         return False
     if not re.match(rf"(world )?rank {world_rank}\b", error.args[0]):
         error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
@@ -86,12 +107,20 @@ def say_line(line: str) -> None:
         sys.stderr.flush()
 
 
+def exit_status(code: object) -> int:
+    """The exit status that SystemExit(code) asks for. The system keeps 8 bits: 256 is 1 here, not its 0."""
+    if not isinstance(code, int):
+        return int(code is not None)
+    return code & 0xFF or int(code != 0)
+
+
 def how_it_ended(code: int) -> str:
     """An exit code in words; negative is a signal's number, as subprocess has it."""
     if code >= 0:
         return f"exited with status {code} without goodbye"
     known = {number.value: number.name for number in signal.Signals}
-    return f"was killed by {known.get(-code, f'signal {-code}')}"
+    late = f": its end took more than {ENDING} s" if -code == signal.SIGALRM else ""
+    return f"was killed by {known.get(-code, f'signal {-code}')}{late}"
 
 
 def listed(ranks: Sequence[int]) -> str:

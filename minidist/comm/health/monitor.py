@@ -11,14 +11,19 @@ process of rank 0 where another launcher started the ranks (launch/joining.py). 
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
     mismatch text, ranks of the group                verdict  error, text: raise that
-    goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
+    goodbye  state, together                         over     every rank has said goodbye: to those that stay together
+                                                     lost     loss        (rank, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped, and a
 host that is silent (watchdog.py). The first loss is the job's; it goes to every other rank, also to those that connect
 later. The acceptor (acceptor.py) lets ranks in.
+
+Under mpirun a rank that is done stays until all are (`together`), because MPI_Finalize waits for all: meanwhile its
+loss is heard, and it hears of one. Processes are looked at until they have ended, also after the goodbye.
 """
 
 import dataclasses
+import os
 import queue
 import select
 import selectors
@@ -31,10 +36,10 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen
 from minidist.comm.health.deadlock import Verdict
-from minidist.comm.health.failure import Failure, say_line
-from minidist.comm.health.process_state import exit_of, this_system
+from minidist.comm.health.failure import ENDING, Failure, listed, say_line
+from minidist.comm.health.process_state import exit_of, state_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
@@ -54,6 +59,7 @@ class Monitor:
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
+        together: whether ranks that are done stay until all are.
     """
 
     def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
@@ -69,8 +75,8 @@ class Monitor:
         self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
-        self._closed = False
-        self._watchdog = Watchdog(size, self.present, self.lose)
+        self._closed = self.together = False
+        self._watchdog = Watchdog(size, self.present, self.staying, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
@@ -133,6 +139,26 @@ class Monitor:
         """The ranks that are here and have not said goodbye, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
+
+    def staying(self) -> dict[int, Seat]:
+        """The ranks whose process has not ended well, as far as is known, by world rank."""
+        with self._changed:
+            return {rank: seat for rank, seat in self._seats.items() if not seat.ended}
+
+    def wait_until_ended(self, limit: float) -> list[int]:
+        """Wait until the processes of this system have ended, or a rank is lost; those still there after `limit` s."""
+        deadline = time.monotonic() + limit
+        while ranks := [rank for rank, seat in sorted(self.staying().items())
+                        if seat.system == this_system() and state_of(seat.pid) not in ("Z", "X", "")]:
+            if time.monotonic() > deadline or self.loss is not None:
+                return ranks
+            time.sleep(0.01)
+        return []
+
+    def hang_up_on_agents(self) -> None:
+        """All ranks have left: the node agents may end, too."""
+        for agent in self._watchdog.agents():
+            end_connection(agent.sock)
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
@@ -240,6 +266,8 @@ class Monitor:
                 seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
             case "failed":
                 loss = Failure(**frame["loss"])
+                if loss.world_rank != seat.world_rank:
+                    raise CommError(f"it reports the end of rank {loss.world_rank}")
                 if frame["blames"] is None:
                     seat.send("noted", value=self.lose(loss))
                 else:
@@ -254,11 +282,22 @@ class Monitor:
                 self._run(self._watchdog.send_table, seat, State.unpacked(frame["state"]))
             case "goodbye":
                 arbiter.left(seat.world_rank, State.unpacked(frame["state"]))
-                with self._changed:
-                    seat.left = True
-                    self._changed.notify_all()
+                self._part(seat, together=bool(frame["together"]))
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
+
+    def _part(self, seat: Seat, *, together: bool) -> None:
+        """A rank has said goodbye. Those that stay together leave when all have; nobody is told after a loss."""
+        over: list[Seat] = []
+        with self._changed:
+            self.together, seat.done, seat.left = together, True, not together
+            if self.loss is None and len(self._seats) == self.size and all(one.done for one in self._seats.values()):
+                over = [one for one in self._seats.values() if not one.left]
+                for one in over:
+                    one.left = True
+            self._changed.notify_all()
+        for one in over:
+            one.send("over", value=True)
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
         """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""
@@ -280,6 +319,12 @@ def main(size: int, listener: socket.socket) -> None:
             monitor.wait(0.5)                                   # time for its last word to arrive
             if monitor.loss is None and not monitor.has_left(0):
                 break
+    if monitor.wait(0.0) and monitor.together:
+        os.write(1, b"over")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # rank 0 waits for this, and may end
+        monitor.hang_up_on_agents()
+        if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
+            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye; the system kills them")
     if monitor.loss is not None:
         if not monitor.loss.traceback:                          # it could not speak for itself
             say_line(f"minidist: {monitor.loss}; the job ends")

@@ -123,12 +123,21 @@ class MonitorClient:
             return bool(noted)
         return self.world_rank == 0 or not isinstance(error, ConfigError)
 
-    def goodbye(self) -> None:
-        """This rank is done and ends well; the connection is closed."""
-        self._leaving = True                               # the monitor may hang up before we do
+    def goodbye(self, *, together: bool = False) -> None:
+        """This rank is done and ends well. The connection is closed; `together`: by wait_for_all."""
+        self._leaving = not together                       # the monitor may hang up before we do
+        with self._changed:
+            self._callbacks.clear()
         with contextlib.suppress(CommError):
-            self._send({"kind": "goodbye", "state": self._state()})
-        self.close()
+            self._send({"kind": "goodbye", "state": self._state(), "together": together})
+        if not together:
+            self.close()
+
+    def wait_for_all(self, limit: float) -> bool:
+        """After goodbye(together=True): whether, within `limit` s, all ranks have said it, or `loss` says why not."""
+        with contextlib.suppress(PeerLostError):
+            return self._answer("over", limit) is not None
+        return True
 
     def close(self) -> None:
         """Hang up; without a goodbye before it, the monitor takes this rank for lost."""
@@ -186,6 +195,7 @@ class MonitorClient:
             case "verdict":
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
+                self._leaving = self._leaving or kind == "over"         # the monitor hangs up next
                 with self._changed:
                     self._answers[kind] = frame["value"]
                     self._changed.notify_all()

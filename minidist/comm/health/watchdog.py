@@ -25,12 +25,13 @@ AGENT_WAIT = 1.0          # seconds for a node agent to come, after a rank of it
 class Watchdog:
     """Belongs to the monitor's thread that hears the ranks; tables, and methods about node agents, are for any thread.
 
-    Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
-          lose(loss): end the job for this reason.
+    Args: size: ranks of the job. present() -> the seats of those that are there, by world rank; staying() -> the same
+          and those that have said goodbye, until their process has ended. lose(loss): end the job for this reason.
     """
 
-    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
-        self._size, self._present, self._lose = size, present, lose
+    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], staying: Callable[[], dict[int, Seat]],
+                 lose: Callable[[Failure], bool]) -> None:
+        self._size, self._present, self._staying, self._lose = size, present, staying, lose
         self.arbiter = Arbiter(
             ask=lambda ranks, number: self._send(ranks, "ask", round=number),
             tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
@@ -74,7 +75,7 @@ class Watchdog:
     def _look(self) -> None:
         """Look at the processes of this system, and ask the node agents of others; a silent agent is lost."""
         self._looked = time.monotonic()
-        here = [seat for seat in self._present().values() if seat.system == this_system()]
+        here = [seat for seat in self._staying().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
         self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))
         for agent in self.agents():
@@ -82,13 +83,15 @@ class Watchdog:
                 self.lose_agent(agent, None)
             else:
                 agent.unanswered += 1
-                agent.send("look", pids=[seat.pid for seat in self._covered(agent)])
+                agent.send("look", pids=[seat.pid for seat in self._covered(agent, self._staying())])
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
             how = "is frozen (stopped)" if seat.pid in frozen else ended.get(seat.pid)
-            if how is not None:
+            if seat.left and seat.pid in ended:
+                seat.ended = True
+            elif how is not None:
                 self._lose(Failure(seat.world_rank, seat.pid, seat.host, how))
 
     # --- node agents of other hosts ----------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class Watchdog:
         agent.unanswered = 0
         match frame["kind"]:
             case "seen":
-                self._seen(self._covered(agent), set(frame["frozen"]), dict(frame["ended"]))
+                self._seen(self._covered(agent, self._staying()), set(frame["frozen"]), dict(frame["ended"]))
             case "how":
                 self._note(agent, int(frame["rank"]), str(frame["text"]))
             case "ended":
@@ -163,8 +166,9 @@ class Watchdog:
             self._news.notify_all()
             return True
 
-    def _covered(self, agent: AgentSeat) -> list[Seat]:
-        return [seat for _, seat in sorted(self._present().items()) if agent.covers(seat)]
+    def _covered(self, agent: AgentSeat, seats: dict[int, Seat] | None = None) -> list[Seat]:
+        """Those of `seats`, or of the ranks that are there, that this agent looks after."""
+        return [seat for _, seat in sorted((self._present() if seats is None else seats).items()) if agent.covers(seat)]
 
 
 def _out_of_reach(seats: list[Seat], why: str) -> str:

@@ -18,7 +18,7 @@ from minidist.comm.group import Group
 from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Failure, begin_with_rank
+from minidist.comm.health.failure import Failure, begin_with_rank, words
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
@@ -92,7 +92,7 @@ class ThreadJob:
             spared = rank in self.expendable
             if not spared:
                 self.failure = (rank, error)
-        how = f"rank {rank} failed with {type(error).__name__}: {error} (at {call_site.raised_at(error)})"
+        how = f"rank {rank} failed with {type(error).__name__}: {words(error)} (at {call_site.raised_at(error)})"
         for transport in self.transports:
             (transport.lose if spared else transport.abort)(PeerLostError(how, world_rank=rank))
         with self.changed:
@@ -173,7 +173,8 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
             raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s:\n{job.table()}")
         if job.failure is not None:
             rank, error = job.failure
-            if isinstance(error, SystemExit) and not error.code:    # the program would end as if all were well
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None) and not (error.code or 0) & 0xFF:
+                # the program would end as if all were well
                 raise Failure.by_exception(error, rank).error() from error
             raise name_rank(error, rank)
         return job.results

@@ -321,12 +321,16 @@ def test_garbage_scanners_and_half_words_do_no_harm(caplog):
         assert monitor.loss is None
 
 
-@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "meet"}, {"kind": "failed"}])
+@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "meet"}, {"kind": "failed"},
+                                   *({"kind": "failed", "blames": None, "loss": forged} for forged in (
+                                       {"world_rank": 1, "pid": 1, "host": "", "how": "ended well", "status": 0},
+                                       {"world_rank": 0, "pid": 1, "host": "", "how": "was another"}))])
 def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
     with job(2) as (monitor, links):
         wire.send_frame(links[1]._sock, frame)
         wait_for(lambda: links[0].loss)
         assert monitor.loss.world_rank == 1
+        assert monitor.loss.status == 1
 
 
 def test_a_taken_port_is_one_line():
