@@ -11,6 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.console import folder_to_write
 from minidist.errors import MinidistError
+from minidist.files import DISK_FAILED
 from minidist.launch import init, run
 
 LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
@@ -47,11 +48,16 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
         page.save(options.json)
 
     world = init()
-    if world.size > 1:
-        body(world)
-    else:
-        with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
-            run(body, size=alone, transport="threads", limit=LIMIT)
+    try:
+        if world.size > 1:
+            body(world)
+        else:
+            with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
+                run(body, size=alone, transport="threads", limit=LIMIT)
+    except OSError as error:
+        if error.errno not in DISK_FAILED:
+            raise
+        raise SystemExit(f"lesson: {error}") from None      # a full disk
 
 
 def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
+    here = size if starts_ranks else launch.local_size
+    settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     if as_threads:

@@ -98,8 +98,9 @@ def chosen(which: str, blocks: int) -> list[int]:
     if which == ALL:
         return list(range(blocks))
     numbers = which.split(",")
-    if not all(number.isascii() and number.isdigit() and int(number) < blocks for number in numbers):
-        raise PlanError(f"checkpoint_blocks {which!r}: choose {NONE}, {SCORES}, {ALL}, or numbers of blocks "
+    if not all(number.isascii() and number.isdigit() and len(number) < 10 and int(number) < blocks
+               for number in numbers):
+        raise PlanError(f"checkpoint_blocks {which[:60]!r}: choose {NONE}, {SCORES}, {ALL}, or numbers of blocks "
                         f"from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}")
     return sorted({int(number) for number in numbers})
 
