@@ -13,6 +13,7 @@ from minidist.console import folder_to_write
 from minidist.errors import MinidistError
 from minidist.files import DISK_FAILED
 from minidist.launch import init, run
+from minidist.streams import standard_output
 
 LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
 
@@ -47,17 +48,25 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
         tour(group, page)
         page.save(options.json)
 
+    with standard_output() as output:
+        try:
+            _on_ranks(body, alone)
+        except OSError as error:
+            if error.errno not in DISK_FAILED:
+                raise
+            raise SystemExit(f"lesson: {error}") from None      # a full disk
+    if output.lost:
+        raise SystemExit(f"lesson: {output.lost}")
+
+
+def _on_ranks(body: Callable[[Any], None], alone: int) -> None:
+    """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
     world = init()
-    try:
-        if world.size > 1:
-            body(world)
-        else:
-            with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
-                run(body, size=alone, transport="threads", limit=LIMIT)
-    except OSError as error:
-        if error.errno not in DISK_FAILED:
-            raise
-        raise SystemExit(f"lesson: {error}") from None      # a full disk
+    if world.size > 1:
+        body(world)
+    else:
+        with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
+            run(body, size=alone, transport="threads", limit=LIMIT)
 
 
 def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,

@@ -143,7 +143,7 @@ def memory_bytes() -> int:
     for file in ("memory.max", "memory/memory.limit_in_bytes"):     # of cgroups, version 2 and 1
         with suppress(OSError, ValueError):                         # there is none, or "max"
             limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
-    return min(limits)
+    return int(min(limits))
 
 
 def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:

@@ -54,20 +54,20 @@ def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
 
 
 def sweep(home: Path, prefix: str = DRAFTS) -> None:
-    """Remove the scratch folders in `home` that killed processes left."""
+    """Remove the scratch folders in `home` that killed processes left, and other files that their owners lock."""
     for stale in home.glob(f"{prefix}*"):
         with suppress(OSError):                         # another user's, or gone
-            lock = os.open(stale, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = os.open(stale, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(stale, ignore_errors=True)
+                shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink()
             finally:
                 os.close(lock)
 
 
 @contextmanager
 def whole(file: str | Path) -> Iterator[Path]:
-    """A draft of `file`, of the same name, which takes its place at the end of the block; if that fails, the draft goes.
+    """A draft of `file`, of the same name, which takes its place at the end of the block, or goes if that fails.
 
     What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is written in its place.
     Raises:  OSError if it cannot be written, with the name of `file`.

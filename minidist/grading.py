@@ -120,7 +120,7 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails.
 
     Args:    number: the lesson's number, "03".
-    Raises:  ConfigError if a file is missing or no Python file. Errors of the student's own code become a failed Result.
+    Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become a failed Result.
     """
     require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
     check = load_module(check_file, number)

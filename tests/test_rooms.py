@@ -42,7 +42,7 @@ FLOORS = [
     ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits"],
     ["minidist.kernels"],
     ["minidist.device"],
-    ["minidist.files"],
+    ["minidist.files", "minidist.streams"],
     ["minidist.errors"],
 ]
 """Each line is a floor; rooms on one floor do not import each other."""

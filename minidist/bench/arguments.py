@@ -122,7 +122,8 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=_torch_ways, default=list(_TORCH_WAYS.values()), metavar="NAME,NAME",
                         help="PyTorch's contenders: eager, compile (which takes minutes), or none (eager,compile)")
     parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
-    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), metavar="N", help="of the inputs (default: a new one each time)")
+    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), metavar="N",
+                        help="of the inputs (default: a new one each time)")
 
 
 _TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}

@@ -7,15 +7,15 @@ everywhere. A command does its work also where nobody reads what it prints.
 """
 
 import argparse
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from minidist.cli.process import interrupts_wait, refusal, standard_output
+from minidist.cli.process import interrupts_wait, refusal
 from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
+from minidist.streams import standard_output
 
 COMMANDS = {
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
@@ -40,11 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = words[0] if words and words[0] in COMMANDS else None
     prefix = f"minidist {command or ''}".rstrip()
     with standard_output() as output:
-        status = _run(words, command, prefix)
-    if output.problem is not None and output.problem.errno != errno.EPIPE:      # else its reader had enough
-        say_line(f"{prefix}: stdout: {output.problem.strerror}")
-        status = status or 1
-    return status
+        try:
+            status = _run(words, command, prefix)
+        except SystemExit:                                      # of argparse, after --help
+            sys.stdout.flush()
+            if not output.lost:
+                raise
+            status = 0
+    if output.lost:
+        say_line(f"{prefix}: {output.lost}")
+        if not status:
+            from minidist import launch
+
+            assert output.problem is not None
+            launch.speaks_first(output.problem)                 # so that the launcher has nothing to say
+    return status or int(bool(output.lost))
 
 
 def _run(words: list[str], command: str | None, prefix: str) -> int:

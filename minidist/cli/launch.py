@@ -26,11 +26,14 @@ MOST_NODES = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist launch`; all words after the program are the program's."""
     parser.add_argument("-n", "--ranks", type=rank_count, default=1, metavar="N", help="ranks on this node (default 1)")
-    parser.add_argument("--nnodes", type=whole_number(1, MOST_NODES), default=1, metavar="M", help="nodes of the job (default 1)")
-    parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), default=0, metavar="K", help="which node this is, 0 to M-1")
+    parser.add_argument("--nnodes", type=whole_number(1, MOST_NODES), default=1, metavar="M",
+                        help="nodes of the job (default 1)")
+    parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), default=0, metavar="K",
+                        help="which node this is, 0 to M-1")
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS",
                         help="node 0's address; it listens there, and only there (default: loopback)")
-    parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT", help="its port (default: any free one)")
+    parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
+                        help="its port (default: any free one)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")

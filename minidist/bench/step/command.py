@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def require_memory(model: Model, plan: Plan) -> None:
-    """Raise MemoryLimitError if a step under the plan cannot fit into this machine, ConfigError if there is no model."""
+    """Raise MemoryLimitError if a step under the plan cannot fit here, ConfigError if there is no such model."""
     needed = training_bytes(model.config(), plan, model.batch * plan.size)
     console.require_memory(f"a step of {plural(model.layers, 'layer')} of width {model.width} on "
                            f"{plural(plan.size, 'rank')}", needed, processes=plan.size)

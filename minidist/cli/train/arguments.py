@@ -75,7 +75,8 @@ def _strategy(add: Add) -> None:
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
     add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
-    add("--servers", type=rank_count, default=1, metavar="S", help="of parameter-server: number of servers (default: 1)")
+    add("--servers", type=rank_count, default=1, metavar="S",
+        help="of parameter-server: number of servers (default: 1)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",

@@ -66,8 +66,9 @@ class Settings:
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
         args = self.args
+        optimizer: Any = OPTIMIZERS[args.optimizer]
         if args.device == "cpu":
-            needed = training_bytes(self.config, plan, args.batch, moments=len(OPTIMIZERS[args.optimizer].state_names))
+            needed = training_bytes(self.config, plan, args.batch, moments=len(optimizer.state_names))
             require_memory(f"{plural(args.layers, 'layer')} of width {args.width} on {plural(plan.size, 'rank')}",
                            needed * ranks // plan.size, processes=processes)
 

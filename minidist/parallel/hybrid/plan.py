@@ -123,7 +123,8 @@ class Plan:
             if axis in sizes:
                 raise PlanError(f"plan {text!r}: axis {axis} stands there twice")
             if not value.isascii() or not value.isdigit() or len(value) > 9:
-                raise PlanError(f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; write it like {axis}=4")
+                raise PlanError(f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; "
+                                f"write it like {axis}=4")
             sizes[axis] = int(value)
         return cls(**sizes)
 
