@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"\S{200,}", lambda long: f"{long[0][:40]}…", message)
+        message = readable(message)
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
         unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
         if choice:
@@ -128,6 +128,11 @@ def folder_to_write(text: str) -> Path:
     if not os.path.isdir(text) or not os.access(text, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be written to")
     return Path(text)
+
+
+def readable(message: str) -> str:
+    """An error's message without the tails of its longest words: what a user wrote may have any length."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…", message)
 
 
 def shown(text: str) -> str:

@@ -79,7 +79,9 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         told, status = refused or ("interrupted", 130)
         # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
         if launch.speaks_first(error, everywhere=not understood or status == 130):
-            say_line(f"{prefix}: {told}")
+            from minidist.console import readable
+
+            say_line(f"{prefix}: {readable(told)}")
         return status
 
 

@@ -67,10 +67,10 @@ def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline
     Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
     """
     with writing(folder), scratch(folder) as drafts:
+        save_weights(drafts / "model.safetensors", weights, metrics["config"])
         write_perfetto(drafts / "trace.json", timelines)
         draw_loss(drafts / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
                   title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
-        save_weights(drafts / "model.safetensors", weights, metrics["config"])
         names = sorted(draft.name for draft in drafts.iterdir())
         metrics["files"] = {name: sha256(drafts / name) for name in names}
         write_json(drafts / MANIFEST, metrics)
