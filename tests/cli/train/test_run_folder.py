@@ -67,7 +67,8 @@ def test_a_run_that_is_killed_as_it_takes_the_folder_leaves_no_metrics_beside_ot
     assert there == NAMES
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "2", "--transport", "threads"], ["-n", "2", "--transport", "tcp"]])
+@pytest.mark.parametrize("options", [[], ["-n", "2", "--transport", "threads"], pytest.param(
+    ["-n", "2", "--transport", "tcp"], marks=pytest.mark.soak)])
 def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
         options: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text, limits = folder / "text.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
