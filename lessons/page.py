@@ -68,7 +68,7 @@ class Page:
         Raises: ConfigError if the file cannot be written; OSError if the disk is full.
         """
         if self.writes and file:
-            with written("--json", file) as draft:
+            with written("cannot write", file) as draft:
                 draft.write_text(json.dumps({"tables": self.tables}, indent=1, default=str) + "\n")
 
 

@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,14 +54,20 @@ def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
             os.close(lock)
 
 
-def sweep(home: Path, prefix: str = DRAFTS) -> None:
-    """Remove the scratch folders in `home` that killed processes left, and other files that their owners lock."""
+def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
+    """Remove the scratch folders in `home` that killed processes left, and other files that their owners lock.
+
+    Args:    older: spare files that were changed within so many seconds.
+    """
     for stale in home.glob(f"{prefix}*"):
         with suppress(OSError):                         # another user's, or gone
             lock = os.open(stale, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink()
+                if stale.is_dir():
+                    shutil.rmtree(stale, ignore_errors=True)
+                elif time.time() - stale.stat().st_mtime >= older:
+                    stale.unlink()
             finally:
                 os.close(lock)
 

@@ -45,6 +45,7 @@ Result = dict[str, Any]
 
 MOST_SECONDS = 60           # that a message of a delayed link may take
 
+
 class Bench(NamedTuple):
     """One WHAT of `minidist bench`."""
 
@@ -69,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     result["machine"] = machine()
     bench.show(result, console)
+    if args.json:
+        write_json(args.json, result)
     if args.figure:
         with written("--figure", args.figure) as draft:
             bench.draw(draft, result)
-    if args.json:
-        write_json(args.json, result)
     return 0
 
 

@@ -13,9 +13,8 @@ from minidist.errors import CommError, DtypeError, TimeoutError
 
 def encode(error: BaseException) -> dict[str, Any]:
     """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
-    kind = type(error)
-    text = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    return {"module": kind.__module__, "name": kind.__qualname__, "message": str(error), "traceback": text,
+    return {"module": type(error).__module__, "name": type(error).__qualname__, "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
             "args": _travelling(list(error.args)), "state": _travelling(vars(error))}
 
 
@@ -31,11 +30,10 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
     return error
 
 
-def first_failure(loss: Failure, outcome: dict[str, Any] | None) -> Exception:
+def first_failure(loss: Failure, outcomes: dict[int, dict[str, Any]]) -> Exception:
     """What md.run raises: the lost rank's own exception if it handed that over, else PeerLostError: how it went."""
-    if outcome is not None and "error" in outcome:
-        return rebuild(outcome["error"], loss.world_rank)
-    return loss.error()
+    coded = outcomes.get(loss.world_rank, {}).get("error")
+    return loss.error() if coded is None else rebuild(coded, loss.world_rank)
 
 
 def late(ranks: Collection[int], size: int, limit: float, table: str) -> TimeoutError:

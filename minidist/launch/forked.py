@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, Any
 
 from minidist.comm import wire
@@ -42,17 +43,23 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     flush_output()                      # or each child would print again what is still buffered here
+    transports.load(transport)          # once, here, rather than in every child
     job = ForkedJob(size, transport, limit, nodes or [0] * size)
     try:
-        job.start(fn, args)
+        for rank in range(size):
+            job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
+        job.monitor.start()             # now: no thread may run where a process is forked
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
-            raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
+            raise failures.first_failure(job.monitor.loss, outcomes)
         if job.waiting:
             raise failures.late(job.waiting, size, limit, job.monitor.table())
         return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
-        job.end()
+        job.children.end(0.0)
+        job.monitor.close()
+        for file in job.files:
+            file.close()
 
 
 class ForkedJob:
@@ -65,20 +72,8 @@ class ForkedJob:
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
-        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
-        self.waiting: set[int] = set()          # ranks whose end has not been noted
-
-    def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Fork every rank; only then start the monitor's threads."""
-        transports.load(self.transport)         # once, here, rather than in every child
-        for rank in range(self.size):
-            def body(rank: int = rank) -> int:
-                self.monitor.close_in_child()
-                return ForkedRank(rank, self).run(fn, args)
-
-            self.processes[rank] = Forked(body)
-            self.waiting.add(rank)
-        self.monitor.start()
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
+        self.waiting = set(range(size))         # ranks whose end has not been noted
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
         """What each rank left; ends early, after GRACE, if one was lost."""
@@ -88,8 +83,6 @@ class ForkedJob:
             for rank in self.waiting - set(self.children.running()):
                 self.waiting.discard(rank)
                 self._note(rank, outcomes)
-            if self.monitor.spared or self.monitor.loss is not None:
-                self.monitor.end_frozen()
             if self.monitor.loss is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes
@@ -109,13 +102,6 @@ class ForkedJob:
             how, trace = f"failed with {error['name']}: {error['message']}", error["traceback"]
         self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
 
-    def end(self) -> None:
-        """Nothing is left over: no process, no thread, no file."""
-        self.children.end(0.0)
-        self.monitor.close()
-        for file in self.files:
-            file.close()
-
 
 @contextlib.contextmanager
 def _only_this_process() -> Iterator[None]:
@@ -134,45 +120,34 @@ def _only_this_process() -> Iterator[None]:
         os._exit(status)
 
 
-class ForkedRank:
-    """The child's side."""
-
-    def __init__(self, rank: int, job: ForkedJob) -> None:
-        self.rank, self.job = rank, job
-        self.link: MonitorClient | None = None
-        self.transport: Transport | None = None
-
-    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Run the function and leave what comes of it; returns the exit status."""
-        try:
-            outcome = wire.pack({"result": self._call(fn, args)})
-        except (SystemExit, KeyboardInterrupt) as error:
-            if self.link is not None:
-                self.link.report(error)
-            return 1
-        except Exception as error:      # left, and raised again by the parent
-            if self.link is not None:
-                self.link.report(error)
-            outcome = wire.pack({"error": failures.encode(error)})
-        if self.link is not None:
-            self.link.goodbye()                             # before the transport, so that no abort meets a closed one
-        if self.transport is not None:
-            self.transport.close()
-        flush_output()
-        with self.job.files[self.rank] as file:
-            file.write(outcome)
-        return 0
-
-    def _call(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-        job = self.job
+def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """The child's side: run the function and leave what comes of it; returns the exit status."""
+    link: MonitorClient | None = None
+    transport: Transport | None = None
+    job.monitor.listener.close()
+    try:
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = MonitorClient(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
-        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
-        self.link.attach(self.transport.waits, self.transport.abort, self.transport.lose)
-        self.transport.profile = job.profile
-        world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)
+        link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit)
+        transport = transports.build(job.transport, link, job.token, job.limit, node=job.nodes[rank])
+        link.attach(transport.waits, transport.abort, transport.lose)
+        transport.profile = job.profile
+        world = Group(transport, Ledger(rank), tuple(range(job.size)), nodes=job.nodes)
         with account.use(account.MemoryAccount()), _only_this_process():
             result = fn(world, *args)
         world.close()
-        return result
+        outcome = wire.pack({"result": result})
+    except BaseException as error:
+        if link is not None:
+            link.report(error)
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return 1
+        outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again
+    if link is not None:
+        link.goodbye()                                      # before the transport, so that no abort meets a closed one
+    if transport is not None:
+        transport.close()
+    flush_output()
+    with job.files[rank] as file:
+        file.write(outcome)
+    return 0

@@ -1,36 +1,86 @@
-"""From a launcher's variables to a link to the job's monitor; health/rendezvous.py has the table."""
+"""How the ranks of a job find its monitor, for every launcher.
 
-from dataclasses import dataclass
+    started by                 the monitor is                          a rank learns address and token from
+    minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
+    mpirun                     a child of rank 0, on any free port     a broadcast by MPI
+    torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN, or a private file
+                               (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
+
+The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from minidist.comm import wire
+from minidist.comm.health.acceptor import listen
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.node_agent import NodeAgentProcess
-from minidist.comm.health.rendezvous import (
-    MonitorAddress,
-    MonitorProcess,
-    TokenFile,
-    connect_by_file,
-    outward_address,
-    place_from_environment,
-    share_by_mpi,
-    token_from_environment,
-)
-from minidist.errors import LaunchError
+from minidist.errors import HandshakeError, LaunchError, TimeoutError
+from minidist.files import scratch, sweep
 from minidist.launch.launchers import Launch
 
+STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
+_MESSAGE_BYTES = 4096     # of the MPI broadcast
+
+
+@dataclass(frozen=True)
+class MonitorAddress:
+    """Where a job's monitor is, and the secret that opens it."""
+
+    host: str
+    port: int
+    token: bytes
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of a rank that our own launcher starts."""
+        return {"MINIDIST_MONITOR": f"{self.host}:{self.port}", "MINIDIST_TOKEN": self.token.decode()}
+
+
+def token_from_environment() -> bytes | None:
+    """MINIDIST_TOKEN, or None. Raises LaunchError if it is too short to be a secret."""
+    token = os.environ.get("MINIDIST_TOKEN")
+    if token is not None and len(token) < 16:
+        raise LaunchError("MINIDIST_TOKEN has fewer than 16 characters; make one with "
+                          "`python -c 'import secrets; print(secrets.token_hex())'` and give it to every node")
+    return None if token is None else token.encode()
+
+
+def place_from_environment() -> MonitorAddress | None:
+    """What our own launcher says, or None if it did not start us."""
+    address = os.environ.get("MINIDIST_MONITOR")
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    token = token_from_environment()
+    if not (host and port.isdigit() and token):
+        raise LaunchError(f"MINIDIST_MONITOR={address!r} needs the form host:port, and MINIDIST_TOKEN beside it")
+    return MonitorAddress(host, int(port), token)
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Joined:
-    """What a rank holds of its job; `monitor` and `file` are rank 0's, where it started the monitor.
-
-    `agent` is held by the first rank of each other host, unless a launcher of ours is there.
-    """
+    """What a rank holds of its job: the `helpers` are its children, the `file` is rank 0's."""
 
     link: MonitorClient
     token: bytes
-    monitor: MonitorProcess | None = None
-    file: TokenFile | None = None
-    agent: NodeAgentProcess | None = None
+    helpers: list["HelperProcess"] = field(default_factory=list)
+    file: "TokenFile | None" = None
 
 
 def find_monitor(launch: Launch, limit: float) -> Joined:
@@ -43,45 +93,173 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
         return _connect(launch, place, limit)
     joined = _by_mpi(launch, limit) if launch.by_mpirun else _by_address(launch, limit)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
-        joined.agent = NodeAgentProcess(joined.link.address, joined.token)
+        joined.helpers.append(HelperProcess(joined.token, "node_agent", *joined.link.address))  # for all of this host
     return joined
 
 
-def _connect(launch: Launch, place: MonitorAddress, limit: float) -> Joined:
+def _connect(launch: Launch, place: MonitorAddress, limit: float, *helpers: "HelperProcess") -> Joined:
     link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
-    return Joined(link, place.token)
+    return Joined(link, place.token, list(helpers))
 
 
 def _by_mpi(launch: Launch, limit: float) -> Joined:
     """Rank 0 starts the monitor and tells the others by MPI, also if it could not."""
-    if launch.world_rank != 0:
-        return _connect(launch, share_by_mpi(None, limit), limit)
-    try:
-        host = "127.0.0.1" if launch.one_host else outward_address()
-        monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host)
-    except (LaunchError, OSError) as error:
-        share_by_mpi(None, limit, problem=str(error))
-        raise
-    joined = _connect(launch, share_by_mpi(monitor.place, limit), limit)
-    joined.monitor = monitor
-    return joined
+    helpers, words = [], [""]
+    if launch.world_rank == 0:
+        try:
+            host = "127.0.0.1" if launch.one_host else outward_address()
+            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host)
+            helpers, words = [monitor], [host, str(monitor.place.port), monitor.place.token.decode()]
+        except (LaunchError, OSError) as error:
+            words = [str(error)[:500]]
+    words = _broadcast(words, limit)
+    if len(words) == 1:
+        raise LaunchError(words[0])
+    return _connect(launch, MonitorAddress(words[0], int(words[1]), words[2].encode()), limit, *helpers)
 
 
 def _by_address(launch: Launch, limit: float) -> Joined:
     """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT."""
-    host = "127.0.0.1" if launch.one_host else launch.master_addr
-    address = host, launch.master_port + 1
+    host, port = "127.0.0.1" if launch.one_host else launch.master_addr, launch.master_port + 1
     token = token_from_environment()
-    file = TokenFile(f"{launch.launcher} {launch.job} {host} {address[1]}") if token is None else None
+    file = TokenFile(f"{launch.launcher} {launch.job} {host} {port}") if token is None else None
     if launch.world_rank == 0:
-        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), host=host, port=address[1])
+        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), host=host, port=port)
         if file is not None:
             file.write(monitor.place.token)
-        joined = _connect(launch, monitor.place, limit)
-        joined.monitor, joined.file = monitor, file
+        joined = _connect(launch, monitor.place, limit, monitor)
+        joined.file = file
         return joined
     if file is None:
-        return _connect(launch, MonitorAddress(*address, token or b""), limit)
-    link, token = connect_by_file(file, address, launch.world_rank, launch.world_size, limit)
+        return _connect(launch, MonitorAddress(host, port, token or b""), limit)
+    link, token = connect_by_file(file, (host, port), launch.world_rank, launch.world_size, limit)
     link.limit = limit
     return Joined(link, token)
+
+
+# --- processes that a rank starts ------------------------------------------------------------------------------------
+
+class HelperProcess:
+    """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
+
+    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone; a node agent ends with it.
+    """
+
+    def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:
+        command = [sys.executable, "-m", f"minidist.comm.health.{module}", *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                         start_new_session=True, pass_fds=fds)
+        assert self._process.stdin is not None
+        self._process.stdin.write(token + b"\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Wait until it has ended: so rank 0 ends last in the job, as in MPI_Finalize, or a rank on its host."""
+        self._process.communicate()
+
+
+class MonitorProcess(HelperProcess):
+    """The monitor of a job, at `place`. Raises LaunchError if the port is taken."""
+
+    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
+            self.place = MonitorAddress(host, listener.getsockname()[1], token)
+            super().__init__(token, "monitor", size, listener.fileno(), fds=[listener.fileno()])
+
+
+# --- how a rank learns where the monitor is ---------------------------------------------------------------------------
+
+def _broadcast(words: list[str], limit: float) -> list[str]:
+    """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests instead of spinning.
+
+    Raises: TimeoutError if MPI's ranks do not come together in `limit` s.
+    """
+    from mpi4py import MPI
+
+    message = bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_MESSAGE_BYTES))
+    request = MPI.COMM_WORLD.Ibcast(message, root=0)                # all but rank 0 receive into theirs
+    deadline = time.monotonic() + limit
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the monitor")
+        time.sleep(0.0005)
+    return json.loads(message)                                      # type: ignore[no-any-return]
+
+
+def outward_address() -> str:
+    """This host's address as other hosts see it."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):
+            return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("192.0.2.1", 9))     # RFC 5737, documentation: no packet is sent, the kernel only picks a route
+        return str(sock.getsockname()[0])
+
+
+class TokenFile:
+    """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
+
+    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0 holds a lock on it
+    until it is removed, so that a file without one is seen to be a killed job's, and goes when the next one is written.
+    """
+
+    def __init__(self, job: str) -> None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+        self._lock: int | None = None
+
+    def write(self, token: bytes) -> None:
+        """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sweep(self.path.parent, "job-", older=STALE)
+            with scratch(self.path.parent) as folder:
+                draft = folder / "token"
+                self._lock = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with contextlib.suppress(OSError):      # a file system without locks
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                os.write(self._lock, token)
+                draft.replace(self.path)
+        except OSError as error:
+            raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
+                              "MINIDIST_TOKEN for every rank instead") from error
+
+    def read(self) -> bytes | None:
+        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
+        try:
+            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+                    raise LaunchError(f"{self.path} is not private to this user; remove it and start the job again")
+                return file.read()
+        except OSError:
+            return None
+
+    def remove(self) -> None:
+        """Forget the token: every rank has it."""
+        self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, world_size: int,
+                    limit: float) -> tuple[MonitorClient, bytes]:
+    """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
+
+    Raises: HandshakeError or TimeoutError after `limit` seconds.
+    """
+    deadline, problem = time.monotonic() + limit, None
+    while time.monotonic() < deadline:
+        token = file.read()
+        if token is not None:
+            try:
+                return MonitorClient(address, token, world_rank, world_size, limit=1.0), token
+            except (HandshakeError, TimeoutError) as error:
+                problem = error
+        time.sleep(0.05)
+    raise problem or TimeoutError(f"rank {world_rank} waited {limit:g} s for rank 0 to write the job's token to "
+                                  f"{file.path}; do the nodes share that folder? else set MINIDIST_TOKEN everywhere")
+
+

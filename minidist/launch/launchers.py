@@ -102,7 +102,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     found = [launcher for launcher in LAUNCHERS if launcher.marker in variables]
     if found and found[0].name == "minidist":           # its RANK is torchrun's too
         found = [launcher for launcher in found if launcher.name != "torchrun"]
-    if found and found[0].name == "slurm" and _is_batch_script(variables):
+    if found and found[0].name == "slurm" and variables.get("ENVIRONMENT") == "BATCH" and (
+            "SLURM_STEP_ID" not in variables):          # sbatch's own script: only srun starts tasks
         found = []
     if not found:
         if "WORLD_SIZE" in variables:
@@ -110,8 +111,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         return Launch()
     launch = _slurm(found[0], variables) if found[0].name == "slurm" else _read(found[0], variables)
     for other in found[1:]:
-        if other.name != "slurm":                       # an allocation's variables do not count the ranks inside it
-            _agree(launch, found[0], other, variables)
+        if other.name == "slurm":                       # an allocation's variables do not count the ranks inside it
+            continue
+        rank, size = _number(other, variables, other.rank), _number(other, variables, other.size)
+        if (rank, size) != (launch.world_rank, launch.world_size):
+            raise LaunchError(f"two launchers contradict each other: {launch.launcher} says rank {launch.world_rank} "
+                              f"of {launch.world_size}, {other.name} says rank {rank} of {size}; use one of them")
     return launch
 
 
@@ -133,10 +138,9 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
         if not 0 <= low < high:
             values = " but ".join(f"{name}={variables[name]}" for name in names)
             raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job afresh")
-    if launcher.node_rank and launcher.node_rank in variables:
+    node_rank = rank // local_size                      # ranks are placed node by node unless mpirun is told otherwise
+    if launcher.node_rank in variables:
         node_rank = _number(launcher, variables, launcher.node_rank)
-    else:
-        node_rank = rank // local_size                  # ranks are placed node by node unless mpirun is told otherwise
     where = (_text(launcher, variables, launcher.master_addr), _number(launcher, variables, launcher.master_port)) \
         if launcher.master_addr else ("127.0.0.1", 0)
     return Launch(launcher.name, launcher.transport, rank, size, local_rank, local_size, node_rank, *where,
@@ -176,18 +180,6 @@ def expand_hosts(nodes: str) -> list[str]:
     if not hosts:
         raise LaunchError(f"SLURM_JOB_NODELIST={nodes!r} names no host")
     return hosts
-
-
-def _is_batch_script(variables: Mapping[str, str]) -> bool:
-    """sbatch's own script has a task's variables, though only srun starts tasks; srun adds SLURM_STEP_ID."""
-    return variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables
-
-
-def _agree(launch: Launch, first: Launcher, second: Launcher, variables: Mapping[str, str]) -> None:
-    rank, size = _number(second, variables, second.rank), _number(second, variables, second.size)
-    if (rank, size) != (launch.world_rank, launch.world_size):
-        raise LaunchError(f"two launchers contradict each other: {first.name} says rank {launch.world_rank} of "
-                          f"{launch.world_size}, {second.name} says rank {rank} of {size}; use one of them")
 
 
 def _text(launcher: Launcher, variables: Mapping[str, str], name: str) -> str:

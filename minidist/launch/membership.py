@@ -1,9 +1,7 @@
 """This process's place in the job its launcher started: md.init joins, the end of the process leaves.
 
-A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD. The module keeps that one membership, so
-calling md.init twice gives the same world. All other groups are passed as arguments.
-
-How a rank ends, and what the others see:
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, and
+all other groups are passed as arguments. How a rank ends, and what the others see:
 
     returns                       goodbye to the monitor; nothing is said
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
@@ -21,7 +19,6 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -57,8 +54,7 @@ class Membership:
 
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
-        launch = self.launch
-        joined = self.find_monitor(limit)
+        launch, joined = self.launch, self.find_monitor(limit)
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
         try:
             infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
@@ -110,8 +106,8 @@ class Membership:
         if first and isinstance(error, ConfigError):
             text = f"minidist: {error}"
         elif first:
-            text = f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n" + "".join(
-                traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+            text = (f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n"
+                    + "".join(traceback.format_exception(error)).rstrip())
         elif self.status == 2:                              # bad input is one line, said by the first
             return
         else:
@@ -123,37 +119,33 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process: release everything, and say goodbye, or end a failed job.
-
-        A child that this rank has forked is not the rank: it says nothing.
-        """
+        """At the end of the process, not of its children: release everything; say goodbye, or end a failed job."""
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
-        self._left = True
+        self._left, victim = True, False
         if self.status and not self.failed:
             self.fail(SystemExit(self.status))
         if self.world is not None and not self.failed:
             self.world.close()
-        victim = self.joined is not None and self.joined.link.loss is not None
         if self.joined is not None:
+            link = self.joined.link
+            victim = link.loss is not None
             if not self.failed and not victim:
-                self.joined.link.goodbye()
+                link.goodbye()
             elif not victim:
-                self.joined.link.wait_until_released(FAREWELL)      # let the others speak before we end them
-            self.joined.link.close()
+                link.wait_until_released(FAREWELL)          # let the others speak before we end them
+            link.close()
         if self.world is not None:
             self.world.transport.close()                    # after the link, so that no abort meets a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
-        if self.joined is not None and self.joined.monitor is not None:
-            self.joined.monitor.close()
-        if self.joined is not None and self.joined.agent is not None:
-            self.joined.agent.close()
+        for helper in self.joined.helpers if self.joined is not None else ():
+            helper.close()
 
 
 _membership: Membership | None = None
@@ -246,15 +238,13 @@ def _watch_over_the_end(membership: Membership) -> None:
             flush_output()
             os._exit(membership.status)
 
-    def noting(exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def noting_exit(status: Any = None, /) -> NoReturn:
-            membership.status = status if isinstance(status, int) else int(status is not None)
-            exit(status)
-        return noting_exit
+    def note_and_exit(status: Any = None, /) -> NoReturn:
+        membership.status = status if isinstance(status, int) else int(status is not None)
+        exit(status)
 
     atexit.register(membership.leave)
     sys.excepthook = hook
-    sys.exit = noting(sys.exit)                             # SystemExit reaches no hook
+    exit, sys.exit = sys.exit, note_and_exit                # SystemExit reaches no hook
 
 
 def _abort_mpi(status: int) -> NoReturn:

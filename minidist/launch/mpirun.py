@@ -12,17 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import exit_of
-from minidist.comm.health.rendezvous import MonitorAddress
 from minidist.errors import LaunchError
 from minidist.files import scratch
 from minidist.launch import failures
 from minidist.launch.children import Children
+from minidist.launch.joining import MonitorAddress
 from minidist.launch.launchers import clean_environment
 
 GRACE = 2.0             # seconds mpirun gets to end after a rank was lost
@@ -87,14 +88,15 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", str(folder)],
             stderr=said, stdin=subprocess.DEVNULL,
             env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
+        starter = Children({0: process})
         try:
-            starter = Children({0: process})
             in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)
             if monitor.loss is not None:
                 starter.wait(GRACE)
-            outcomes = _outcomes(Path(folder), size)
+            outcomes = {rank: wire.unpack(path.read_bytes()) for rank in range(size)
+                        if (path := Path(folder, f"outcome-{rank}")).exists()}
             if monitor.loss is not None:
-                raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
+                raise failures.first_failure(monitor.loss, outcomes)
             late = sorted(set(range(size)) - set(outcomes))
             if late and not in_time:
                 raise failures.late(late, size, limit, monitor.table())
@@ -106,20 +108,9 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
         finally:
-            monitor.end_frozen()                            # mpirun would wait for it
-            _end(process)
+            process.terminate()                             # unless it has ended; it passes SIGTERM on to its ranks
+            starter.end(GRACE)
             monitor.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """mpirun passes SIGTERM on and waits for its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
@@ -130,11 +121,6 @@ def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
         raise LaunchError(f"run(transport={transport!r}): {fn!r} cannot be found by name from another process; give a "
                           "function defined at the top of a module or script")
     return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
-
-
-def _outcomes(folder: Path, size: int) -> dict[int, dict[str, Any]]:
-    return {rank: wire.unpack((folder / f"outcome-{rank}").read_bytes()) for rank in range(size)
-            if (folder / f"outcome-{rank}").exists()}
 
 
 # --- a rank ----------------------------------------------------------------------------------------------------------
@@ -153,10 +139,7 @@ def _load(module: str, name: str, file: str) -> Callable[..., Any]:
         home = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = home
         spec.loader.exec_module(home)
-    function: Any = home
-    for part in name.split("."):
-        function = getattr(function, part)
-    return function             # type: ignore[no-any-return]
+    return attrgetter(name)(home)       # type: ignore[no-any-return]
 
 
 def _rank_main(folder: Path) -> None:
@@ -169,21 +152,19 @@ def _rank_main(folder: Path) -> None:
     member = membership.current()
     assert member is not None
     member.quiet = True                                     # the caller raises our errors
+    packed, draft = b"", folder / f"draft-{world.rank}"
     try:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])
         member.importing = ""
         packed = wire.pack({"result": function(world, *task["args"])})
     except Exception as error:
-        _leave_file(folder, world.rank, wire.pack({"error": failures.encode(error)}))
+        packed = wire.pack({"error": failures.encode(error)})
         raise
-    _leave_file(folder, world.rank, packed)
-
-
-def _leave_file(folder: Path, rank: int, packed: bytes) -> None:
-    draft = folder / f"draft-{rank}"
-    draft.write_bytes(packed)
-    draft.replace(folder / f"outcome-{rank}")
+    finally:
+        if packed:                                          # else the program was told to exit
+            draft.write_bytes(packed)
+            draft.replace(folder / f"outcome-{world.rank}")
 
 
 if __name__ == "__main__":

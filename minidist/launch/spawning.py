@@ -18,12 +18,13 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
+from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
-from minidist.comm.health.rendezvous import MonitorAddress, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
+from minidist.launch.joining import MonitorAddress, token_from_environment
 from minidist.launch.launchers import clean_environment
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
@@ -66,18 +67,16 @@ class SpawnedJob:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes)
         self.helpers: list[threading.Thread] = []
-        self.monitor: Monitor | None = None
         self.told: list[int] = []                           # signals by which we were told to stop
-        self.missed: set[int] = set()                       # expendable ranks that have ended
+        self.failed: set[int] = set()                       # ranks that have ended, not well
         host, port = nodes.master_addr, nodes.master_port
+        self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
+                                                    self.children.how)
         if nodes.rank == 0:
-            self.monitor = Monitor(size * nodes.count, token, host=host, port=port,
-                                   how=lambda seat: self.children.how(seat.world_rank))
-            port = self.monitor.address[1]
+            self.watch = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
+                                 how=lambda seat: self.children.how(seat.world_rank))
+            port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)
-        self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how)
-        self.watch = self.monitor or self.agent           # knows the job's loss
-        self.tell = self.agent.tell if self.monitor is None else self.monitor.lose
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -89,10 +88,10 @@ class SpawnedJob:
                 self._end()
 
     def _start(self) -> None:
-        if self.monitor is not None:
-            self.monitor.start()
+        if isinstance(self.watch, Monitor):
+            self.watch.start()
         else:
-            self.helpers.append(_thread(self.agent.serve, self.place.address, self.place.token))
+            self.helpers.append(_thread(self.watch.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
             if self.told:
                 return
@@ -120,55 +119,44 @@ class SpawnedJob:
         while not self.told:
             running = self.children.running()
             for rank, process in self.processes.items():
-                if process.returncode and rank not in self.missed:
-                    status = self._failed(rank, process.returncode)
-                    if status is not None:
-                        return status
-                    self.missed.add(rank)
-            loss = self.watch.loss
-            if loss is not None:
-                return self._lost(loss)
-            if not running and (self.monitor is None or self.monitor.deserted()):
+                if process.returncode and rank not in self.failed:
+                    self.failed.add(rank)
+                    self._note(rank, process.returncode)
+            if self.watch.loss is not None:
+                return self._lost(self.watch.loss)
+            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.present()):
                 return 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))
 
     def _stop(self, loss: Failure) -> int:
         """The ranks hear of it where they wait for each other, and unwind."""
-        self.tell(loss)
+        self.watch.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
         say_line(f"minidist: {loss}; its {ranks} ended")
         return loss.status
 
-    def _failed(self, rank: int, code: int) -> int | None:
-        """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
+    def _note(self, rank: int, code: int) -> None:
+        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable."""
         loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
-        self.tell(loss)
+        self.watch.lose(loss)
         if self.watch.loss is None and rank in self.watch.spared:
-            say_line(f"minidist: {loss}; the job goes on without it")
-            return None
-        if self.monitor is not None and self.monitor.loss is not None:
-            return self._lost(self.monitor.loss)
-        if code < 0:
-            say_line(f"minidist: {loss}; the job ends")
-        return _status(code)
+            say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
+        elif self.watch.loss is None:                       # the monitor does not answer
+            self.watch.loss = loss
 
     def _lost(self, loss: Failure) -> int:
         if not loss.traceback:                              # it could not speak for itself
             say_line(f"minidist: {loss}; the job ends")
-        if self.monitor is not None:
-            self.monitor.end_frozen()
         code = self.children.code(loss.world_rank, GRACE)
-        return _status(code) if code else loss.status
+        return loss.status if not code else code if code > 0 else 128 - code
 
     def _end(self) -> None:
         loss = self.watch.loss
         told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
         self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
-        if self.monitor is not None:
-            self.monitor.close()
-        self.agent.close()
+        self.watch.close()
         deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:
             helper.join(max(0.0, deadline - time.monotonic()))
@@ -187,10 +175,6 @@ def _copy(pipe: IO[bytes], rank: int) -> None:
             text = line.decode(errors="replace").rstrip("\r\n")
             sys.stderr.write("".join(f"[rank {rank}] {part}\n" for part in text.split("\r") if part))
             sys.stderr.flush()
-
-
-def _status(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 @contextmanager

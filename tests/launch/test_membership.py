@@ -46,7 +46,7 @@ def test_importing_minidist_loads_neither_mpi_nor_cupy():
 
 def test_launcher_monitor_and_node_agent_start_without_numpy():
     """Also while they work: with plain messages, and a job that ends well."""
-    code = ("import sys\nimport minidist.cli.launch, minidist.comm.health.node_agent, minidist.comm.health.rendezvous\n"
+    code = ("import sys\nimport minidist.cli.launch, minidist.comm.health.node_agent, minidist.launch.joining\n"
             "from minidist.comm import wire\nsaid = {'kind': ('seen', {1}), 'how': None}\n"
             "assert wire.unpack(wire.pack(said)) == said\n"
             "from minidist.launch.spawning import spawn\nassert spawn(['true'], 1) == 0\n"

@@ -10,8 +10,7 @@ from minidist.comm.call_site import entries
 from minidist.comm.calls.call import Call
 from minidist.comm.device_lane import program
 from minidist.comm.handle import Handle
-from minidist.comm.health.running_call import RunningCall
-from minidist.comm.health.wait_state import QUIET
+from minidist.comm.health.wait_state import QUIET, RunningCall
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Transport
 from minidist.device import account

@@ -22,7 +22,7 @@ from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle, ReportedSend
-from minidist.comm.health.running_call import RunningCall
+from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce

@@ -8,6 +8,8 @@ closed first, so many slow strangers cannot keep a rank out.
 import contextlib
 import dataclasses
 import logging
+import os
+import platform
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
+from minidist.comm.health.process_state import this_system
 from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
@@ -33,7 +36,6 @@ class Seat:
     host: str
     sock: socket.socket
     left: bool = False
-    frozen: bool = False
     expendable: bool = False
     system: str = ""
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -63,21 +65,13 @@ class AgentSeat(Seat):
 class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
-    Args:   host, port: where to listen; port 0 takes a free one. `address` says which.
-            enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
-            run(target, *args): start a thread.
-    Raises: LaunchError if the port is taken.
+    Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
+          run(target, *args): start a thread.
     """
 
-    def __init__(self, host: str, port: int, backlog: int, token: bytes,
-                 enter: Callable[[socket.socket, dict[str, Any]], None], run: Callable[..., None]) -> None:
-        self._token, self._enter, self._run = token, enter, run
-        try:
-            self.listener = socket.create_server((host, port), backlog=backlog)
-        except OSError as error:
-            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
-                              "another port with --master-port or MASTER_PORT") from error
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+    def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],
+                 run: Callable[..., None]) -> None:
+        self.listener, self._token, self._enter, self._run = listener, token, enter, run
         self.strangers: dict[socket.socket, None] = {}        # in order of arrival
         self._lock = threading.Lock()
         self._closed = False
@@ -121,10 +115,20 @@ class Acceptor:
                 self.strangers.pop(sock, None)
 
 
+def listen(host: str, port: int, size: int) -> socket.socket:
+    """A listener for `size` ranks; port 0 takes a free one. Raises LaunchError if the port is taken."""
+    try:
+        return socket.create_server((host, port), backlog=max(128, size))
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
+                          "another port with --master-port or MASTER_PORT") from error
+
+
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
                        limit: float) -> socket.socket:
-    """The caller's side: a connection to the monitor, tried again until it listens; `name` is for messages.
+    """The caller's side: a connection to the monitor, tried again until it listens.
 
+    Args:   hello: says what this process is to the job, beside its number and system. name: the same, for messages.
     Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
     """
     deadline = time.monotonic() + limit
@@ -141,7 +145,8 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
     try:
         sock.settimeout(None)
         _set_up(sock)
-        wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
+        who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
+        wire.greet(sock, token, hello | who, max(deadline - time.monotonic(), 1.0))
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
             raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")

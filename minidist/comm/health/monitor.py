@@ -1,12 +1,11 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
-Without it, a rank that has no connection to a dead rank would wait for ever. The monitor is a
-thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
-no data.
+Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our launcher, or a child
+process of rank 0 where another launcher started the ranks (launch/joining.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
-    meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
-    missing  round                                   missing  round, [ranks that have not come]
+    meet     info                                    met      [info of rank 0, info of rank 1, ...]
+    missing  (who has not come to the meeting?)      missing  [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     waits    round (0: unasked), state               ask      round: say what you wait for
@@ -14,32 +13,35 @@ no data.
     mismatch text, ranks of the group                verdict  error, text: raise that
     goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank, also to those
-that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks and
-disagreements. The acceptor (acceptor.py) lets ranks in. Every other host has a node agent (node_agent.py).
+A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped, and a
+host that is silent (watchdog.py). The first loss is the job's; it goes to every other rank, also to those that connect
+later. The acceptor (acceptor.py) lets ranks in.
 """
 
 import dataclasses
 import queue
+import select
 import selectors
+import signal
 import socket
+import sys
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen
 from minidist.comm.health.deadlock import Verdict
-from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import this_system
+from minidist.comm.health.failure import Failure, say_line
+from minidist.comm.health.process_state import exit_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
+STOP = 10.0               # seconds that the ranks of a monitor process get to end when one is lost
 
 
 class Monitor:
@@ -47,35 +49,34 @@ class Monitor:
 
     Args:
         size: ranks of the job.                 token: the job's secret.
-        host, port: where to listen; port 0 takes a free one. `address` says which.
+        listener: where ranks connect (acceptor.listen); left out: at a free port of this host. `address` says which.
         how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
-    Raises: LaunchError if the port is taken.
     """
 
-    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
+    def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
                  how: Callable[[Seat], str | None] | None = None) -> None:
-        self.size = size
-        self._how = how or (lambda seat: None)
-        self._acceptor = Acceptor(host, port, max(128, size), token, self._admit, self._run)
-        self.address = self._acceptor.address
+        self.size, self._how = size, how or (lambda seat: None)
+        self.listener = listener or listen("127.0.0.1", 0, size)
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self._acceptor = Acceptor(self.listener, token, self._admit, self._run)
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._meetings: defaultdict[int, dict[int, Any]] = defaultdict(dict)     # by round: what each rank brought
+        self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._watchdog = Watchdog(size, self._present, self.lose)
+        self._watchdog = Watchdog(size, self.present, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
-        self._acceptor.listener.setblocking(False)
+        self.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
+        self._selector.register(self.listener, selectors.EVENT_READ)
         self._run(self._hear_all)
         self._run(self._record_deaths)
 
@@ -88,15 +89,10 @@ class Monitor:
         self._deaths.put(None)
         for thread in threads:
             thread.join(2.0)
-        self.end_frozen()
         for seat in self._seats.values():
             seat.sock.close()
         self._watchdog.close()
-        self._acceptor.listener.close()
-
-    def close_in_child(self) -> None:
-        """In a forked child: let go of the inherited socket."""
-        self._acceptor.listener.close()
+        self.listener.close()
 
     def lose(self, loss: Failure) -> bool:
         """Note a loss and tell every rank that is still there; returns whether it was news."""
@@ -109,7 +105,7 @@ class Monitor:
                 self.spared[loss.world_rank] = loss
             else:
                 self.loss = loss
-            others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
+            others = [seat for rank, seat in self.present().items() if rank != loss.world_rank]
             self._changed.notify_all()
         for seat in [*others, *self._watchdog.agents()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
@@ -122,11 +118,6 @@ class Monitor:
                                            limit)
             return ended and self.loss is None
 
-    def deserted(self) -> bool:
-        """Whether every rank that ever came has gone."""
-        with self._changed:
-            return all(seat.left for seat in self._seats.values())
-
     def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
         """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
         lost = self.loss.world_rank if self.loss is not None else None
@@ -134,15 +125,14 @@ class Monitor:
             return self._changed.wait_for(lambda: all(
                 rank == lost or self.has_left(rank) for rank in (range(self.size) if late else self._seats)), limit)
 
-    def end_frozen(self) -> None:
-        """Kill a process that was lost since it is stopped: it cannot end by itself."""
-        for seat in list(self._seats.values()):
-            if seat.frozen:
-                self._watchdog.end_stopped(seat)
-
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
         return self._watchdog.table()
+
+    def present(self) -> dict[int, Seat]:
+        """The ranks that are here and have not said goodbye, by world rank."""
+        with self._changed:
+            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
@@ -241,10 +231,13 @@ class Monitor:
         arbiter = self._watchdog.arbiter
         match frame["kind"]:
             case "meet":
-                self._meet(seat, frame["round"], frame["info"])
+                self._brought[seat.world_rank] = frame["info"]
+                if len(self._brought) == self.size:
+                    brought, self._brought = self._brought, {}
+                    for rank in range(self.size):
+                        self._seats[rank].send("met", value=[brought[rank] for rank in range(self.size)])
             case "missing":
-                missing = set(range(self.size)) - set(self._meetings[frame["round"]])
-                seat.send("missing", round=frame["round"], value=sorted(missing))
+                seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
             case "failed":
                 loss = Failure(**frame["loss"])
                 if frame["blames"] is None:
@@ -267,22 +260,36 @@ class Monitor:
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
 
-    def _present(self) -> dict[int, Seat]:
-        """The ranks that are here and have not said goodbye, by world rank."""
-        with self._changed:
-            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
-
-    def _meet(self, seat: Seat, number: int, info: Any) -> None:
-        """When the last rank has come, each gets what all have brought."""
-        brought = self._meetings[number]
-        brought[seat.world_rank] = info
-        if len(brought) == self.size:
-            del self._meetings[number]
-            for rank in range(self.size):
-                self._seats[rank].send("met", round=number, value=[brought[rank] for rank in range(self.size)])
-
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
         """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))
+
+
+def main(size: int, listener: socket.socket) -> None:
+    """The monitor as a child of rank 0 (launch/joining.py): it watches until every rank has gone."""
+    def rank_0_ends() -> bool:
+        return bool(select.select([sys.stdin], [], [], 0.0)[0])
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
+    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid))
+    monitor.start()
+    while not monitor.wait(0.2) and monitor.loss is None:
+        if rank_0_ends():
+            monitor.wait(0.5)                                   # time for its last word to arrive
+            if monitor.loss is None and not monitor.has_left(0):
+                break
+    if monitor.loss is not None:
+        if not monitor.loss.traceback:                          # it could not speak for itself
+            say_line(f"minidist: {monitor.loss}; the job ends")
+        deadline = time.monotonic() + STOP
+        while time.monotonic() < deadline and not rank_0_ends():
+            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
+                break
+        monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
+    monitor.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

@@ -10,9 +10,7 @@ The monitor is the other end (monitor.py). A daemon thread listens; the transpor
 
 import contextlib
 import dataclasses
-import itertools
 import os
-import platform
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,6 @@ from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure, listed, say_line
-from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
@@ -40,29 +37,27 @@ class MonitorClient:
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                 limit: float = CONNECT_LIMIT, grace: float = GRACE, end: Callable[[str], None] | None = None) -> None:
+                 limit: float = CONNECT_LIMIT, grace: float = GRACE) -> None:
         """Connect, trying again until the monitor listens.
 
         Args:   limit: seconds until the connection must stand, and that a meeting may last.
-                end(message): ends a process that is still busy `grace` s after a failure; default end_process.
+                grace: seconds that this process gets to end after a failure.
         Raises: HandshakeError if the monitor refuses us; TimeoutError naming the address after `limit` seconds.
         """
-        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
-                 "system": this_system()}
+        hello = {"world_rank": world_rank, "world_size": world_size}
         sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Failure | None = None
-        self._sock, self._grace, self._end = sock, grace, end or end_process
+        self._sock, self._grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._waits: Waits | None = None                   # of the transport, once there is one; then also:
         self._abort: Callable[[CommError], None] = lambda error: None
         self._lose: Callable[[PeerLostError], None] = lambda error: None
-        self._rounds = itertools.count()
-        self._answers: dict[tuple[str, int], Any] = {}
+        self._answers: dict[str, Any] = {}                 # of the monitor, by kind
         self._end_timer: threading.Timer | None = None
         self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
@@ -74,12 +69,11 @@ class MonitorClient:
         Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
         """
-        number = next(self._rounds)
-        self._send({"kind": "meet", "round": number, "info": info})
-        infos = self._answer("met", number, self.limit)
+        self._send({"kind": "meet", "info": info})
+        infos = self._answer("met", self.limit)
         if infos is None:
-            self._send({"kind": "missing", "round": number})
-            missing = self._answer("missing", number, ANSWER_LIMIT)
+            self._send({"kind": "missing"})
+            missing = self._answer("missing", ANSWER_LIMIT)
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
                                + (f"; {listed(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
@@ -121,7 +115,7 @@ class MonitorClient:
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
             self._leaving = True                           # the monitor may hang up once all others have stopped
-            noted = self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True)
+            noted = self._answer("noted", ANSWER_LIMIT, despite_loss=True)
         except CommError:
             self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
             noted = None
@@ -157,13 +151,13 @@ class MonitorClient:
                 raise PeerLostError(f"rank {self.world_rank} has closed its connection to the job's monitor")
             wire.send_frame(self._sock, frame)
 
-    def _answer(self, kind: str, number: int, limit: float, *, despite_loss: bool = False) -> Any:
+    def _answer(self, kind: str, limit: float, *, despite_loss: bool = False) -> Any:
         """The monitor's answer, or None after `limit` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: (kind, number) in self._answers or self._closed
+            self._changed.wait_for(lambda: kind in self._answers or self._closed
                                    or (self.loss is not None and not despite_loss), limit)
-            if (kind, number) in self._answers:
-                return self._answers.pop((kind, number))
+            if kind in self._answers:
+                return self._answers.pop(kind)
             if self.loss is not None and not despite_loss:
                 raise self.loss.error()
         return None
@@ -193,7 +187,7 @@ class MonitorClient:
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
                 with self._changed:
-                    self._answers[kind, frame.get("round", 0)] = frame["value"]
+                    self._answers[kind] = frame["value"]
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
@@ -213,7 +207,7 @@ class MonitorClient:
         """What all ranks wait for, in words; nothing if the monitor does not say."""
         try:
             self._send({"kind": "table", "state": state.packed()})
-            return str(self._answer("table", 0, ANSWER_LIMIT) or "")
+            return str(self._answer("table", ANSWER_LIMIT) or "")
         except CommError:
             return ""
 
@@ -235,7 +229,7 @@ class MonitorClient:
             if self._end_timer is not None or self._closed:
                 return
             message = f"minidist: rank {self.world_rank} was still busy {self._grace:g} s after {why}; ended"
-            self._end_timer = threading.Timer(self._grace, self._end, [message])
+            self._end_timer = threading.Timer(self._grace, end_process, [message])
             self._end_timer.daemon = True
             self._end_timer.start()
 

@@ -3,9 +3,8 @@
     monitor -> node agent                               node agent -> monitor
     look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
-    end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
-    lost     loss: the job is over, and why             goodbye
-    died     loss: of a rank without which it goes on
+    lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
+    died     loss: of a rank without which it goes on   goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -13,15 +12,13 @@ take no part in it, so a rank may compute for long in one call that holds the in
 keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
-child of the node's first rank.
+child of the node's first rank (launch/joining.py).
 """
 
 import contextlib
 import dataclasses
-import os
 import platform
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +28,7 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
+from minidist.comm.health.process_state import ProcessLooks, exit_of
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -71,11 +68,12 @@ class NodeAgent:
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
                     self._take(wire.recv_frame(sock, None))
+        self._looks.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def tell(self, loss: Failure) -> None:
+    def lose(self, loss: Failure) -> None:
         """A rank here did not end well. Returns when the monitor has answered, or after ANSWER_LIMIT s."""
         with self._changed:
             self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
@@ -94,11 +92,11 @@ class NodeAgent:
             end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
-        hello = {"node_agent": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
         deadline = time.monotonic() + CONNECT_LIMIT
         while not self._closed and time.monotonic() < deadline:
             try:
-                return connect_to_monitor(address, token, hello, f"the node agent of {platform.node()}", _TRY)
+                return connect_to_monitor(address, token, {"node_agent": self._ranks},
+                                          f"the node agent of {platform.node()}", _TRY)
             except HandshakeError:
                 return None
             except (CommError, OSError):
@@ -118,9 +116,6 @@ class NodeAgent:
                            ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
-            case "end":
-                for pid in frame["pids"]:
-                    kill_stopped(pid)
             case "lost" | "died" as kind:
                 loss = Failure(**frame["loss"])
                 with self._changed:
@@ -129,22 +124,6 @@ class NodeAgent:
                     else:
                         self.spared[loss.world_rank] = loss
                     self._changed.notify_all()
-
-
-class NodeAgentProcess:
-    """A node agent for every rank of this host, in a child process that ends when the monitor does."""
-
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        command = [sys.executable, "-m", "minidist.comm.health.node_agent", address[0], str(address[1])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                         start_new_session=True)
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            stdin.write(token + b"\n")
-
-    def close(self) -> None:
-        """Wait until it has ended. So the first rank of a host ends last there, as rank 0 does in the whole job."""
-        self._process.wait()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A stopped process sends nothing and loses no connection, like one that computes in a single long call. The kernel knows
 the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks in a row is
-frozen. If the two looks lay far apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
+frozen, and lost; one more look, or the end of the job, kills it, because it cannot end by itself. If two looks lay far
+apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
 
 The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
 rank's connections open. Again two looks in a row are needed: by the second, the goodbye of a rank that ended well has
@@ -32,6 +33,7 @@ class ProcessLooks:
 
     def __init__(self) -> None:
         self._before: set[int] = set()
+        self._frozen: set[int] = set()
         self._gone: set[int] = set()
         self._last = time.monotonic()
 
@@ -40,12 +42,20 @@ class ProcessLooks:
         now = time.monotonic()
         before = self._before if now - self._last < _LATE * LOOK else set()
         self._before, self._last = {pid for pid in pids if state_of(pid) in _STOPPED}, now
-        return self._before & before
+        reported, self._frozen = self._frozen, self._before & before
+        for pid in self._frozen & reported:
+            kill_stopped(pid)
+        return self._frozen
 
     def ended(self, pids: set[int]) -> dict[int, str]:
         """Those of `pids` that had ended by this look and by the one before, and how."""
         before, self._gone = self._gone, {pid for pid in pids if has_ended(pid)}
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
+
+    def close(self) -> None:
+        """The last look: kill what is frozen."""
+        for pid in self._frozen:
+            kill_stopped(pid)
 
 
 def has_ended(pid: int) -> bool:
@@ -55,10 +65,15 @@ def has_ended(pid: int) -> bool:
 
 def state_of(pid: int) -> str:
     """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process behind its name: its state, …, its exit code; [""] if nothing."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [""]
 
 
 def kill_stopped(pid: int) -> None:
@@ -72,9 +87,8 @@ def exit_of(pid: int) -> str | None:
     """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
     deadline = time.monotonic() + REAP_LIMIT
     while True:
-        try:
-            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
+        state, *rest = _stat(pid)
+        if not state:
             return "was killed, or ended without goodbye"
         if state == "Z":
             return how_it_ended(os.waitstatus_to_exitcode(int(rest[-1])))

@@ -26,11 +26,36 @@ from types import FrameType
 from typing import Any
 
 from minidist.comm import call_site
-from minidist.comm.health.running_call import running_call
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
 QUIET = 0.1     # seconds that a wait may last before it is reported
+
+
+class _ThreadCalls(threading.local):
+    """The calls that a thread is in, outermost first."""
+
+    calls: "tuple[RunningCall, ...]" = ()
+
+
+_here = _ThreadCalls()
+
+
+class RunningCall:
+    """A collective, or the wait for a call that was started: inside `with call:` it is what the thread's waits are for.
+
+    Attributes: signature    the call
+                world_ranks  the ranks of its group
+    """
+
+    signature: Signature
+    world_ranks: tuple[int, ...]
+
+    def __enter__(self) -> None:
+        _here.calls += (self,)
+
+    def __exit__(self, *_: object) -> None:
+        _here.calls = _here.calls[:-1]
 
 
 @dataclass(frozen=True)
@@ -137,7 +162,7 @@ class Waits:
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
         """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
-        running = running_call()
+        running = next(reversed(_here.calls), None)
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         number, since = next(self._numbers), time.monotonic() - QUIET
 
@@ -177,12 +202,11 @@ class Waits:
 
     def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
         """`error`, whose first line now says in which step and call this rank met it."""
-        running = running_call()
-        if running is None:
+        if not _here.calls:
             return error
         first, *rest = str(error).split("\n")
         step = "" if self.step is None else f"step {self.step}, "
-        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{running.signature.describe()}"
+        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{_here.calls[-1].signature.describe()}"
         return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
 

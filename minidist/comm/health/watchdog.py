@@ -1,9 +1,8 @@
 """The monitor's view of the ranks that are there: what they wait for, and whether their processes run at all.
 
-The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. A rank
-whose wait has reached its limit asks for the table of all waits; the ranks that do not wait are then asked where they
-are. Every process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by
-their node agents (node_agent.py).
+The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. Every
+process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by their node
+agents (node_agent.py).
 """
 
 import threading
@@ -13,10 +12,9 @@ from typing import Any
 
 from minidist.comm.health import deadlock
 from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
-from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
-from minidist.comm.health.process_state import LOOK, ProcessLooks, kill_stopped, this_system
+from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
@@ -33,7 +31,9 @@ class Watchdog:
 
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
-        self.arbiter = Arbiter(self._ask, self._tell)
+        self.arbiter = Arbiter(
+            ask=lambda ranks, number: self._send(ranks, "ask", round=number),
+            tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
         self._looks, self._looked = ProcessLooks(), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
@@ -53,7 +53,7 @@ class Watchdog:
     def table(self) -> str:
         """What every rank waits for, a line each. Takes TABLE_WAIT s, in which idle ranks say where they are."""
         states = dict(self.arbiter.states)
-        self._ask([rank for rank in self._present() if rank not in states or not states[rank].waits], 0)
+        self._send([rank for rank in self._present() if rank not in states or not states[rank].waits], "ask", round=0)
         time.sleep(TABLE_WAIT)
         return deadlock.table({**self.arbiter.states, **self._overdue}, dict(self.arbiter.ended), self._size)
 
@@ -63,17 +63,11 @@ class Watchdog:
         seat.send("table", value=self.table())
         self._overdue.pop(seat.world_rank, None)
 
-    def _ask(self, ranks: list[int], number: int) -> None:
-        seats = self._present()
-        for rank in ranks:
-            if rank in seats:
-                seats[rank].send("ask", round=number)
-
-    def _tell(self, verdict: Verdict) -> None:
-        seats = self._present()
-        for rank in verdict.ranks:
-            if rank in seats:
-                seats[rank].send("verdict", error=verdict.error, text=verdict.text)
+    def _send(self, ranks: list[int], kind: str, **content: Any) -> None:
+        """To those of `ranks` that are there."""
+        for rank, seat in self._present().items():
+            if rank in ranks:
+                seat.send(kind, **content)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -93,21 +87,19 @@ class Watchdog:
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
-            if seat.pid in frozen:
-                seat.frozen = True
-                self._lose(Failure(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
-            elif seat.pid in ended:
-                self._lose(Failure(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
+            how = "is frozen (stopped)" if seat.pid in frozen else ended.get(seat.pid)
+            if how is not None:
+                self._lose(Failure(seat.world_rank, seat.pid, seat.host, how))
 
     # --- node agents of other hosts ----------------------------------------------------------------------------------
 
     def agents(self) -> list[AgentSeat]:
         """The node agents that are there."""
-        with self._news:
-            return [agent for agent in self._agents if not agent.left]
+        return [agent for agent in self._agents if not agent.left]
 
     def close(self) -> None:
-        """Close the connections of all node agents."""
+        """Kill what is frozen here, and close the connections of all node agents, which then do so there."""
+        self._looks.close()
         for agent in self._agents:
             agent.sock.close()
 
@@ -147,7 +139,7 @@ class Watchdog:
         """How the process at this seat ended, as its node agent says; None if there is none, or it does not know."""
         limit = 0.0 if seat.system == this_system() else AGENT_WAIT      # another system's agent is about to come
         with self._news:
-            agent = self._news.wait_for(lambda: self._agent_of(seat), limit)
+            agent = self._news.wait_for(lambda: next((one for one in self.agents() if one.covers(seat)), None), limit)
         if agent is None:
             return None
         agent.send("how", rank=seat.world_rank, pid=seat.pid)
@@ -156,16 +148,6 @@ class Watchdog:
             if seat.world_rank in agent.told:
                 return agent.told[seat.world_rank] or None
         return _out_of_reach(self._covered(agent), "its node agent does not answer")
-
-    def end_stopped(self, seat: Seat) -> None:
-        """Have a stopped process killed."""
-        if seat.system == this_system():
-            kill_stopped(seat.pid)
-        elif agent := self._agent_of(seat):
-            agent.send("end", pids=[seat.pid])
-
-    def _agent_of(self, seat: Seat) -> AgentSeat | None:
-        return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)
 
     def _note(self, agent: AgentSeat, rank: int, how: str) -> None:
         with self._news:

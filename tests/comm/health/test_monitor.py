@@ -27,15 +27,14 @@ TOKEN = wire.new_token()
 
 
 @contextlib.contextmanager
-def job(size, *, present=None, grace=60.0, end=None, how=None):
+def job(size, *, present=None, grace=60.0, how=None):
     """A monitor and the links of its ranks (all, or those `present`); afterwards no thread is left."""
     before = set(threading.enumerate())
     monitor, links = Monitor(size, TOKEN, how=how), []
     monitor.start()
     try:
         with ThreadPoolExecutor(8) as pool:
-            connect = functools.partial(MonitorClient, monitor.address, TOKEN, world_size=size, grace=grace,
-                                        end=end)
+            connect = functools.partial(MonitorClient, monitor.address, TOKEN, world_size=size, grace=grace)
             links += pool.map(lambda rank: connect(world_rank=rank), range(size) if present is None else present)
         yield monitor, links
     finally:
@@ -265,9 +264,10 @@ def test_the_state_that_is_told_last_is_the_later_one():
     assert heard == ["first", "then"]
 
 
-def test_who_does_not_end_is_ended():
+def test_who_does_not_end_is_ended(monkeypatch):
     ended = []
-    with job(3, grace=0.5, end=ended.append) as (_, links):
+    monkeypatch.setattr("minidist.comm.health.monitor_client.end_process", ended.append)
+    with job(3, grace=0.5) as (_, links):
         links[2]._grace = 60.0
         links[1].report(ValueError("mine"))
         wait_for(lambda: links[2]._end_timer)
@@ -331,7 +331,7 @@ def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
 
 def test_a_taken_port_is_one_line():
     with job(1) as (monitor, _), pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:\d+") as caught:
-        Monitor(1, TOKEN, port=monitor.address[1])
+        acceptor.listen(*monitor.address, 1)
     assert "\n" not in str(caught.value)
 
 

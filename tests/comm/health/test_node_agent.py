@@ -21,8 +21,9 @@ from minidist.comm.health import acceptor
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.node_agent import NodeAgent, NodeAgentProcess
+from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import has_ended, this_system
+from minidist.launch.joining import HelperProcess
 
 TOKEN = wire.new_token()
 
@@ -30,8 +31,8 @@ TOKEN = wire.new_token()
 @pytest.fixture
 def far(monkeypatch):
     """From here on ranks and node agents say that they are on another system; the monitor stays where it is."""
-    for module in ("monitor_client", "node_agent"):
-        monkeypatch.setattr(f"minidist.comm.health.{module}.this_system", lambda: "far")
+    this_system()                               # it is remembered: here, before any test gives the host another name
+    monkeypatch.setattr("minidist.comm.health.acceptor.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
         monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)
@@ -53,10 +54,10 @@ def job(agent, *, pid=None):
         monitor = Monitor(3, TOKEN)
         monitor.start()
         stack.callback(monitor.close)
-        patch.setattr("minidist.comm.health.monitor_client.platform.node", lambda: "far")
+        patch.setattr("minidist.comm.health.acceptor.platform.node", lambda: "far")
         links = []
         with pytest.MonkeyPatch.context() as here:
-            here.setattr("minidist.comm.health.monitor_client.this_system", this_system)
+            here.setattr("minidist.comm.health.acceptor.this_system", this_system)
             links.append(MonitorClient(monitor.address, TOKEN, 0, 3, grace=60))
         links.append(MonitorClient(monitor.address, TOKEN, 1, 3, grace=60))
         patch.setattr("minidist.comm.health.monitor_client.os.getpid", lambda: pid or 4711)
@@ -90,7 +91,6 @@ def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
         process.send_signal(signal.SIGSTOP)
         wait_for(lambda: links[0].loss and links[1].loss and agent.loss)
         assert str(links[0].loss) == str(agent.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
-        monitor.end_frozen()
         assert process.wait(SOON) == -signal.SIGKILL
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_ends_before_it_joins_is_told_by_its_agent(far):
     agent = NodeAgent([1, 2])
     with job(agent) as (_, links):
         loss = Failure(2, 4711, "far", "exited with status 3 without goodbye")
-        agent.tell(loss)
+        agent.lose(loss)
         assert agent.loss == loss
         wait_for(lambda: links[0].loss and links[1].loss)
         assert links[0].loss == links[1].loss == loss
@@ -142,7 +142,7 @@ def test_the_death_of_an_expendable_rank_is_told_as_such(far):
         links[2]._send({"kind": "expendable"})
         wait_for(lambda: monitor._seats[2].expendable)
         loss = Failure(2, 4711, "far", "was killed by SIGKILL")
-        agent.tell(loss)
+        agent.lose(loss)
         assert (agent.loss, agent.spared, monitor.loss) == (None, {2: loss}, None)
 
 
@@ -199,7 +199,7 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
     with nothing_left():
         monitor = Monitor(1, TOKEN)
         monitor.start()
-        child = NodeAgentProcess(monitor.address, TOKEN)
+        child = HelperProcess(TOKEN, "node_agent", *monitor.address)
         wait_for(monitor._watchdog.agents, 60.0)        # it starts Python
         [post] = monitor._watchdog.agents()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())

@@ -1,8 +1,11 @@
 """What the kernel says of processes: who is frozen, how one ended, which are seen from here."""
 
 import os
+import signal
+import subprocess
 import time
 
+import pytest
 from helpers import SOON
 
 from minidist.comm.health import process_state
@@ -22,6 +25,22 @@ def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
     assert look(0.4, "T") == {7}
     assert look(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
     assert look(0.4, "R") == set()
+
+
+@pytest.mark.parametrize("last", ["look", "close"])
+def test_what_is_frozen_is_killed_by_the_next_look_or_at_the_end(last):
+    looks = process_state.ProcessLooks()
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        sleeper.send_signal(signal.SIGSTOP)
+        while process_state.state_of(sleeper.pid) != "T":
+            time.sleep(0.001)
+        assert [looks.frozen({sleeper.pid}) for _ in range(2)] == [set(), {sleeper.pid}]
+        assert sleeper.poll() is None, "the others hear of it first"
+        if last == "look":
+            looks.frozen({sleeper.pid})
+        else:
+            looks.close()
+        assert sleeper.wait(SOON) == -signal.SIGKILL
 
 
 def ended(command):

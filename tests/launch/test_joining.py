@@ -1,5 +1,6 @@
-"""rendezvous: the monitor as a process of its own, and the token's way to the ranks."""
+"""joining: the monitor as a process of its own, and the token's way to the ranks."""
 
+import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,11 @@ from helpers import SOON
 from leftovers import nothing_left
 
 from minidist.comm import wire
-from minidist.comm.health import rendezvous
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.rendezvous import MonitorAddress, MonitorProcess, TokenFile
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
+from minidist.launch import joining
+from minidist.launch.joining import MonitorAddress, MonitorProcess, TokenFile
 
 TOKEN = wire.new_token()
 
@@ -40,7 +41,7 @@ def test_a_monitor_process_ends_with_the_last_goodbye():
     time.sleep(0.3)
     assert monitor._process.poll() is None
     links[1].goodbye()
-    monitor.close(60.0)
+    monitor.close()
     assert monitor._process.returncode == 0
 
 
@@ -50,7 +51,7 @@ def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
     connect(monitor, 0, 2).close()                  # no goodbye
     assert link.wait_for_loss(SOON).world_rank == 0
     link.close()
-    monitor.close(60.0)
+    monitor.close()
     assert "minidist: rank 0 (process" in capfd.readouterr().err
 
 
@@ -64,13 +65,13 @@ def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
     late = connect(monitor, 0, 2)
     assert not late.report(ConfigError("no such file"))
     late.close()
-    monitor.close(60.0)
+    monitor.close()
     assert monitor._process.returncode == 0
 
 
 def test_a_monitor_process_ends_when_nobody_ever_came():
     monitor = MonitorProcess(2, TOKEN)
-    monitor.close(60.0)
+    monitor.close()
     assert monitor._process.returncode == 0
 
 
@@ -81,7 +82,7 @@ def test_a_taken_port_is_one_line():
             MonitorProcess(1, TOKEN, port=monitor.place.port)
         assert "\n" not in str(caught.value)
     finally:
-        monitor.close(60.0)
+        monitor.close()
 
 
 def test_the_token_file_is_private_and_goes_away():
@@ -97,6 +98,20 @@ def test_the_token_file_is_private_and_goes_away():
     file.remove()
     file.remove()
     assert list(file.path.parent.iterdir()) == []
+
+
+def test_the_token_of_a_killed_job_goes_when_the_next_is_written():
+    living = TokenFile("living")
+    living.write(TOKEN)
+    killed = living.path.with_name("job-killed")
+    killed.touch(mode=0o600)
+    for path in (living.path, killed):
+        os.utime(path, (0, 0))
+    file = TokenFile("job")
+    file.write(TOKEN)
+    assert sorted(file.path.parent.iterdir()) == sorted([living.path, file.path])
+    living.remove()
+    file.remove()
 
 
 def test_a_token_that_others_could_read_is_refused():
@@ -127,40 +142,40 @@ def test_a_stale_token_is_read_anew():
     file.write(wire.new_token())
     monitor = MonitorProcess(1, TOKEN)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(rendezvous.connect_by_file, file, monitor.place.address, 0, 1, 10.0)
+        joined = pool.submit(joining.connect_by_file, file, monitor.place.address, 0, 1, 10.0)
         time.sleep(0.2)
         file.write(TOKEN)
-        link, token = joining.result()
+        link, token = joined.result()
     assert token == TOKEN
     link.goodbye()
-    monitor.close(60.0)
+    monitor.close()
 
 
 def test_no_token_in_time():
     with pytest.raises(TimeoutError, match="waited 0.2 s for rank 0 to write the job's token"):
-        rendezvous.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), 1, 2, 0.2)
+        joining.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), 1, 2, 0.2)
 
 
 def test_a_wrong_token_in_time_is_what_is_told():
     monitor, file = MonitorProcess(1, TOKEN), TokenFile("job")
     file.write(wire.new_token())
     with pytest.raises(HandshakeError, match="token"):
-        rendezvous.connect_by_file(file, monitor.place.address, 0, 1, 1.0)
-    monitor.close(60.0)
+        joining.connect_by_file(file, monitor.place.address, 0, 1, 1.0)
+    monitor.close()
 
 
 def test_places_in_the_environment(monkeypatch):
-    assert rendezvous.place_from_environment() is None
+    assert joining.place_from_environment() is None
     for name, value in MonitorAddress("10.0.0.1", 4711, TOKEN).variables().items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.place_from_environment() == MonitorAddress("10.0.0.1", 4711, TOKEN)
+    assert joining.place_from_environment() == MonitorAddress("10.0.0.1", 4711, TOKEN)
     monkeypatch.setenv("MINIDIST_MONITOR", "nonsense")
     with pytest.raises(LaunchError, match="host:port"):
-        rendezvous.place_from_environment()
+        joining.place_from_environment()
 
 
 def test_this_host_as_others_see_it():
-    assert rendezvous.outward_address().count(".") == 3
+    assert joining.outward_address().count(".") == 3
 
 
 def test_losses_read_well():
