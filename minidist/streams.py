@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Output(io.FileIO):
+class LossyOutput(io.FileIO):
     """stdout that never fails: after the first problem it drops what is printed, because printing is not the work."""
 
     problem: OSError | None = None
@@ -29,8 +29,8 @@ class Output(io.FileIO):
 
 
 @contextmanager
-def standard_output() -> Iterator[Output]:
-    """In the block sys.stdout is an Output, if it is this process's own.
+def standard_output() -> Iterator[LossyOutput]:
+    """In the block sys.stdout is an LossyOutput, if it is this process's own.
 
     A closed stream becomes one that drops everything: otherwise the next file or socket would take its number, and get
     what children print.
@@ -38,7 +38,7 @@ def standard_output() -> Iterator[Output]:
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    output, before = Output(1, "wb", closefd=False), sys.stdout
+    output, before = LossyOutput(1, "wb", closefd=False), sys.stdout
     if before is not sys.__stdout__:            # a test's, say
         yield output
         return
