@@ -30,7 +30,7 @@ class LossyOutput(io.FileIO):
 
 @contextmanager
 def standard_output() -> Iterator[LossyOutput]:
-    """In the block sys.stdout is an LossyOutput, if it is this process's own.
+    """In the block sys.stdout is a LossyOutput, if it is this process's own.
 
     A closed stream becomes one that drops everything: otherwise the next file or socket would take its number, and get
     what children print.
