@@ -16,16 +16,25 @@
 // Source: Hendrycks and Gimpel 2016 (GELU); Shazeer 2020, "GLU variants improve transformer".
 #include "common.cuh"
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// h = 1 / (1 + exp(-z)) and rest = 1 - h, both right to their last digits where they are small, and nothing overflows.
+__device__ __forceinline__ float sigmoid(float z, float& rest) {
+    const float e = __expf(-fabsf(z)), large = 1.0f / (1.0f + e), small = e * large;
+    rest = z < 0.0f ? large : small;
+    return z < 0.0f ? small : large;
+}
+
+__device__ __forceinline__ float silu(float x) {
+    float rest;
+    return x * sigmoid(x, rest);
+}
 
 // g(x), and its slope h + 2 x h (1 - h) (c + 3 k x²), where 2u = 2 x (c + k x²).
 __device__ __forceinline__ float gelu(float x, float* slope = nullptr) {
     constexpr float c = 0.7978845608028654f, k = c * 0.044715f;
-    const float h = sigmoid(2.0f * x * (c + k * x * x)), y = x * h;
-    if (slope) {
-        const float rest = 1.0f - h;                          // where h is 1 the rest is 0, however large x² is
-        *slope = rest == 0.0f || h == 0.0f ? h : h + 2.0f * y * rest * (c + 3.0f * k * x * x);
-    }
+    float rest;
+    const float h = sigmoid(2.0f * x * (c + k * x * x), rest), y = x * h;
+    // Where h is 1 or 0 nothing is added to it, however large x² is.
+    if (slope) *slope = rest == 0.0f || h == 0.0f ? h : h + 2.0f * y * rest * (c + 3.0f * k * x * x);
     return y;
 }
 
@@ -135,7 +144,7 @@ template <typename T> __global__ void swiglu_v1(const T* gate, const T* up, T* y
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const float x = to_float(gate[i]);
-    y[i] = from_float<T>(x * sigmoid(x) * to_float(up[i]));
+    y[i] = from_float<T>(silu(x) * to_float(up[i]));
 }
 
 template <typename T> __global__ void swiglu_v2(const T* gate, const T* up, T* y, long long n) {
@@ -147,16 +156,17 @@ template <typename T> __global__ void swiglu_v2(const T* gate, const T* up, T* y
 #pragma unroll
     for (int k = 0; k < size; k++) {
         const float x = to_float(a.v[k]);
-        a.v[k] = from_float<T>(x * sigmoid(x) * to_float(b.v[k]));
+        a.v[k] = from_float<T>(silu(x) * to_float(b.v[k]));
     }
     store_pack(y + i, a);
 }
 
 // With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)).
 __device__ __forceinline__ void swiglu_slopes(float gate, float up, float dy, float& dgate, float& dup) {
-    const float s = sigmoid(gate), y = gate * s;
+    float rest;
+    const float s = sigmoid(gate, rest), y = gate * s;
     dup = dy * y;
-    dgate = dy * up * (s + y * (1.0f - s));
+    dgate = dy * up * (s + y * rest);
 }
 
 template <typename T>

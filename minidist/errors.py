@@ -15,13 +15,18 @@
     ├── GradientError (RuntimeError)  a backward that the tape cannot run: a second one, or of a loss that is no scalar
     ├── KernelError (RuntimeError)    a CUDA kernel that does not compile, or breaks a rule or limit of CUDA
     └── CommError (RuntimeError)      something between ranks
-        ├── PeerLostError             a rank died, or its connection did
+        ├── PeerLostError             a rank died
+        │   └── LinkLostError         the connection between two ranks broke, or its data cannot be used; both may live
         ├── MismatchError             calls that do not fit together: verb, shape, dtype, op, root, algorithm or order
         ├── DeadlockError             ranks wait for each other in a circle, so that no wait can end
         ├── HandshakeError            a connection that does not prove it belongs to this job
         └── TimeoutError (TimeoutError)   a wait reached its limit
 
 Every message names the rank and the call, the expected and the actual value, and a remedy.
+
+What MismatchError cannot see: two calls of one verb, op, root, dtype, shape and algorithm that some rank makes in the
+other order. Their messages are alike, so the values of one go to the other. Where they stand at two places of the
+program a RuntimeWarning names both; it is no error, because ranks may take turns at two places on purpose.
 """
 
 import builtins
@@ -49,8 +54,11 @@ class TimeoutError(CommError, builtins.TimeoutError): ...  # noqa: A001 - DESIGN
 
 
 class PeerLostError(CommError):
-    """A rank died, or its connection did. Args: world_rank: that rank, or None if it is not known."""
+    """A rank is lost, or the link to it. Args: world_rank: that rank, or None if it is not known."""
 
     def __init__(self, message: str, world_rank: int | None = None) -> None:
         super().__init__(message)
         self.world_rank = world_rank
+
+
+class LinkLostError(PeerLostError): ...

@@ -4,21 +4,28 @@
     check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
     the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
 
-A check stops at the first task that fails, because later tasks would only repeat the same mistake. Whatever the
-student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
+A check stops at the first task that fails, because later tasks would only repeat the same mistake. Then each hole is
+graded by itself: the student's answer to it, and the right code in all the others. So the hole that is wrong is named,
+and what is filled is graded before all is filled. check.py says what is right: `CUT_FROM`, the plain versions that the
+exercise is cut from, and `ANSWERS`, {hole: code}, for what it asks beyond them.
+
+Whatever the student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
 """
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minidist import holes
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 
 NOT_FILLED = "not filled yet"       # the mistake of a Result that met a hole
@@ -47,6 +54,7 @@ class Result:
     measured: str
     mistake: str = ""
     advice: str = ""
+    holes: tuple[int, ...] = ()     # those to blame, where that is known
 
     def line(self) -> str:
         """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3 again`."""
@@ -55,21 +63,37 @@ class Result:
         if self.mistake == NOT_FILLED:
             return f"{self.advice}; {self.measured}"
         tail = ": ".join(part for part in (self.mistake, self.advice) if part)
-        return f"{self.task}: {self.measured}, target {self.target}: {tail}"
+        blamed = f"{holes_text(self.holes)}: " if self.holes else ""
+        return f"{blamed}{self.task}: {self.measured}, target {self.target}: {tail}"
+
+
+@dataclass(frozen=True)
+class HoleGrade:
+    """One hole by itself, with the right code in all the others: `state` is "right", "wrong" or "open"."""
+
+    number: int
+    state: str
+    result: Result | None = None    # what was wrong
 
 
 @dataclass(frozen=True)
 class Grade:
-    """All results of one exercise."""
+    """All results of one exercise, up to the first mistake; then its holes one by one, unless every task passed."""
 
     lesson: str
     file: str
     results: tuple[Result, ...]
+    holes: tuple[HoleGrade, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether there was a task and every task passed."""
         return bool(self.results) and all(result.passed for result in self.results)
+
+    def summary(self) -> str:
+        """How far it is: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is known of the holes."""
+        left = [f"{hole.number}{' (wrong)' * (hole.state == 'wrong')}" for hole in self.holes if hole.state != "right"]
+        return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
 
     def as_json(self) -> dict[str, Any]:
         """The grade for `--json`."""
@@ -117,23 +141,115 @@ def require_python(file: Path, advice: str) -> None:
 
 
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
-    """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails.
+    """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails; then hole by hole.
 
     Args:    number: the lesson's number, "03".
     Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become a failed Result.
     """
     require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
     check = load_module(check_file, number)
+    results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
+    template_file, graded = check_file.with_name("exercise.py"), tuple[HoleGrade, ...]()
+    if not (results and results[-1].passed) and template_file.is_file():
+        template = ast.parse(template_file.read_text(encoding="utf-8"))
+        graded = _by_hole(check, template, exercise_file, number, results[-1])
+        results = [*results[:-1], _blamed(results[-1], graded)]
+    return Grade(number, str(exercise_file), tuple(results), graded)
+
+
+def _results(check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path) -> list[Result]:
+    """The check's results up to the first that failed."""
     results: list[Result] = []
     try:
-        exercise = load_module(exercise_file, number)
-        for result in check.grade(exercise):
+        for result in check.grade(exercise()):
             results.append(result)
             if not result.passed:
                 break
     except (Exception, SystemExit) as error:    # whatever the student's code raises becomes part of the grade
         results.append(explain(error, exercise_file))
-    return Grade(number, str(exercise_file), tuple(results))
+    return results
+
+
+def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes]:
+    """The right code of each hole of a lesson's exercise, from the check's CUT_FROM and ANSWERS."""
+    sources = [inspect.getsource(part) for part in getattr(check, "CUT_FROM", ())]
+    return holes.right_code(template, sources, getattr(check, "ANSWERS", {}))
+
+
+def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, number: str,
+             first: Result) -> tuple[HoleGrade, ...]:
+    """Each hole by itself; none where the file cannot be parsed. `first`: the first mistake of the whole."""
+    try:
+        student = ast.parse(exercise_file.read_text(encoding="utf-8"))
+    except SyntaxError:
+        return ()
+    answers = holes.answers_of(template, student, answer_key(check, template))
+
+    def without(replaced: Iterable[holes.Answer]) -> Result | None:
+        """The first mistake that is left with the right code in place of these."""
+        module = holes.corrected(student, replaced)
+        last = _results(check, lambda: run_module(module, exercise_file, number), exercise_file)[-1]
+        return None if last.passed else last
+
+    doubtful = [answer for answer in answers if not answer.is_right_code]
+    filled = [answer for answer in doubtful if not answer.is_open]
+    if filled and without(answers):
+        return ()       # the mistake lies outside the holes
+    wrong: dict[tuple[int, ...], Result] = {}
+    for answer in filled:
+        others = [other for other in doubtful if other is not answer]
+        result = without(others) if others else first
+        wrong |= {answer.holes: result} if result else {}
+    if len(wrong) > 1 and not any(answer.is_open for answer in answers):
+        # an answer that is right beside another that is as unusual: who wrote both meant both
+        alone = [answer.holes for answer in answers if answer.holes in wrong and not without([answer])]
+        wrong = {held: wrong[held] for held in alone[:1] or wrong}
+    states = {hole: ("open" if answer.is_open else "wrong" if answer.holes in wrong else "right",
+                     wrong.get(answer.holes)) for answer in answers for hole in answer.holes}
+    asked = holes.tasks(template)
+    return tuple(HoleGrade(hole, state, result and _told(result, (hole,), asked[hole]))
+                 for hole, (state, result) in sorted(states.items()))
+
+
+def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
+    """A mistake of hole `blamed`: as the check names it, unless that is about other holes."""
+    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
+    named = {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
+    advice = _HOLES.sub("", result.advice).strip().rstrip(":")
+    if named and not named & set(blamed):
+        return replace(result, mistake="", advice=task, holes=blamed)
+    return replace(result, advice=advice, holes=blamed)
+
+
+_HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
+"""What a check says of the holes that it suspects."""
+
+
+def _blamed(result: Result, graded: tuple[HoleGrade, ...]) -> Result:
+    """The first mistake of the whole exercise, by the holes that are wrong; an open hole comes after a wrong one."""
+    wrong = [hole for hole in graded if hole.result]
+    if not wrong:
+        return result
+    several = _told(result, tuple(hole.number for hole in wrong), "")
+    told_apart = len(wrong) > 1 and several.mistake and result.mistake != NOT_FILLED
+    return several if told_apart else wrong[0].result or result
+
+
+def holes_text(numbers: tuple[int, ...]) -> str:
+    """`hole 2`, or `holes 2, 3`."""
+    return f"hole{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+def run_module(tree: ast.Module, file: Path, name: str) -> ModuleType:
+    """Run a module's code as if it stood in `file`.
+
+    Raises:  any error of the code.
+    """
+    module = ModuleType(f"minidist_lesson_{name}_{file.stem}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    exec(compile(tree, str(file.absolute()), "exec"), module.__dict__)
+    return module
 
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
@@ -168,6 +284,16 @@ def _at(error: BaseException, file: Path) -> str:
     whole = file.absolute()     # as in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == whole]
     return f" ({file.name} line {lines[-1]})" if lines else ""
+
+
+def variant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """A plain version with `new` in place of its code `old`: what a mistake leads to, so that it can be named."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{function.__name__} has {old!r} {source.count(old)} times"
+    names: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), function.__globals__, names)
+    changed: Callable[..., Any] = names[function.__name__]
+    return changed
 
 
 def totals(ledger: Any) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 SAMPLED = {
     # lessons
-    "test_a_wrong_filling_fails_under_its_name": 4, "test_break_it": 3, "test_break_it_in_processes": 3,
+    "test_a_wrong_filling_fails_under_its_name": 8, "test_break_it": 3, "test_break_it_in_processes": 3,
     "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 11,
     # launchers and transports
     "test_a_child_that_a_rank_forks_ends_without_a_word": 2,

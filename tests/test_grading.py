@@ -9,7 +9,7 @@ from minidist.lessons.running import draw_figure, insert_mermaid
 
 from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError, KernelError
-from minidist.grading import HoleError, Result, expect, grade, hole, load_module, sent_since, totals
+from minidist.grading import HoleError, Result, expect, grade, hole, load_module, sent_since, totals, variant
 
 CHECK = """
 from minidist.grading import expect
@@ -58,6 +58,55 @@ def test_an_open_hole_is_one_line_with_how_many_are_left(tmp_path: Path) -> None
     assert graded(tmp_path, exercise + holes)[-1].line() == "fill hole 2: a sum (mine.py line 5); 1 hole left"
     more = holes + "def three():\n    return hole(\n        3, 'more')\n"
     assert graded(tmp_path, exercise + more)[-1].line() == "fill hole 2: a sum (mine.py line 5); 2 holes left"
+
+
+TEMPLATE = """
+from minidist.grading import hole
+def one():
+    return hole(1, "the first number")
+def two():
+    return hole(2, "the second number")
+"""
+
+
+def by_hole(folder: Path, exercise: str):
+    (folder / "exercise.py").write_text(TEMPLATE)
+    (folder / "check.py").write_text(CHECK + "\nANSWERS = {1: '1', 2: '2'}\n")
+    (folder / "mine.py").write_text(exercise)
+    return grade("99", folder / "check.py", folder / "mine.py")
+
+
+def test_the_wrong_hole_is_named_though_another_is_open(tmp_path: Path) -> None:
+    found = by_hole(tmp_path, TEMPLATE.replace('hole(2, "the second number")', "5"))
+    assert [hole.state for hole in found.holes] == ["open", "wrong"]
+    assert found.results[-1].line() == "hole 2: two: 5, target 2: not two: read section 2"
+    assert found.summary() == "2 of 2 holes left: 1, 2 (wrong)"
+
+
+def test_an_error_has_its_hole(tmp_path: Path) -> None:
+    found = by_hole(tmp_path, TEMPLATE.replace('hole(1, "the first number")', "1").replace(
+        'hole(2, "the second number")', "[][0]"))
+    assert found.results[-1].line().startswith("hole 2: your code: IndexError")
+    assert "(mine.py line 6)" in found.results[-1].line()
+
+
+def test_advice_for_another_hole_is_not_given(tmp_path: Path) -> None:
+    check = CHECK.replace('"not two", "read section 2"', '"not two", "see one: section 1 (hole 1)"')
+    (tmp_path / "exercise.py").write_text(TEMPLATE)
+    (tmp_path / "check.py").write_text(check + "\nANSWERS = {1: '1', 2: '2'}\n")
+    (tmp_path / "mine.py").write_text(TEMPLATE.replace('hole(1, "the first number")', "1").replace(
+        'hole(2, "the second number")', "3"))
+    found = grade("99", tmp_path / "check.py", tmp_path / "mine.py")
+    assert found.results[-1].line() == "hole 2: two: 3, target 2: the second number"
+
+
+def test_a_mistake_outside_the_holes_blames_none(tmp_path: Path) -> None:
+    student = TEMPLATE.replace('hole(1, "the first number")', "1 + 0") + "x = 1 / 0\n"
+    assert by_hole(tmp_path, student).holes == ()
+
+
+def test_a_variant_of_a_plain_version_is_what_a_mistake_leads_to() -> None:
+    assert variant(expect, "measured == target", "measured != target")("a", 1, 2).passed
 
 
 def test_an_error_names_the_students_line(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ FLOORS = [
     ["minidist.lessons"],
     ["minidist.bench"],
     ["minidist.console", "minidist.grading"],
+    ["minidist.holes"],
     ["minidist.observe"],
     ["minidist"],                           # the public names: each is loaded when it is asked for
     ["minidist.parallel.hybrid"],

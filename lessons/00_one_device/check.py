@@ -13,7 +13,8 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import Result, expect
 from minidist.nn import GPT, GPTConfig
-from minidist.optim import Adam
+from minidist.optim import SGD, Adam
+from minidist.parallel.step.single import plain_single
 
 CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
            GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),
@@ -21,9 +22,24 @@ CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
 LONG = GPTConfig(vocabulary=20, context=264, layers=1, width=16, heads=2)  # long enough that no probabilities are kept
 BATCH = 3
 
+CUT_FROM = (plain_single,)
+ANSWERS = {
+    3: "12 * width * width + 13 * width",
+    4: "2 * parameters",
+    5: "(4 + 4 + 4) * parameters",
+    6: "(4 + 4) * parameters",
+    7: "16 * width + heads + 2",
+    8: """
+        with no_grad():
+            total += model.loss(inputs, targets, divisor=targets.size).item()
+       """,
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Parameters, bytes by category, activations, evaluation."""
+    """The loop, parameters, bytes by category, activations, evaluation."""
+    yield from _loop(exercise, CONFIGS[0])
     for config in CONFIGS:
         yield _parameters(exercise, config)
     for config in CONFIGS:
@@ -49,6 +65,34 @@ def _batch(config: GPTConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
+def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
+    """The loss and the weights after some batches of different sizes, beside the plain version's."""
+    inputs, targets = _batch(config)
+    batches = [(inputs, targets), (inputs[:2], targets[:2]), (inputs[1:], targets[1:])]
+
+    def trained(loop: Callable[..., Any]) -> tuple[Any, np.ndarray]:
+        model = _model(config)
+        loss = loop(model, SGD(list(model.parameters()), 0.5), batches)
+        return loss, np.concatenate([np.ravel(parameter.data) for parameter in model.parameters()])
+
+    def kept_gradients(model: GPT, optimizer: SGD, rows: Any) -> None:
+        for inputs, targets in rows:
+            model.loss(inputs, targets, targets.size).backward()
+            optimizer.step()
+
+    (loss, weights), (mine, found) = trained(plain_single), trained(exercise.plain_single)
+    moved = not np.array_equal(found, trained(lambda *_: 0.0)[1])
+    mistake, advice = ("the weights did not move", "optimizer.step() in every batch (hole 2)") if not moved else (
+        "the gradients of the batches before are still there", "optimizer.zero_grad() after each update: section 1 "
+        "(hole 2)") if np.allclose(found, trained(kept_gradients)[1], rtol=1e-5) else (
+        "another step", "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)")
+    right = found.shape == weights.shape and np.allclose(found, weights, rtol=1e-5)
+    yield Result("weights after 3 batches", right, "the plain version's", "equal" if right else "others", mistake,
+                 advice)
+    yield Result("the last loss", bool(np.isclose(mine, loss)), f"{loss:.5f}", f"{mine:.5f}", "not the mean",
+                 "the mean over the targets (hole 1)")
+
+
 def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
     """The count beside the model's own."""
     h, layers = config.width, config.layers
@@ -61,7 +105,7 @@ def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
     mistake = next((name for block, name in known.items() if measured == target + layers * (block - right_block)),
                    "a block has another size")
     return expect(f"numbers in a GPT, {_name(config)}", target, measured, mistake,
-                  "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 1")
+                  "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 3")
 
 
 def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
@@ -81,7 +125,7 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         yield expect(f"float32, {category}, {_name(config)}", size_text(held[category]), size_text(mine[category]),
                      mistake,
                      f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps two moments "
-                     f"in the parameters' precision: section 3 (hole 4)")
+                     f"in the parameters' precision: section 3 (hole 6)")
 
 
 def _mixed(exercise: ModuleType) -> Iterator[Result]:
@@ -90,14 +134,14 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
     mine = exercise.training_bytes(parameters, True)
     halved = "that is float32's" if mine["gradients"] == 4 * parameters else "wrong bytes"
     yield expect("mixed precision, gradients of 7 billion", 2 * parameters, mine["gradients"], halved,
-                 "gradients have the parameters' precision: section 3 (hole 2)")
+                 "gradients have the parameters' precision: section 3 (hole 4)")
     known = {8: "the master weights are missing", 4: "master weights and one moment are missing",
              16: "the parameters' bytes "
              "are not the optimizer's", 6: "moments in half precision"}
     mistake = next((name for size, name in known.items() if mine["optimizer"] == size * parameters), "wrong bytes")
     yield expect("mixed precision, optimizer of 7 billion", 12 * parameters, mine["optimizer"], mistake,
                  "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets the first): "
-                 "section 3 (hole 3)")
+                 "section 3 (hole 5)")
 
 
 def _kept(config: GPTConfig) -> int:
@@ -120,7 +164,7 @@ def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
     return Result(f"activations of {_name(config)}", abs(measured - target) <= 0.01 * target, size_text(target),
                   size_text(measured), mistake,
                   "add up the table in section 4: no term grows with the square of the context "
-                  "(hole 5)")
+                  "(hole 7)")
 
 
 def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[Any, int, int]:
@@ -148,14 +192,14 @@ def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
                                                                      float) else "the total is a Tensor with every tape"
     yield Result("evaluate, memory afterwards", after <= target_after, size_text(target_after), size_text(after),
                  keeper,
-                 "a Tensor remembers how it was made, and so all activations; keep loss.item(): section 6 (hole 6)")
+                 "a Tensor remembers how it was made, and so all activations; keep loss.item(): section 6 (hole 8)")
     yield Result("evaluate, memory at the peak", peak <= 1.05 * target_peak, size_text(target_peak), size_text(peak),
                  "no no_grad()",
                  "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
-                 "section 6 (hole 6)")
+                 "section 6 (hole 8)")
     yield Result("evaluate, value", isinstance(result, float) and abs(result - target) < 1e-6, f"{target:.6f}",
                  f"{float(result):.6f} ({type(result).__name__})", "not the mean of the batches' losses",
-                 "add float(loss.item()) of every batch (hole 6)")
+                 "add float(loss.item()) of every batch (hole 8)")
 
 
 if __name__ == "__main__":

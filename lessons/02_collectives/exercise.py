@@ -1,14 +1,14 @@
 """Exercise 02: write a broadcast, an all-to-all, a barrier, and the rule that chooses an algorithm.
 
 Copy this file (`minidist lesson 02 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `link` of its own:
+`minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `group` of its own:
 
-    link.rank, link.size                            this rank's number, and how many ranks there are
-    link.send(outgoing, dst=)                       return when dst has taken it
-    link.recv(src=) -> array                        return when src has sent it
-    link.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
+    group.rank, group.size                            this rank's number, and how many ranks there are
+    group.send(outgoing, dst=)                       return when dst has taken it
+    group.recv(src=) -> array                        return when src has sent it
+    group.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
 
-The link has no buffer: a send waits until the other side receives.
+The messages have no buffer: a send waits until the other side receives.
 """
 
 import numpy as np
@@ -16,31 +16,29 @@ import numpy as np
 from minidist.grading import hole
 
 
-def broadcast(link, x, root):
-    """Every rank returns the root's array, which travels along a binomial tree.
+def plain_broadcast(group, x, root):
+    """In each step every rank that has the root's array passes it on, so that twice as many have it.
 
     Places count from the root: the root has place 0, the rank after it place 1, ... In each step each rank that has the
-    array tells the place `distance` further on, so that twice as many have it.
+    array tells the place `distance` further on.
 
     P=5, root 0   distance 1: r0 -> r1      distance 2: r0 -> r2, r1 -> r3      distance 4: r0 -> r4
 
     Args:    x: the root's counts; that of the others is not used.
     Cost:    size - 1 messages in all, ceil(log2 size) one after the other.
     """
-    place = hole(1, "this rank's place, counted from the root (section 2.2)")
-    distance = 1
-    while distance < link.size:
-        if place < distance:
-            if hole(2, "is there a place `distance` further on? (section 2.2)", place, distance):
-                link.send(x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance))
-        elif place < 2 * distance:
-            x = link.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
+    place, distance = hole(1, "this rank's place, counted from the root (section 2.2)"), 1
+    while distance < group.size:
+        if place < distance and hole(2, "is there a place `distance` further on? (section 2.2)", place, distance):
+            group.send(x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance))
+        elif distance <= place < 2 * distance:
+            x = group.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
         distance *= 2
     return x
 
 
-def all_to_all(link, parts):
-    """A list of `size` arrays: what rank 0, rank 1, ... had for this rank. Pairwise: another partner in each step.
+def plain_all_to_all(group, parts):
+    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by source.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 1   p01 -> r1   p12 -> r2   p20 -> r0
@@ -49,15 +47,15 @@ def all_to_all(link, parts):
     Args:    parts: one array for each rank.
     Cost:    size - 1 messages a rank; each part once.
     """
-    received = list(parts)  # its own part stays where it is
-    for step in range(1, link.size):
-        dst = hole(5, "to which rank does this one send in this step? (section 2.5)", step)
-        src = hole(6, "and from which does it hear? (section 2.5)", step)
-        received[src] = link.exchange(parts[dst], dst=dst, src=src)
+    received = list(parts)                                  # the own part stays where it is
+    for step in range(1, group.size):
+        dst, src = hole(5, "to which rank does this one send in this step? (section 2.5)", step), hole(
+            6, "and from which does it hear? (section 2.5)", step)
+        received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 
 
-def barrier(link):
+def barrier(group):
     """Return when every rank has called it. Dissemination: tell one rank, hear from another, at growing distance.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
@@ -68,7 +66,7 @@ def barrier(link):
     """
     nothing, distance = np.empty(0), 1
     while hole(7, "while may there be a rank that this one has not heard of? (section 2.6)", distance):
-        link.exchange(nothing, dst=(link.rank + distance) % link.size, src=(link.rank - distance) % link.size)
+        group.exchange(nothing, dst=(group.rank + distance) % group.size, src=(group.rank - distance) % group.size)
         distance = hole(8, "how far does the next message go? (section 2.6)", distance)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.collectives.ring import plain_all_gather, plain_all_reduce, plain_reduce_scatter
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import DeadlockError, TimeoutError
@@ -45,12 +46,14 @@ class Link:
         self.doing = "recv"
         return self._group.recv(src=src)
 
+CUT_FROM = (plain_reduce_scatter, plain_all_gather, plain_all_reduce)
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Every task, one after the other."""
     links: dict[int, Link] = {}
     try:
-        ranks = run(_contributions, exercise.reduce_scatter, None, links, size=4, transport="threads-unbuffered",
+        ranks = run(_contributions, exercise.plain_reduce_scatter, links, size=4, transport="threads-unbuffered",
                     limit=LIMIT)
     except (TimeoutError, DeadlockError):
         yield _stuck("reduce_scatter ends", links)
@@ -68,13 +71,11 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _cost(size, elements, measured)
 
 
-def _contributions(group: Group, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
-    """This rank's chunks after the student's functions ran on the contributions BASE**rank."""
+def _contributions(group: Group, reduce_scatter: Any, links: dict[int, Link]) -> list[np.ndarray]:
+    """This rank's chunks after the student's function: each has the contribution BASE**rank, and its own number."""
     link = links.setdefault(group.rank, Link(group))
-    chunks = np.array_split(np.full(2 * group.size, BASE**group.rank, dtype=np.int64), group.size)
+    chunks = [np.array([BASE**group.rank, chunk], dtype=np.int64) for chunk in range(group.size)]
     reduce_scatter(link, chunks)
-    if all_gather is not None:
-        all_gather(link, chunks)
     return chunks
 
 
@@ -83,17 +84,19 @@ def _one_call(group: Group, exercise: ModuleType, elements: int, links: dict[int
     link = links.setdefault(group.rank, Link(group))
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
     before = totals(group.ledger)
-    mine = exercise.all_reduce(link, x)
+    mine = exercise.plain_all_reduce(link, x)
     mine_cost, before = sent_since(group.ledger, before), totals(group.ledger)
     library = group.all_reduce(x, algorithm="ring")
     return {"mine": mine, "library": library, "cost": mine_cost, "target": sent_since(group.ledger, before)}
 
 
 def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
-    """After reduce_scatter, chunk r of rank r must hold every rank's contribution once."""
+    """After reduce_scatter, chunk r of rank r must hold every rank's chunk r once."""
     size = len(ranks)
     for rank, chunks in enumerate(ranks):
-        story = _who(chunks[rank], size)
+        story = _who(chunks[rank][:1], size)
+        if not story and chunks[rank][1] != size * rank:
+            story = "mixes other chunks in"
         if story:
             return Result("reduce_scatter, values", False, f"chunk {rank} of rank {rank} sums ranks 0..{size - 1} once",
                           story, "wrong chunk index",
@@ -135,7 +138,7 @@ def _steps(size: int, elements: int, measured: list[dict[str, Any]], links: dict
         astray = [dst for dst, _ in links[rank].sends if dst != links[rank].next_rank]
         if astray:
             yield Result(f"{where}, neighbours", False, f"only rank {links[rank].next_rank}", f"rank {astray[0]}",
-                         "not a ring", "every message goes to link.next_rank: read section 3 again")
+                         "not a ring", "every message goes to next_rank: read section 3 again")
 
 
 def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
@@ -169,7 +172,7 @@ def _stuck(task: str, links: dict[int, Link]) -> Result:
     if links and all(link.doing == "send" for link in links.values()):
         return Result(task, False, "every rank returns", doing, "deadlock: all ranks send first",
                       "each send waits for a receive that no rank has reached; send and receive at once with "
-                      "link.exchange: read section 3.4 again (hole 3)")
+                      "group.exchange: read section 3.4 again (hole 3)")
     return Result(task, False, "every rank returns", doing, "deadlock",
                   "a rank waits for a message that no rank sends: count the steps, section 3.3")
 

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from minidist.grading import Result, expect, totals
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
 from minidist.parallel.data.server_keys import assign
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import part_of
@@ -22,13 +21,21 @@ from minidist.parallel.step.step import part_of
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES, STEPS, RATE, LIMIT = 5, 3, 0.5, 60.0
 
+CUT_FROM = (plain_worker, plain_server)
+ANSWERS = {
+    1: "loads.index(min(loads))",
+    6: "done[worker] - min(done[other] for other in running) <= staleness",
+    7: "2 * workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Keys, synchronous steps, the bound, traffic."""
     for servers in (1, 2, 3):
         yield _keys(exercise, servers)
-    for workers, servers in ((1, 1), (2, 1), (3, 2)):
-        yield _steps(exercise, workers, servers)
+    for workers in (1, 2, 3):
+        yield _steps(exercise, workers)
     yield from _bound(exercise)
     for workers, servers in ((3, 1), (4, 2)):
         yield _traffic(exercise, workers, servers)
@@ -65,23 +72,14 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
 
 # ------------------------------------------------------------------------------------------------ synchronous steps
 
-def _job(group: Group, exercise: ModuleType, workers: int, owner: list[int]) -> dict[str, Any]:
-    """A rank's steps with the student's functions."""
+def _job(group: Group, exercise: ModuleType, workers: int) -> np.ndarray:
+    """A rank's weights after the steps of the student's functions."""
     model = _model()
-    parameters = list(model.parameters())
-    before = totals(group.ledger)[1]
-    mine = [p for p, where in zip(parameters, owner, strict=True) if where == group.rank - workers]
-    optimizer = SGD(mine, RATE) if group.rank >= workers else None
-    for step in range(STEPS):
-        batch = _batch(step)
-        if optimizer is not None:
-            exercise.server_step(group, workers, mine, optimizer)
-            continue
-        part = part_of(batch, size=workers, rank=group.rank)
-        model.zero_grad()
-        model.loss(part.inputs, part.targets, batch[1].size).backward()
-        exercise.worker_step(group, workers, owner, parameters)
-    return {"weights": _weights(model), "sent": totals(group.ledger)[1] - before}
+    if group.rank == workers:
+        exercise.plain_server(model, SGD(list(model.parameters()), RATE), group, workers, STEPS)
+    else:
+        exercise.plain_worker(model, group, workers, [_batch(step) for step in range(STEPS)])
+    return _weights(model)
 
 
 def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
@@ -94,19 +92,16 @@ def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
     return _weights(model)
 
 
-def _steps(exercise: ModuleType, workers: int, servers: int) -> Result:
+def _steps(exercise: ModuleType, workers: int) -> Result:
     """Worker 0's weights beside one process's."""
-    task = f"{workers} workers, {servers} servers, {STEPS} steps"
-    sizes = [parameter.size for parameter in _model().parameters()]
-    owner = [next(server for server, share in enumerate(assign(sizes, servers)) if key in share)
-             for key in range(len(sizes))]
+    task = f"{workers} workers, {STEPS} steps"
     try:
-        ranks = run(_job, exercise, workers, owner, size=workers + servers, limit=LIMIT)
+        ranks = run(_job, exercise, workers, size=workers + 1, limit=LIMIT)
     except CommError as error:
         return Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
-                      f"each key is pushed once to its server, and pulled once from there: section 1 (holes 2 to 4); "
+                      f"each key is pushed once to its server, and pulled once from there: section 1 (holes 2 to 5); "
                       f"{str(error).splitlines()[0]}")
-    off = _apart(ranks[0]["weights"], _serial())
+    off = _apart(ranks[0], _serial())
     if off < 1e-10:
         return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
     first = slice(0, len(part_of(_batch(0), size=workers, rank=0).inputs))
@@ -118,10 +113,10 @@ def _steps(exercise: ModuleType, workers: int, servers: int) -> Result:
         "the last worker's gradients alone": (_serial(rows=last), "every worker pushes: section 2 (hole 4)"),
         "nothing was pulled": (_weights(_model()), "parameter.data[...] = what the server sends: section 1 (hole 3)")}
     for mistake, (wrong, advice) in known.items():
-        if _apart(ranks[0]["weights"], wrong) < 1e-9:
+        if _apart(ranks[0], wrong) < 1e-9:
             return Result(task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice)
     return Result(task, False, "the weights of one process", f"off by {off:.1e}", "wrong weights",
-                  "push, sum, step, pull: sections 1 and 2 (holes 2 to 4)")
+                  "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)")
 
 
 def _apart(mine: np.ndarray, target: np.ndarray) -> float:
@@ -142,7 +137,7 @@ def _bound(exercise: ModuleType) -> Iterator[Result]:
         worker, done, running, staleness = arguments
         task = f"worker {worker}, steps {done}, running {sorted(running)}, staleness {staleness}"
         yield expect(task, target, bool(exercise.may_go_on(*arguments)), mistake,
-                     "its steps minus those of the slowest that still runs, at most staleness: section 5 (hole 5)")
+                     "its steps minus those of the slowest that still runs, at most staleness: section 5 (hole 6)")
 
 
 def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
@@ -164,7 +159,7 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     return Result(f"in and out of a link, {workers} workers, {servers} servers", bool(np.allclose(mine, target)),
                   " and ".join(map(size_text, target)), " and ".join(map(size_text, mine)), mistake,
                   "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives as much: "
-                  "section 3 (hole 6)")
+                  "section 3 (hole 7)")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go on.
 
 Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, the others are servers; every
-rank has the whole model; a server uses its keys alone. What you may use:
+`minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, rank `workers` is the server.
+What you may use:
 
-    group.send(x, rank), group.recv(rank)       messages from one rank to another arrive in the order they were sent
-    parameter.data, parameter.grad              arrays; write to data in place: parameter.data[...] = new
+    group.send(x, dst=rank), group.recv(src=rank)   messages from one rank to another arrive in the order they were sent
+    group.recv(src=rank, out=array)                 what came is written into `array`
+    p.data, p.grad                                  arrays of a parameter
 """
 
 from minidist.grading import hole
+from minidist.parallel.step.step import part_of
 
 
 def divide(sizes, servers):
@@ -20,25 +22,27 @@ def divide(sizes, servers):
     return owner
 
 
-def worker_step(group, workers, owner, parameters):
-    """After backward: push every gradient to the server of its key, then pull every weight from there."""
-    for key, parameter in enumerate(parameters):
-        hole(2, "push the gradient of this key; servers are the ranks behind the workers (section 1)", key, parameter)
-    for key, parameter in enumerate(parameters):
-        hole(3, "pull the weights of this key (section 1)", key, parameter)
+def plain_worker(model, group, workers, batches):
+    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every weight."""
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=workers, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        for p in model.parameters():
+            hole(2, "push (section 1)", p)
+            p.zero_grad()
+        for p in model.parameters():
+            hole(3, "pull (section 1)", p)
 
 
-def server_step(group, workers, mine, optimizer):
-    """One synchronous step of a server, whose keys are the parameters `mine`, in the order of the model.
-
-    The workers divide their losses by the targets of *all* of them.
-    """
-    for parameter in mine:
-        parameter.grad = hole(4, "what the optimizer needs: from what every worker pushes (section 2)", parameter)
-    optimizer.step()
-    for parameter in mine:
-        for worker in range(workers):
-            group.send(parameter.data, worker)
+def plain_server(model, optimizer, group, workers, steps):
+    """Its server: add up what all workers push, update, and answer all of them."""
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = hole(4, "what the optimizer needs, from what every worker pushes (section 2)")
+        optimizer.step()
+        for p in model.parameters():
+            for worker in range(workers):
+                hole(5, "which array does each worker wait for?", p, worker)
 
 
 def may_go_on(worker, done, running, staleness):
@@ -46,9 +50,9 @@ def may_go_on(worker, done, running, staleness):
 
     Args: done: steps that each worker has done; running: the workers that are still at work, neither finished nor lost.
     """
-    return hole(5, "compare its steps with those of the slowest that counts (section 5)", worker, done, running)
+    return hole(6, "compare its steps with those of the slowest that counts (section 5)", worker, done, running)
 
 
 def link_bytes(model_bytes, workers, servers):
     """(bytes in and out of each server in a step if keys divide evenly, bytes in and out of a rank of a ring)."""
-    return hole(6, "the two formulas of section 3", model_bytes, workers, servers)
+    return hole(7, "the two formulas of section 3", model_bytes, workers, servers)

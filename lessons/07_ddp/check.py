@@ -14,15 +14,43 @@ from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
+from minidist.parallel.data.ddp import plain_ddp
+from minidist.parallel.step.step import part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
 SEQUENCES = (3, 1, 2)  # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
 LIMIT, BUCKET = 60.0, 2048
 EPOCHS, BATCHES = 2, 3
 
+CUT_FROM = (plain_ddp,)
+ANSWERS = {
+    3: "reversed(range(len(sizes)))",
+    4: """
+        self.missing[number] -= 1
+        if not self.missing[number]:
+            self.start(number)
+       """,
+    5: """
+        for handle in self.pending:
+            handle.wait()
+        self.pending = []
+        self.missing = [len(bucket) for bucket in self.buckets]
+       """,
+    6: """
+        for batch in batches:
+            local_loss(model, batch).backward()
+            synchronizer.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+       """,
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Buckets, one backward, then whole training runs."""
+    """The plain loop, buckets, one backward, then whole training runs."""
+    for size in (2, 3):
+        yield _plain(size, run(_run_plain, exercise, size=size, limit=LIMIT))
     yield _order(exercise.assign_buckets([40, 10, 30, 20], 50))
     for size in (2, 3):
         try:
@@ -35,7 +63,12 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _final(size, ranks)
         yield _gradients(size, ranks)
         yield _traffic(size, ranks)
-    yield _training(run(_train, exercise, size=3, limit=LIMIT))
+    try:
+        yield _training(run(_train, exercise, size=3, limit=LIMIT))
+    except CommError as error:
+        yield Result(f"{EPOCHS} epochs on 3 ranks end", False, "every rank returns", type(error).__name__,
+                     "the ranks wait for each other", f"every rank synchronises in every batch: section 5 (hole 6); "
+                     f"{error}")
 
 
 # ---------------------------------------------------------------------------------------------- what the ranks do
@@ -52,6 +85,20 @@ def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The same global batch in one piece."""
     parts = [_batch(step, rank, size) for rank in range(size)]
     return np.concatenate([part.inputs for part in parts]), np.concatenate([part.targets for part in parts])
+
+
+def _global(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A global batch of which the first rank has one sequence more than the others."""
+    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (size + 1, CONFIG.context + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _run_plain(group: Group, exercise: ModuleType) -> np.ndarray:
+    """The weights after the student's plain loop."""
+    model = _model()
+    exercise.plain_ddp(model, SGD(list(model.parameters()), lr=0.1), group,
+                       [_global(step, group.size) for step in range(BATCHES)])
+    return _flat(parameter.data for parameter in model.parameters())
 
 
 def _model() -> Any:
@@ -101,7 +148,8 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
         def __init__(self) -> None:
             self.came: dict[int, int] = {}
             self.early: list[tuple[int, int, int]] = []
-            self.started = self.finished = self.forgotten = 0
+            self.started = self.finished = self.forgotten = self.late = self.left = 0
+            self.ending = False
             super().__init__(WatchedGroup(group), list(model.parameters()), BUCKET)
 
         def ready(self, number: int, parameter: Any) -> None:
@@ -110,15 +158,19 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
 
         def start(self, number: int) -> None:
             self.started += 1
+            self.late += self.ending
             if self.came.get(number, 0) < len(self.buckets[number]):
                 self.early.append((number, self.came.get(number, 0), len(self.buckets[number])))
             super().start(number)
 
         def finish(self) -> None:
             self.finished += 1
-            self.came.clear()
+            self.ending = True
             super().finish()
+            self.ending = False
+            self.came.clear()
             self.forgotten += self.group.forgotten()
+            self.left += len(self.pending)
 
     return Watched()
 
@@ -128,10 +180,11 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     model, batch = _model(), _batch(0, group.rank, group.size)
     synchronizer = _watched(exercise, group, model)
     before = totals(group.ledger)
-    exercise.local_loss(model, batch).backward()
+    model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens).backward()
     synchronizer.finish()
     return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
-            "started": synchronizer.started, "forgotten": synchronizer.forgotten,
+            "started": synchronizer.started, "forgotten": synchronizer.forgotten, "late": synchronizer.late,
+            "left": synchronizer.left,
             "buckets": [flat.nbytes for flat in synchronizer.flat],
             "sent": sent_since(group.ledger, before)}
 
@@ -142,7 +195,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     synchronizer = _watched(exercise, group, model)
     epochs = [[_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
               for epoch in range(EPOCHS)]
-    exercise.train(group, model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
+    exercise.train(model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
     return {"weights": _flat(parameter.data for parameter in model.parameters()), "finished": synchronizer.finished,
             "started": synchronizer.started, "buckets": len(synchronizer.buckets)}
 
@@ -154,16 +207,44 @@ def _flat(arrays: Any) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------- beside the answer key
 
-def _serial_gradients(size: int, divisors: list[int] | None = None) -> np.ndarray:
-    """One process on the global batch; with `divisors`, each rank's part divided by its own number instead."""
+def _plain(size: int, ranks: list[np.ndarray]) -> Result:
+    """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
+    task, target = f"plain_ddp on {size} ranks, weights after {BATCHES} steps", _plain_serial(size)
+    error = max(float(np.abs(mine - target).max() / np.abs(target).max()) for mine in ranks)
+    if error < 1e-10:
+        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
+    mean_of_means = ("divided by local tokens", "a mean of means weighs a rank's few tokens as much as another's many; "
+                     "divide every rank's sum by the tokens of all: read section 4 again (hole 1)")
+    averaged = ("averaged twice", "the loss is divided by the global token count already, so gradients are summed, not "
+                "averaged: section 4 (hole 2)")
+    known = [(_plain_serial(size, local=True), mean_of_means), (_plain_serial(size, scale=1 / size), averaged),
+             (_plain_serial(size, local=True, scale=1 / size), mean_of_means)]
+    drift = max(float(np.abs(mine - ranks[0]).max()) for mine in ranks)
+    mistake, advice = next((told for wrong, told in known if np.allclose(ranks[0], wrong, rtol=1e-9)), (
+        "the replicas drifted apart", "every rank updates by the same gradient: section 4 (hole 2)") if drift > 1e-10
+        else ("the replicas agree on wrong weights", "section 4 (holes 1 and 2)"))
+    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
+
+
+def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.ndarray:
+    """One process on the global batches; with `local` each part's loss is divided by its own tokens."""
     model = _model()
-    if divisors is None:
-        inputs, targets = _whole_batch(0, size)
-        model.loss(inputs, targets, divisor=targets.size).backward()
-    else:
-        for rank, divisor in enumerate(divisors):
-            part = _batch(0, rank, size)
-            model.loss(part.inputs, part.targets, divisor=divisor).backward()
+    optimizer = SGD(list(model.parameters()), lr=0.1)
+    for step in range(BATCHES):
+        batch = _global(step, size)
+        for rank in range(size):
+            part = part_of(batch, size=size, rank=rank)
+            model.loss(part.inputs, part.targets, part.targets.size if local else batch[1].size).backward()
+        optimizer.step(None, scale)
+        optimizer.zero_grad()
+    return _flat(parameter.data for parameter in model.parameters())
+
+
+def _serial_gradients(size: int) -> np.ndarray:
+    """One process on the global batch."""
+    model = _model()
+    inputs, targets = _whole_batch(0, size)
+    model.loss(inputs, targets, divisor=targets.size).backward()
     return _flat(parameter.grad for parameter in model.parameters())
 
 
@@ -185,7 +266,7 @@ def _order(buckets: list[list[int]]) -> Result:
     mistake = "buckets in forward order" if buckets == [[0, 1], [2, 3]] else "wrong buckets"
     return Result("buckets of 40, 10, 30, 20 bytes at most 50", buckets == target, str(target), str(buckets), mistake,
                   "backward finishes the last layer's gradients first; a bucket that waits for the first layer cannot "
-                  "overlap with anything: read section 3.1 again (hole 1)")
+                  "overlap with anything: read section 3.1 again (hole 3)")
 
 
 def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -196,15 +277,24 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
             number, came, needed = figures["early"][0]
             return Result(task, False, f"bucket {number} starts after {needed} gradients", f"rank {rank}: after {came}",
                           "reduced before the gradient is final",
-                          "the bucket's other gradients are still the last step's: read section 3.2 again (hole 3)")
+                          "the bucket's other gradients are still the last step's: read section 3.2 again (hole 4)")
         if figures["started"] != len(figures["buckets"]):
             return Result(task, False, f"{len(figures['buckets'])} all-reduces", f"{figures['started']} on rank {rank}",
                           "a bucket was not started once",
-                          "start it when its last gradient has come: section 3.2 (hole 3)")
+                          "start it when its last gradient has come: section 3.2 (hole 4)")
+        if figures["late"]:
+            return Result(task, False, "none in finish()", f"{figures['late']} on rank {rank}",
+                          "started when backward was over",
+                          "so nothing overlaps with it: start a bucket when its last gradient has come: section 3.2 "
+                          "(holes 4 and 5)")
         if figures["forgotten"]:
             return Result(task, False, "finish() waits for all",
                           f"{figures['forgotten']} all-reduces not waited for on rank {rank}",
-                          "not waited for", "the sums may not be there yet when finish() returns: section 3.2 (hole 4)")
+                          "not waited for", "the sums may not be there yet when finish() returns: section 3.2 (hole 5)")
+        if figures["left"]:
+            return Result(task, False, "no handle left after finish()", f"{figures['left']} on rank {rank}",
+                          "the handles are not forgotten", "they would pile up, and each finish() would wait for all "
+                          "before it: self.pending = [] (hole 5)")
     return Result(task, True, f"{len(ranks[0]['buckets'])} all-reduces, none early",
                   f"{len(ranks[0]['buckets'])} all-reduces, none early")
 
@@ -212,30 +302,19 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
 def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
     """The synchronised gradient beside the one-process gradient of the global mean loss."""
     task, target = f"{size} ranks, gradients", _serial_gradients(size)
-    parts = [_batch(0, rank, size) for rank in range(size)]
-    local = _serial_gradients(size, [part.targets.size for part in parts])
-    mean_of_means = ("divided by local tokens",
-                     "a mean of means weighs rank 1's few tokens as much as rank 0's many; divide "
-                     "every rank's sum by batch.global_tokens: read section 4 again (hole 2)")
-    known = {
-        "averaged twice": (target / size, "averaged twice",
-                           f"the gradients are {size} times too small: the loss is divided "
-                           "by the global token count already, so they are summed, not averaged: section 4 (hole 4)"),
-        "local tokens": (local, *mean_of_means),
-        "local tokens, then averaged": (local / size, *mean_of_means),
-    }
+    wrong, mistake, advice = (target / size, "averaged twice", f"the gradients are {size} times too small: the loss is "
+                              "divided by the global token count already, so they are summed, not averaged: section 4 "
+                              "(hole 5)")
     for rank, figures in enumerate(ranks):
         mine = figures["gradients"]
         fits = mine.shape == target.shape
         error = float(np.abs(mine - target).max() / np.abs(target).max()) if fits else float("nan")
         if error < 1e-12:
             continue
-        for wrong, mistake, advice in known.values():
-            if mine.shape == wrong.shape and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
-                return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake,
-                              advice)
+        if fits and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
+            return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake, advice)
         return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", "wrong gradients",
-                      "after finish() every bucket holds the sum over the ranks, no more: section 4 (holes 2 and 4)")
+                      "after finish() every bucket holds the sum over the ranks, no more: section 4 (holes 1 and 5)")
     return Result(task, True, "those of one process, to 1e-12", "those of one process, to 1e-12")
 
 
@@ -262,16 +341,16 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
         return Result(task, False, f"{steps} synchronisations",
                       f"{finished}; the replicas drifted apart by {drift:.1e}",
                       mistake,
-                      "between two updates every replica must have the same gradient (N0:416): section 5 (hole 5)")
+                      "between two updates every replica must have the same gradient (N0:416): section 5 (hole 6)")
     started, all_of_them = ranks[0]["started"], finished * ranks[0]["buckets"]
     if started < all_of_them:
         return Result(task, False, f"{all_of_them} all-reduces", f"{started}", "not ready for the next backward",
-                      "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 (hole 4)")
+                      "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 (hole 5)")
     if not error < 1e-10:
         mistake = "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
         return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}",
                       mistake,
-                      "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 5)")
+                      "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 6)")
     return Result(task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10")
 
 

@@ -1,9 +1,10 @@
 """Exercise 07: distributed data parallelism: buckets, hooks and the training loop.
 
 Copy this file (`minidist lesson 07 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 07 DIR/exercise_07.py`. Every rank runs it with its own replica of the model and its own part of each
+`minidist check 07 DIR/exercise_07.py`. Every rank runs it with its own replica of the model and its part of each
 batch; the parts need not be equally long. What you may use:
 
+    group.all_reduce(x, out=x)             x becomes the sum of all ranks' x
     model.loss(inputs, targets, divisor=d) -> the sum of the losses of these tokens, divided by d
     parameter.bind_gradient(view)          from now on backward writes this gradient into `view`
     parameter.hooks                        functions that backward calls once the parameter's gradient is final
@@ -16,6 +17,20 @@ from functools import partial
 import numpy as np
 
 from minidist.grading import hole
+from minidist.parallel.step.step import part_of
+
+
+def plain_ddp(model, optimizer, group, batches):
+    """DDP without buckets and without overlap; the batches are global, the numbers those of N0:403."""
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)           # 2 my part of the data
+        loss = model.loss(part.inputs, part.targets,                                  # 3 forward
+                          divisor=hole(1, "so that the ranks' shares add up to the mean over ALL tokens (section 4)"))
+        loss.backward()                                                               # 4 backward: my gradients
+        for p in model.parameters():
+            hole(2, "5 synchronise: p.grad is to be the gradient of the global mean loss (section 4)", p)
+        optimizer.step()                                                              # 6 update: the same on all ranks
+        optimizer.zero_grad()
 
 
 def assign_buckets(sizes, limit):
@@ -26,22 +41,13 @@ def assign_buckets(sizes, limit):
     """
     buckets: list[list[int]] = [[]]
     room = limit
-    for index in hole(1, "the indices in the order in which backward finishes their gradients (section 3.1)"):
+    for index in hole(3, "the indices in the order in which backward finishes their gradients (section 3.1)"):
         if buckets[-1] and sizes[index] > room:
             buckets.append([])
             room = limit
         buckets[-1].append(index)
         room -= sizes[index]
     return buckets
-
-
-def local_loss(model, batch):
-    """This rank's share of the loss. Summed over the ranks it must be the mean over ALL tokens of the step.
-
-    batch.inputs, batch.targets   this rank's tokens; batch.targets.size of them
-    batch.global_tokens           how many tokens all ranks have together in this step
-    """
-    return model.loss(batch.inputs, batch.targets, divisor=hole(2, "divide by how many tokens? (section 4)"))
 
 
 class Synchronizer:
@@ -63,7 +69,7 @@ class Synchronizer:
 
     def ready(self, number, parameter):
         """Backward calls this when one more gradient of bucket `number` is final."""
-        hole(3, "count it in self.missing[number]; when is it time for self.start(number)? (section 3.2)")
+        hole(4, "count it in self.missing[number]; when is it time for self.start(number)? (section 3.2)")
 
     def start(self, number):
         """Begin to sum bucket `number` over the ranks; its gradients must all be final."""
@@ -71,12 +77,17 @@ class Synchronizer:
 
     def finish(self):
         """Return when every bucket holds the gradient of the global mean loss, and be ready for the next backward."""
-        hole(4, "wait for all handles in self.pending, forget them, and set self.missing anew; "
+        hole(5, "wait for all handles in self.pending, forget them, and set self.missing anew; "
                 "is anything left to be done to the sums? (section 4)")
 
 
-def train(group, model, optimizer, synchronizer, epochs):
+def local_loss(model, batch):
+    """This rank's share of the loss; batch.global_tokens: how many tokens all ranks have together in this step."""
+    return model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens)
+
+
+def train(model, optimizer, synchronizer, epochs):
     """Train on `epochs`, a list of lists of batches: this rank's part of each."""
     for batches in epochs:
-        hole(5, "for every batch in batches, steps 3 to 6 of the six: local_loss, backward, synchronizer.finish, "
-                "optimizer.step and optimizer.zero_grad; at which place does finish stand? (sections 2 and 5)", batches)
+        hole(6, "plain_ddp's steps 3 to 6 with local_loss and synchronizer.finish, for every batch in batches; at "
+                "which place does finish stand? (sections 2 and 5)", batches)

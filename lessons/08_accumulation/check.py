@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,19 @@ from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.data.accumulation import elements_sent
-from minidist.parallel.step.step import Part, micro_parts
+from minidist.parallel.data.accumulation import elements_sent, plain_accumulation
+from minidist.parallel.step.step import micro_parts, part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
-SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch
-CASES, STEPS, LIMIT = ((1, 2), (3, 2), (3, 3)), 2, 60.0     # (ranks, passes)
+SEQUENCES = 11   # rows of every batch: three ranks have 4, 4 and 3
+CASES, STEPS, LIMIT = ((1, 2), (3, 3), (3, 2)), 2, 60.0     # (ranks, passes)
+
+CUT_FROM = (plain_accumulation,)
+ANSWERS = {
+    1: "begin + each + (number < more)",
+    5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
+}
+"""The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -41,12 +48,10 @@ def _model() -> Any:
     return model
 
 
-def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
-    """A rank's rows of the global batch of one step."""
-    starts = np.cumsum((0, *SEQUENCES[:size]))
-    whole = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1))
-    mine = whole[starts[rank]:starts[rank + 1]]
-    return SimpleNamespace(inputs=mine[:, :-1], targets=mine[:, 1:], global_tokens=whole[:, 1:].size)
+def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of one step."""
+    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1))
+    return ids[:, :-1], ids[:, 1:]
 
 
 class CountedGroup:
@@ -76,8 +81,7 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
     model, counted = _model(), CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
-    for step in range(STEPS):
-        exercise.step(counted, model, optimizer, _batch(step, group.rank, group.size), passes)
+    exercise.plain_accumulation(model, optimizer, counted, [_batch(step) for step in range(STEPS)], passes)
     return {"weights": _flat(model), "reduced": counted.calls, "steps": optimizer.steps,
             "parameters": len(list(model.parameters()))}
 
@@ -98,10 +102,10 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
-            batch = _batch(step, rank, size)
-            for micro in micro_parts(Part(batch.inputs, batch.targets, 0), passes):
-                tokens = {"mean of means": micro.targets.size, "this rank's tokens": batch.targets.size,
-                          "averaged twice": batch.global_tokens * passes}.get(mistake, batch.global_tokens)
+            mine, tokens = part_of(_batch(step), size=size, rank=rank), SEQUENCES * CONFIG.context
+            for micro in micro_parts(mine, passes):
+                tokens = {"mean of means": micro.targets.size, "this rank's tokens": mine.targets.size,
+                          "averaged twice": SEQUENCES * CONFIG.context * passes}.get(mistake, tokens)
                 model.loss(micro.inputs, micro.targets, divisor=tokens).backward()
         optimizer.step()
         if mistake != "forgot to zero":
@@ -133,11 +137,11 @@ def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     if steps != STEPS:
         mistake = "steps after every pass" if steps == STEPS * passes else "not one update a step"
         return Result(task, False, target, said, mistake, "the optimizer steps once, after the last pass: section 1 "
-                      "(hole 4)")
+                      "(holes 3 and 4)")
     if reduced != one:
         mistake = "reduced after every pass" if reduced == one * passes else "not reduced once"
         return Result(task, False, target, said, mistake, "a rank's own passes add up at home; the sum travels once, "
-                      "after the last: section 4 (hole 3)")
+                      "after the last: section 4 (holes 3 and 4)")
     return Result(task, True, target, said)
 
 
@@ -149,10 +153,10 @@ def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     if error < 1e-10:
         return Result(task, True, "those of one process in one pass, to 1e-10", "those of one process, to 1e-10")
     advice = {
-        "mean of means": "a pass with few rows counts as much as one with many: divide each by batch.global_tokens: "
+        "mean of means": "a pass with few rows counts as much as one with many: divide each by targets.size: "
                          "section 2 (hole 2)",
-        "this rank's tokens": "ranks have different numbers of rows: divide by batch.global_tokens: section 2 (hole 2)",
-        "averaged twice": f"{passes} times too small: batch.global_tokens has all passes already: section 2 (hole 2)",
+        "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: section 2 (hole 2)",
+        "averaged twice": f"{passes} times too small: targets.size has all passes already: section 2 (hole 2)",
         "forgot to zero": "the next batch's gradients are added to this one's: optimizer.zero_grad(): section 8 "
                           "(hole 4)"}
     for mistake, why in advice.items():

@@ -1,15 +1,16 @@
 """Exercise 08: gradient accumulation: cutting passes, sharing the loss, reducing and stepping once.
 
 Copy this file (`minidist lesson 08 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 08 DIR/exercise_08.py`. Every rank runs it with its own replica of the model and its own rows of each
-batch; ranks have different numbers of rows. What you may use:
+`minidist check 08 DIR/exercise_08.py`. Every rank runs it with its own replica of the model; batches are
+global, and ranks have different numbers of rows. What you may use:
 
-    model.loss(inputs, targets, divisor=d) -> the sum of the losses of these tokens, divided by d
-    parameter.grad                         the sum of all gradients since optimizer.zero_grad()
+    model.loss(inputs, targets, divisor) -> the sum of the losses of these tokens, over divisor
+    p.grad, p of model.parameters()        the sum of all gradients since optimizer.zero_grad()
     group.all_reduce(x, out=x)             sums x over all ranks
 """
 
 from minidist.grading import hole
+from minidist.parallel.step.step import micro_parts, part_of
 
 
 def cut(rows, passes):
@@ -27,24 +28,14 @@ def cut(rows, passes):
     return pairs
 
 
-def share(model, inputs, targets, batch):
-    """One pass's share of the loss. Summed over all passes of all ranks it must be the mean over ALL tokens.
-
-    batch.targets.size    tokens of this rank, in all its passes
-    batch.global_tokens   tokens of all ranks, in all their passes
-    """
-    return model.loss(inputs, targets, divisor=hole(2, "divide by how many tokens? (section 2)"))
-
-
-def step(group, model, optimizer, batch, passes):
-    """One step on this rank's rows of a batch, in some passes."""
-    parameters = list(model.parameters())
-    for number, (begin, end) in enumerate(cut(len(batch.inputs), passes), start=1):
-        share(model, batch.inputs[begin:end], batch.targets[begin:end], batch).backward()
-        if hole(3, "after which passes do gradients go over the ranks? (section 4)", number, passes):
-            for parameter in parameters:
-                group.all_reduce(parameter.grad, out=parameter.grad, algorithm="ring")
-    hole(4, "update the weights, and make ready for the next batch (sections 1 and 8)", optimizer)
+def plain_accumulation(model, optimizer, group, batches, passes):
+    """Each global batch in several passes, on any number of ranks."""
+    for inputs, targets in batches:
+        mine = part_of((inputs, targets), size=group.size, rank=group.rank)      # this rank's rows of the batch
+        for micro in micro_parts(mine, passes):                                  # cut once more
+            loss = model.loss(micro.inputs, micro.targets, hole(2, "over how many tokens? (section 2)", mine, micro))
+            hole(3, "what happens in every pass? (sections 1 and 4)", loss)
+        hole(4, "and what once a batch? (sections 1, 4 and 8)", optimizer)
 
 
 def elements_sent(stage, passes, parameters, ranks):

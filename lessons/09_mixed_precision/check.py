@@ -7,39 +7,85 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.grading import Result, expect
 from minidist.launch import run
+from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, clip_scale
-from minidist.parallel.precision.mixed_precision import LossScale
+from minidist.parallel.precision.mixed_precision import LossScale, plain_mixed_precision
 
-LR, CLIP, SCALE, LIMIT = 0.0625, 0.5, 2.0 ** 12, 60.0
+CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float16")
+STEPS, CLIP, SCALE, LIMIT = 3, 0.5, 2.0 ** 12, 60.0
+
+CUT_FROM = (plain_mixed_precision,)
+ANSWERS = {
+    6: "not all(np.isfinite(gradient).all() for gradient in gradients)",
+    7: "group.all_gather(np.array([float(mine)])).any()",
+    8: """
+        if overflow:
+            self.scale, self.good = self.scale / 2, 0
+        else:
+            self.good += 1
+            if self.good == self.patience:
+                self.scale, self.good = self.scale * 2, 0
+       """,
+    9: "length(gradients, group) / scale",
+}
+"""The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Unscaling, finding overflows, the scale's way, whole steps."""
-    yield _unscaled(exercise)
+    """Whole steps on one process, finding overflows, the scale's way, clipping."""
+    yield from _plain(exercise)
     yield from _overflowed(exercise)
     yield _scale(exercise)
-    yield from _steps(exercise)
+    yield from _clipped(exercise)
 
 
-def _unscaled(exercise: ModuleType) -> Result:
-    """A gradient that float16 holds only while it is scaled."""
-    gradient = np.array([1.0, 2.0 ** -10, 3.0], np.float16)
-    found = np.asarray(exercise.Scaler(2.0 ** 20, 10).unscaled(gradient))
-    target = gradient.astype(np.float32) / np.float32(2.0 ** 20)
-    mistake = "another value"
-    if found.dtype != np.float32:
-        mistake = "not float32"
-    elif np.array_equal(found, (gradient / np.float16(2.0 ** 10) / np.float16(2.0 ** 10)).astype(np.float32)) or (
-            np.count_nonzero(found) < 3):
-        mistake = "divided in float16, where it becomes zero"
-    elif np.array_equal(found, gradient.astype(np.float32)):
-        mistake = "still scaled"
-    right = found.dtype == np.float32 and np.array_equal(found, target)
-    return Result("unscale 2^-10 at a scale of 2^20", right, f"{target[1]:.2e} float32",
-                  f"{found[1]:.2e} {found.dtype}", mistake, "first to float32, then divide: section 3 (hole 1)")
+def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(the masters, the weights) after STEPS steps of SGD."""
+    model = GPT(CONFIG)
+    model.initialize(seed=3)
+    masters = [Parameter(p.data.astype("float32"), name=p.name) for p in model.parameters()]
+    batches = []
+    for step in range(STEPS):
+        ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (3, CONFIG.context + 1))
+        batches.append((ids[:, :-1], ids[:, 1:]))
+    with np.errstate(all="ignore"):
+        loop(model, masters, SGD(masters, 0.5), batches, scale)
+    return (np.concatenate([np.ravel(p.data) for p in masters]),
+            np.concatenate([np.ravel(np.asarray(p.data, "float32")) for p in model.parameters()]))
+
+
+def _plain(exercise: ModuleType) -> Iterator[Result]:
+    """Masters and weights beside the plain version's, where gradients fit and where they overflow."""
+    start, drawn = _trained(lambda *_: None, SCALE)
+    for scale, what in ((SCALE, "gradients that fit"), (2.0 ** 40, "gradients that overflow")):
+        (target, rounded), (found, weights) = (_trained(loop, scale) for loop in (
+            plain_mixed_precision, exercise.plain_mixed_precision))
+        right = bool(np.allclose(found, target, rtol=1e-6, atol=0))
+        mistake, advice = _name_step(found - start, target - start, stale=np.array_equal(weights, drawn))
+        yield Result(f"{what}: masters after {STEPS} steps", right, _show(target), _show(found), mistake, advice)
+        yield Result(f"{what}: weights", np.array_equal(weights, rounded), _show(rounded), _show(weights),
+                     "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)")
+
+
+def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[str, str]:
+    """What is wrong with the masters' way, and what to read."""
+    far, due = float(np.linalg.norm(moved)), float(np.linalg.norm(right))
+    if not np.isfinite(moved).all():
+        return "updated by an infinite gradient", "a step with an infinity or NaN is skipped: section 4 (hole 5)"
+    if due and not far:
+        return "the masters did not move", "they move where all gradients are finite: section 4 (hole 5)"
+    if far < 0.01 * due:
+        return ("divided by a scale that was not there",
+                "backward begins from `scale` times the loss: section 3 (hole 2)")
+    if far > 100 * due:
+        return "still scaled", "first to float32, then divide by the scale: section 3 (holes 2, 4)"
+    if stale:
+        return "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)"
+    return "another update", "scale, float32, divide: sections 2 and 3 (holes 1 to 4)"
 
 
 def _overflowed(exercise: ModuleType) -> Iterator[Result]:
@@ -57,9 +103,9 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
                               (0, np.nan, "rank 0, NaN"), (1, np.inf, "rank 1, inf"), (1, np.nan, "rank 1, NaN")):
         answers = [answer for answer, _ in run(ask, rank, value, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
-        mistake, hole = "it was not seen", 2
+        mistake, hole = "it was not seen", 6
         if answers == [rank == 0, rank == 1] and rank < 2:
-            mistake, hole = "only the rank that overflowed knows: the other goes on alone", 3
+            mistake, hole = "only the rank that overflowed knows: the other goes on alone", 7
         elif not target[0]:
             mistake = "an overflow where there is none"
         yield expect(f"overflow on: {name}", target, answers, mistake,
@@ -83,91 +129,24 @@ def _scale(exercise: ModuleType) -> Result:
     elif found[6] > target[6]:
         mistake = "it doubles again at once: good steps are not counted anew"
     return Result("the scale's exponent over 11 steps", found == target, str(target), str(found), mistake,
-                  "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 4)")
+                  "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)")
 
 
-def _steps(exercise: ModuleType) -> Iterator[Result]:
-    """Three steps on two ranks, each with weights of its own; in the second rank 1 overflows."""
-    ours = run(_train, None, size=2, limit=LIMIT)
-    theirs = run(_train, exercise, size=2, limit=LIMIT)
-    for step, what in enumerate(("an update", "rank 1 overflows", "an update after it")):
-        for rank in range(2):
-            target, found = ours[rank][step], theirs[rank][step]
-            task = f"step {step}, {what}, rank {rank}"
-            right = np.allclose(found["masters"], target["masters"], rtol=1e-6, atol=0)
-            yield Result(f"{task}: masters", right, _show(target["masters"]), _show(found["masters"]),
-                         _name_step(target, found, ours[rank][step - 1] if step else None),
-                         "sections 4, 7 (holes 5, 6, 7)")
-            rounding = found["masters"].astype(np.float16)
-            yield Result(f"{task}: weights", np.array_equal(found["weights"], rounding), _show(rounding),
-                         _show(found["weights"]), "not the rounding of the masters",
-                         "weight[...] = master, after the master has moved: section 2 (hole 7)")
-            yield expect(f"{task}: scale", target["scale"], found["scale"], "the scaler was not told",
-                         "self.update once a step, skipped or not: section 4 (hole 5)")
+def _clipped(exercise: ModuleType) -> Iterator[Result]:
+    """The factor on two ranks, beside the library's; a gradient that is short enough stays."""
+    for clip, what in ((CLIP, "long"), (100.0, "short")):
+        def factors(group: Group, clip: float = clip) -> tuple[float, float, float]:
+            draw = np.random.default_rng(group.rank)
+            gradients = [draw.normal(size=6).astype(np.float16) * np.float16(SCALE)]
+            norm = float(np.sum(group.all_gather(np.array([float(np.sum(np.square(gradients[0], dtype=np.float64)))]))))
+            mine = exercise.clip_factor(gradients, SCALE, group, clip)
+            return clip_scale(norm ** 0.5 / SCALE, clip), float(mine), clip_scale(norm ** 0.5, clip)
 
-
-def _name_step(target: dict[str, Any], found: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """What is wrong with the masters."""
-    if not np.isfinite(found["masters"]).all():
-        return "updated by an infinite gradient"
-    start = _start(0)[0] if before is None else before["masters"]
-    moved, right = found["masters"] - start, target["masters"] - start
-    if not moved.any() and right.any():
-        return "the masters did not move"
-    if moved.any() and not right.any():
-        return "a skipped step must leave everything as it was"
-    if np.linalg.norm(moved) < 0.01 * np.linalg.norm(right):
-        return "clipped while still scaled: the step is the scale times too short"
-    if np.allclose(moved, -right, rtol=1e-3):
-        return "up the hill instead of down"
-    if np.linalg.norm(moved) > 1.05 * np.linalg.norm(right):
-        return "not clipped, or not unscaled"
-    return "another update"
-
-
-def _start(rank: int) -> list[np.ndarray]:
-    """A rank's masters."""
-    return [np.random.default_rng(rank).normal(size=6).astype(np.float16).astype(np.float32)]
-
-
-def _train(group: Group, exercise: ModuleType | None) -> list[dict[str, Any]]:
-    """What a rank holds after each step, by the exercise, or (None) by the library's pieces."""
-    masters = _start(0)                     # equal starts, so that the check can tell ranks' mistakes apart
-    weights = [master.astype(np.float16) for master in masters]
-    scaler = exercise.Scaler(SCALE, 2) if exercise else LossScale(SCALE, patience=2)
-    seen = []
-    for step in range(3):
-        draw = np.random.default_rng(10 * step + group.rank)
-        gradients = [draw.normal(size=6).astype(np.float16) * np.float16(SCALE)]
-        if step == 1 and group.rank == 1:
-            gradients[0][3] = np.inf
-        if exercise:
-            with np.errstate(all="ignore"):
-                exercise.step(masters, weights, gradients, scaler, group, LR, CLIP)
-        else:
-            _library_step(masters, weights, gradients, scaler, group)
-        seen.append({"masters": masters[0].copy(), "weights": weights[0].copy(),
-                     "scale": float(getattr(scaler, "scale" if exercise else "value"))})
-    return seen
-
-
-class _Held:
-    """One array under optimization."""
-
-    def __init__(self, data: np.ndarray, grad: np.ndarray) -> None:
-        self.data, self.grad, self.name = data, grad, "w"
-
-
-def _library_step(masters: list[np.ndarray], weights: list[np.ndarray], gradients: list[np.ndarray], scale: LossScale,
-                  group: Group) -> None:
-    """The answer key: LossScale, clip_scale and SGD."""
-    mine = sum(float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients)
-    norm = float(np.sum(group.all_gather(np.array([mine])))) ** 0.5 / scale.value
-    value = scale.value
-    scale.grow_or_halve(overflow=not np.isfinite(norm))
-    if np.isfinite(norm):
-        SGD([_Held(masters[0], gradients[0])], LR).step(scale=clip_scale(norm, CLIP) / value)
-        weights[0][...] = masters[0]
+        target, mine, scaled = run(factors, size=2, limit=LIMIT)[0]
+        mistake = "clipped while still scaled: the step is the scale times too short" if np.isclose(mine, scaled) else (
+            "not clipped" if mine == 1.0 else "another factor")
+        yield Result(f"clip factor of a {what} gradient", bool(np.isclose(mine, target, rtol=1e-4)), f"{target:.5f}",
+                     f"{mine:.5f}", mistake, "clip bounds the true gradient: section 7 (hole 9)")
 
 
 def _show(values: np.ndarray) -> str:

@@ -20,26 +20,16 @@ def layers_of(rank, ranks, layers):
     return range(first, first + each + (rank < more))
 
 
-def forward(group, blocks, x):
-    """(this rank's input, its output), Tensors. `blocks` are functions of one Tensor; `x` is the batch, for rank 0."""
-    if group.rank > 0:
-        x = hole(2, "what comes from the rank before, as the start of a tape of this rank's own", group)
-    y = x
-    for block in blocks:
-        y = block(y)
-    if group.rank < group.size - 1:
-        hole(3, "hand this rank's output, an array, to the next rank", group, y)
-    return x, y
-
-
-def backward(group, x, y):
-    """Add the gradients of this rank's weights. On the last rank `y` is the loss, one number."""
-    if group.rank == group.size - 1:
-        y.backward()
-    else:
-        hole(4, "backward from y, with the gradient that comes from the next rank", group, y)
-    if group.rank > 0:
-        hole(5, "hand the gradient of this rank's input, an array, to the rank before", group, x)
+def plain_model_parallel(layers, group, inputs, targets, divisor):
+    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last rank's the loss."""
+    first, last = group.rank == 0, group.rank == group.size - 1
+    x = inputs if first else hole(2, "what comes from the rank before, as the start of a tape of this rank's own")
+    y = layers(x, targets, divisor)                                                          # the last: the loss
+    if not last:
+        hole(3, "hand this rank's output, an array, to the next rank (section 1)", y)
+    y.backward(None if last else hole(4, "with what does backward begin on any other rank? (section 1)"))
+    if not first:
+        hole(5, "hand the gradient of this rank's input, an array, to the rank before (section 1)", x)
 
 
 def bytes_sent(ranks, sequences, tokens, width, itemsize):

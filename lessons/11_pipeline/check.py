@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from minidist.autograd import ops
+from minidist.autograd.tensor import Parameter, tensor
+from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.errors import ScheduleError
+from minidist.errors import CommError, ScheduleError
 from minidist.grading import Result, expect
+from minidist.launch import run
 from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
@@ -16,14 +22,32 @@ from minidist.parallel.pipeline.instructions import (
     RecvActivation,
     Schedule,
 )
+from minidist.parallel.pipeline.pipeline import plain_gpipe
 from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
 from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
 SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))        # ranks, microbatches; also fewer microbatches than stages
 
+CUT_FROM = (plain_gpipe,)
+ANSWERS = {
+    4: "min(ranks - 1 - rank, microbatches)",
+    5: """
+        if microbatch + first < microbatches:
+            order.append(Forward(rank, microbatch + first))
+       """,
+    6: "[Backward(rank, microbatch)]",
+    7: "RecvActivation(stage, microbatch) if stage else None",
+    8: "RecvGradient(stage, microbatch) if stage < ranks - 1 else None",
+    9: "(ranks - 1) / (microbatches + ranks - 1)",
+    10: "min(microbatches, ranks - rank)",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """How many ahead; then the lists: proved, as long as they can be, no hungrier; then messages and formulas."""
+    """GPipe; how many ahead; the lists: proved, as short as they can be, no hungrier; messages and formulas."""
+    for ranks in (1, 2, 3):
+        yield from _gpipe(exercise, ranks)
     for ranks, microbatches in SIZES:
         yield from _ahead(exercise, ranks, microbatches)
     for ranks, microbatches in SIZES:
@@ -31,6 +55,46 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _messages(exercise)
     for ranks, microbatches in SIZES:
         yield from _formulas(exercise, ranks, microbatches)
+
+
+def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
+    """One matrix a stage, three microbatches: its gradient beside one process's."""
+    draw = np.random.default_rng(ranks)
+    drawn, batch = [draw.normal(size=(4, 4)) for _ in range(ranks)], draw.normal(size=(3, 2, 4))
+
+    def forward(x: Any, weight: Parameter, *, last: bool) -> Any:
+        y = ops.gelu(ops.linear(x, weight))
+        return ops.sum(y * y) if last else y
+
+    def job(group: Group) -> Any:
+        weight = Parameter(drawn[group.rank], name="w")
+        exercise.plain_gpipe(lambda x, *_: forward(x, weight, last=group.rank == ranks - 1), group,
+                             [(tensor(rows), None) for rows in batch], 1)
+        return None if weight.grad is None else np.array(weight.grad)
+
+    def alone(micros: Any) -> list[np.ndarray]:
+        weights = [Parameter(array, name="w") for array in drawn]
+        for rows in micros:
+            x = tensor(rows)
+            for stage, weight in enumerate(weights):
+                x = forward(x, weight, last=stage == ranks - 1)
+            x.backward()
+        return [np.array(weight.grad) for weight in weights]
+
+    task, target = f"GPipe, {plural(ranks, 'rank')}: the gradient of each stage", alone(batch)
+    try:
+        found = run(job, size=ranks, limit=60.0)
+    except CommError as error:
+        yield Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
+                     f"each backward takes one gradient and hands one on: section 1 (holes 1 to 3); {error}")
+        return
+    same = [mine is not None and np.allclose(mine, right) for mine, right in zip(found, target, strict=True)]
+    mistake = ("nothing was kept for backward" if found[-1] is None else
+               "the backward of one microbatch alone" if any(np.allclose(found[-1], alone(batch[at:at + 1])[-1])
+                                                             for at in range(3)) else "another gradient")
+    yield expect(task, [True] * ranks, same, mistake,
+                 "keep each microbatch's input and output; backward begins from what the next stage sends: section 1 "
+                 "(holes 1 to 3)")
 
 
 def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
@@ -45,7 +109,7 @@ def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
              "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)]}
     mistake = next((name for name, numbers in known.items() if numbers == measured), "other numbers")
     yield expect(f"forwards ahead, {plural(ranks, 'rank')}, {microbatches} microbatches", target, measured, mistake,
-                 "stages after this one: section 3 (hole 1)")
+                 "stages after this one: section 3 (hole 4)")
 
 
 def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
@@ -61,12 +125,12 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
     except ScheduleError as error:
         mistake = str(error)
     yield Result(f"your lists, {what}", not mistake, "proved", "refused" if mistake else "proved", mistake,
-                 "each microbatch once forward and once backward: section 3 (holes 2, 3)")
+                 "each microbatch once forward and once backward: section 3 (holes 5, 6)")
     length, target = clock_of(schedule).length, clock_of(right).length
     yield expect(f"length, {what}", target, length, "ranks wait longer than they must",
-                 "forwards and backwards in turn: section 3 (holes 2, 3)")
+                 "forwards and backwards in turn: section 3 (holes 5, 6)")
     yield expect(f"microbatches held, {what}", peak_held(right), peak_held(schedule), "that holds more than 1F1B",
-                 "a backward as soon as there can be one: section 4 (holes 2, 3)")
+                 "a backward as soon as there can be one: section 4 (holes 5, 6)")
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
@@ -76,7 +140,7 @@ def _messages(exercise: ModuleType) -> Iterator[Result]:
         target = next((needed for needed in needs(instruction, schedule) if isinstance(needed, RECEIVES)), None)
         measured = exercise.waits_for(instruction, 3)
         yield expect(f"what the {instruction} waits for, 3 stages", _name(target), _name(measured),
-                     _mistake(target, measured), "section 2 (holes 4, 5)")
+                     _mistake(target, measured), "section 2 (holes 7, 8)")
 
 
 def _name(instruction: Instruction | None) -> str:
@@ -100,10 +164,10 @@ def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[R
              (ranks - 1) / ranks: "that is the naive schedule's"}
     name = next((name for value, name in known.items() if abs(value - measured) < 1e-9), "another number")
     yield Result(f"bubble, {plural(ranks, 'rank')}, {microbatches} microbatches", abs(target - measured) < 1e-9,
-                 f"{target:.4f}", f"{measured:.4f}", name, "what the checker's clock finds: section 3 (hole 6)")
+                 f"{target:.4f}", f"{measured:.4f}", name, "what the checker's clock finds: section 3 (hole 9)")
     yield expect(f"held, {plural(ranks, 'rank')}, {microbatches} microbatches", peak_held(right),
                  [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
-                 "not what the list holds", "min(m, p - stage): section 4 (hole 7)")
+                 "not what the list holds", "min(m, p - stage): section 4 (hole 10)")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,21 @@ from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.nn.shares import head_shares
 from minidist.parallel.tensor.tensor_layers import head_columns
-from minidist.parallel.tensor.tensor_parallel import elements_sent
+from minidist.parallel.tensor.tensor_parallel import elements_sent, plain_tensor_mlp
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0
+
+CUT_FROM = (plain_tensor_mlp,)
+ANSWERS = {
+    1: "np.concatenate([np.arange(i * head_width, (i + 1) * head_width) for i in mine])",
+    2: "np.concatenate([queries + third * heads * head_width for third in range(3)])",
+    6: "dy.sum(axis=0)",
+    7: 'group.all_reduce(logits.max(axis=1), "max")',
+    8: "group.all_reduce(np.exp(logits - highest[:, None]).sum(axis=1))",
+    9: "group.all_reduce(target)",
+    10: "2 * (ranks - 1) * 4 * blocks * tokens * width",
+}
+"""The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -68,8 +80,8 @@ def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
     w = _weights()
     own = np.array_split(np.arange(HIDDEN), group.size)[group.rank]
     up, down = w["up"][:, own], w["down"][own]
-    y, inner = exercise.mlp_forward(w["x"], up, down, w["bias"], group)
-    dx, dup, ddown, dbias = exercise.mlp_backward(w["x"], up, down, inner, w["dy"], group)
+    y, dx, dup, ddown = exercise.plain_tensor_mlp(w["x"], up, down, w["bias"], w["dy"], group)
+    dbias = exercise.bias_gradient(w["dy"], group)
     return {"y": np.array(y), "dx": np.array(dx), "dup": np.array(dup), "ddown": np.array(ddown),
             "dbias": np.array(dbias), "own": own}
 
@@ -86,7 +98,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     yield _same(f"y on {size} rank{'s' * (size > 1)}", y, ranks, "y", {
         "every rank adds the bias: it counts P times": y + (size - 1) * bias, "the bias is missing": y - bias,
         "summands are not added up": part + bias, "a mean, not a sum": (y - bias) / size + bias},
-        "add up, then the bias once: section 1 (holes 3, 4)")
+        "add up, then the bias once: section 1 (hole 3)")
     inner = (w["dy"] @ w["down"][own].T) * (w["x"] @ w["up"][:, own] > 0)
     dx = leaf["x"].grad
     assert dx is not None and leaf["bias"].grad is not None
@@ -100,8 +112,9 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         grads = [np.take(np.asarray(leaf[name].grad), rank["own"], axis=int(name == "up")) for rank in ranks]
         right = all(np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True))
         yield Result(f"gradient of {name} on {size} rank{'s' * (size > 1)}", right, "that of the own part",
-                     "equal" if right else "another", "inner or dy was changed on the way",
-                     "leave what is given unchanged (hole 3)")
+                     "equal" if right else "another", "not that of the own rows" if name == "down" else
+                     "inner or dy was changed on the way", "dy is whole on every rank, so the own rows' gradient is "
+                     "complete: section 1 (hole 4)" if name == "down" else "leave what is given unchanged (hole 3)")
 
 
 def _same(task: str, target: np.ndarray, ranks: list[dict[str, Any]], name: str, known: dict[str, np.ndarray],
@@ -146,7 +159,8 @@ def _run_loss(group: Group, exercise: ModuleType) -> list[tuple[float, int]]:
 
 def _logits(scale: float) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(2)
-    return scale * draw.normal(size=(ROWS, VOCABULARY)), draw.integers(0, VOCABULARY, ROWS)
+    far = 5 * scale * np.arange(ROWS)[:, None]       # each token's logits lie elsewhere, so it has its own maximum
+    return scale * draw.normal(size=(ROWS, VOCABULARY)) - far, draw.integers(0, VOCABULARY, ROWS)
 
 
 def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
@@ -156,7 +170,8 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]
         right = all(np.isclose(loss, target, rtol=1e-9) for loss in ours)
-        mistake = ("exp overflows: take the largest logit of all ranks off first" if not np.isfinite(ours).all() else
+        mistake = ("exp overflows, or vanishes: take each token's own largest logit, of all ranks, off first"
+                   if not np.isfinite(ours).all() else
                    "ranks disagree: something was not added up" if len(set(np.round(ours, 9))) > 1 else
                    "all agree on another number")
         yield Result(f"{name} {on}", right, f"{target:.6f}", f"{ours[0]:.6f}", mistake,

@@ -23,25 +23,25 @@ def head_columns(heads, head_width, rank, size):
     return hole(2, "these columns of queries, then the same heads' keys, then values", queries)
 
 
-def mlp_forward(x, up, down, bias, group):
-    """relu(x W1) W2 + bias, with `up` this rank's columns of W1 and `down` its rows of W2: (y, inner).
+def plain_tensor_mlp(x, up, down, bias, dy, group):
+    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their gradients.
 
-    y (n, h) is the whole result, the same on every rank; inner (n, own) is x @ up, which backward needs.
+    y = relu(x up) down + bias. x (n, h), bias (h,) and dy (n, h) are whole and the same on every rank, and so are y and
+    dx to be.
     """
-    inner = x @ up
-    active = np.maximum(inner, 0)
-    y = hole(3, "the whole product of the two matrices (Megatron's g)", active)
-    return hole(4, "add the bias: how often?", y), inner
-
-
-def mlp_backward(x, up, down, inner, dy, group):
-    """(dx, gradient of up, gradient of down, gradient of bias); dy (n, h) is whole, the same on every rank."""
-    ddown = np.maximum(inner, 0).T @ dy
+    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
+    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
+    y = hole(3, "the whole result (Megatron's g); how often is the bias added? (section 1)", active)
+    ddown = hole(4, "the gradient of this rank's rows; is there anything to add up between ranks? (section 1)", active)
     dinner = (dy @ down.T) * (inner > 0)
     dup = x.T @ dinner
     dx = hole(5, "the whole gradient of x, which every rank's columns used (Megatron's f)", dinner)
-    dbias = hole(6, "the gradient of the bias, which every rank has", dy)
-    return dx, dup, ddown, dbias
+    return y, dx, dup, ddown
+
+
+def bias_gradient(dy, group):
+    """The gradient of the bias, which every rank has; dy (n, h) is whole, the same on every rank."""
+    return hole(6, "which sum is it? (section 1)", dy)
 
 
 def cross_entropy(logits, targets, first, group):

@@ -9,26 +9,34 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd import ops
-from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.device.backend import random_uniform
-from minidist.grading import Result, expect
-from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
+from minidist.grading import Result, expect, variant
+from minidist.parallel.context.ring_attention import own_blocks, plain_ring_attention, ring_attention, zigzag
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
 
+CUT_FROM = (plain_ring_attention,)
+ANSWERS = {
+    1: "2 * ranks - 1 - rank",
+    2: "query_block >= key_block",
+    7: "tokens_of(length, rank, ranks)",
+    8: "2 * (ranks - 1)",
+    9: "4 * ranks - 2",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Blocks and pairs; one update, then a whole sequence by updates; positions; bytes."""
+    """Blocks and pairs; attention of one head, of small scores and of large ones; positions; bytes."""
     for ranks in RANKS:
         yield from _blocks(exercise, ranks)
     yield from _pairs(exercise)
-    yield from _update(exercise)
-    yield from _update(exercise, shift=1000.0)
-    for ranks in RANKS:
-        yield from _attention(exercise, ranks)
+    for size in (1.0, 900.0):
+        for ranks in RANKS:
+            yield from _attention(exercise, ranks, size)
     yield from _positions(exercise)
     for ranks in RANKS[:0:-1]:
         yield from _sent(exercise, ranks)
@@ -61,63 +69,58 @@ def _numbers(name: str, *shape: int) -> np.ndarray:
     return (2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape)
 
 
-def _update(exercise: ModuleType, shift: float = 0.0) -> Iterator[Result]:
-    """A second piece: for some queries the maximum rises, for others it does not. A shift of all scores is no matter.
-    """
-    large = f", scores near {shift:g}" if shift else ""
-    scores, v, y = shift + 3 * _numbers("scores", 6, 5), _numbers("v", 5, 3), _numbers("y", 6, 3)
-    top, total = shift + np.array([[-1.0], [4.0], [0.0], [5.0], [-3.0], [3.5]]), 2.0 + _numbers("total", 6, 1)
-    now = np.maximum(top, scores.max(axis=1, keepdims=True))
-    p, shrink = np.exp(scores - now), np.exp(top - now)
-    fresh, weighted = p.sum(axis=1, keepdims=True), p @ v
-    with np.errstate(over="ignore", invalid="ignore"):
-        measured = exercise.update(top.copy(), total.copy(), y.copy(), scores.copy(), v.copy())
-    yield _compare(f"maximum{large}", now, measured[0], {
-        "that of the new piece alone": scores.max(axis=1, keepdims=True), "the old one never rises": top,
-        "one number for all queries; each has its own": np.full_like(now, now.max())}, "section 1 (hole 3)")
-    inverse = np.exp(now - top)
-    yield _compare(f"sum{large}", total * shrink + fresh, measured[1], {
-        "what was summed under the old maximum is left as it was": total + fresh,
-        "the keys before are forgotten": fresh, "the new keys are forgotten": total * shrink,
-        "the wrong way round: sums under a smaller maximum are too large": total * inverse + fresh,
-        "p is under the new maximum already": (total + fresh) * shrink}, "section 1 (holes 4, 5)")
-    yield _compare(f"weighted sum{large}", y * shrink + weighted, measured[2], {
-        "what was summed under the old maximum is left as it was": y + weighted,
-        "the keys before are forgotten": weighted, "the new keys are forgotten": y * shrink,
-        "the wrong way round: sums under a smaller maximum are too large": y * inverse + weighted,
-        "p is under the new maximum already": (y + weighted) * shrink,
-        "divide once, at the end": (y * shrink + weighted) / (total * shrink + fresh)}, "section 1 (holes 4, 6)")
+MISTAKES = {
+    "that of the new piece alone": ("np.maximum(top, scores.max(axis=1, keepdims=True))",
+                                    "scores.max(axis=1, keepdims=True)", 3),
+    "one number for all queries; each has its own": ("np.maximum(top, scores.max(axis=1, keepdims=True))",
+                                                     "np.maximum(top, scores.max())", 3),
+    "what was summed under the old maximum is left as it was": (
+        "shrink = np.exp(scores - now), np.exp(top - now)", "shrink = np.exp(scores - now), 1.0", 4),
+    "the keys before are forgotten in the sum": ("total * shrink + p.sum", "p.sum", 5),
+    "p is under the new maximum already": ("total * shrink + p.sum(axis=1, keepdims=True)",
+                                           "(total + p.sum(axis=1, keepdims=True)) * shrink", 5),
+    "the old sum is not scaled": ("total * shrink +", "total +", 5),
+    "the keys before are forgotten in the weighted sum": ("y * shrink + p @ v", "p @ v", 6),
+    "the old weighted sum is not scaled": ("y * shrink + p @ v", "y + p @ v", 6),
+    "divide once, at the end": ("y * shrink + p @ v, now", "(y * shrink + p @ v) / total, now", 6)}
+"""{name: (code of the plain version, what a student may write there, the hole)}"""
 
 
-def _compare(what: str, target: np.ndarray, measured: Any, known: dict[str, np.ndarray], advice: str) -> Result:
-    measured = np.asarray(measured, np.float64)
-    if measured.shape != target.shape:
-        return Result(what, False, f"shape {target.shape}", f"shape {measured.shape}", "a number for each query",
-                      advice)
-    mistake = next((name for name, wrong in known.items() if np.allclose(wrong, measured)), "other numbers")
-    if not np.isfinite(measured).all():
-        mistake = "exp of a large score is infinite: subtract first"
-    off = float(np.abs(measured - target).max())
-    return Result(what, off < 1e-12, "off by 0", f"off by {off:.0e}", mistake, advice)
-
-
-def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
-    """A rank's tokens against all pieces, by its blocks, pairs and updates, beside the library's."""
+def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result]:
+    """Each rank's tokens beside the library's attention; queries times `size`, each second one of those by 1."""
     for length in LENGTHS:
         q, k, v = (3 * _numbers(name, length, 4) for name in "qkv")
-        whole, off = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0], 0.0
-        for rank in range(ranks):
-            own = exercise.tokens_of(length, rank, ranks)
-            running = OnlineSoftmax(q[None, None, own])
-            top, total, y = running.top[0, 0].T, running.total[0, 0].T, running.y[0, 0]
-            for source in range(ranks):
-                piece = exercise.tokens_of(length, (rank - source) % ranks, ranks)
-                ahead = own[:, None] < piece
-                scores = np.where(ahead, -np.inf, q[own] @ k[piece].T / 2)
-                top, total, y = exercise.update(top, total, y, scores, v[piece])
-            off = max(off, float(np.abs(y / total - whole[own]).max()))
-        yield Result(f"attention, {plural(ranks, 'rank')}, {length} tokens", off < 1e-12, "off by 0",
-                     f"off by {off:.0e}", "not what one process computes", "section 1 (holes 3 to 6)")
+        q *= np.where(np.arange(length) % 2, 1.0, size)[:, None]
+        whole = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0]
+
+        def run(attention: Any, length: int = length, q: Any = q, k: Any = k, v: Any = v) -> Any:
+            def job(group: Group) -> Any:
+                own = zigzag(length, group.rank, ranks)
+                with np.errstate(all="ignore"):
+                    return np.array(attention(q[own], k[own], v[own], own, group))
+
+            return md.run(job, size=ranks)
+
+        due = [whole[zigzag(length, rank, ranks)] for rank in range(ranks)]
+        task = f"attention, {plural(ranks, 'rank')}, {length} tokens{', large scores' * (size > 1)}"
+        found = run(exercise.plain_ring_attention)
+        if any(mine.shape != right.shape for mine, right in zip(found, due, strict=True)):
+            yield Result(task, False, f"shape {due[0].shape}", f"shape {found[0].shape}", "a number for each query",
+                         "section 1 (holes 3 to 6)")
+            return
+        off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, due, strict=True))
+        mistake, advice = "not what one process computes", "section 1 (holes 3 to 6)"
+        if not off < 1e-12:
+            for name, (old, new, number) in MISTAKES.items():
+                wrong = run(variant(plain_ring_attention, old, new))
+                if any(np.isfinite(part).any() for part in wrong) and all(
+                        np.allclose(mine, part, equal_nan=True) for mine, part in zip(found, wrong, strict=True)):
+                    mistake, advice = name, f"section 1 (hole {number})"
+                    break
+            else:
+                if not all(np.isfinite(mine).all() for mine in found):
+                    mistake = "infinite, or no number: exp of a large score, or of -inf taken off"
+        yield Result(task, off < 1e-12, "off by 0", f"off by {off:.0e}", mistake, advice)
 
 
 def _positions(exercise: ModuleType) -> Iterator[Result]:

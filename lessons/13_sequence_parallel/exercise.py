@@ -25,18 +25,24 @@ def multiplied(query_block, key_block):
     return hole(2, "which of the two must not lie ahead of the other?", query_block, key_block)
 
 
-def update(top, total, y, scores, v):
-    """One more piece of keys: the online softmax (section 1). Returns the new top, total and y.
+def plain_ring_attention(q, k, v, positions, group):
+    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D).
 
-    Args:    top, total: (queries, 1), the maximum and the sum so far; y: (queries, D), the weighted sum so far.
-             scores: (queries, keys) of the new piece; v: its values (keys, D).
+    top and total (own, 1) are the maximum and the sum so far, y (own, D) the weighted sum so far: section 1.
     """
-    now = hole(3, "the maximum over all keys so far: (queries, 1)", top, scores)
-    p = np.exp(scores - now)
-    shrink = hole(4, "what makes sums under the old maximum sums under the new one", top, now)
-    total = hole(5, "the sum over all keys so far", total, shrink, p)
-    y = hole(6, "the weighted sum over all keys so far", y, shrink, p, v)
-    return now, total, y
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    top, total, y, seen = -np.inf, 0.0, 0.0, positions                         # seen: where these keys stand
+    for hop in range(group.size):
+        scores = q @ k.T / np.sqrt(q.shape[1])
+        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
+        now = hole(3, "the maximum over all keys so far: (own, 1)", top, scores)
+        p, shrink = np.exp(scores - now), hole(4, "what makes sums under the old maximum sums under the new one", top,
+                                               now)
+        total, y, top = hole(5, "the sum over all keys so far", total, shrink, p), hole(
+            6, "the weighted sum over all keys so far", y, shrink, p, v), now
+        if hop < group.size - 1:                                               # pass on, take the previous rank's
+            k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
+    return y / total
 
 
 def positions_for_rotary(length, rank, ranks):

@@ -8,21 +8,29 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import CommError
-from minidist.grading import Result, sent_since, totals
+from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
-from minidist.parallel.step.flat import Flat, Piece
+from minidist.parallel.step.flat import Flat
+from minidist.parallel.zero.zero1 import plain_zero1
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")
 SIZES, STEPS, LIMIT = (3, 5), 3, 60.0      # ranks that do not divide the number of parameters
 
+CUT_FROM = (plain_zero1,)
+ANSWERS = {1: "slice(rank * (n // size) + min(rank, n % size), (rank + 1) * (n // size) + min(rank + 1, n % size))"}
+"""The right code of the hole beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Which rank owns what, what a step sends, then whole runs."""
+    for n, size in ((12, 3), (13, 3), (14, 5), (2, 3)):
+        yield _owners(exercise, n, size)
     for size in SIZES:
         try:
             ranks = run(_train, exercise, size=size, limit=LIMIT)
@@ -30,7 +38,6 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             yield Result(f"{STEPS} steps on {size} ranks", False, "an end", type(error).__name__,
                          "the ranks do not fit together", f"every rank calls the same collectives: section 1; {error}")
             return
-        yield _owners(size, ranks)
         yield _divided(size, ranks)
         yield _replicas(size, ranks)
         yield _weights(size, ranks)
@@ -42,20 +49,19 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
     model = lab.new_model(CONFIG)
-    flat = Flat(list(model.parameters()), group)
-    weights = flat.join()
-    given: list[tuple[int, int, bool]] = []
+    given: list[tuple[int, bool]] = []
 
-    def new_optimizer(part: np.ndarray, gradients: np.ndarray) -> Any:
-        given.append((part.size, gradients.size, np.shares_memory(part, weights)))
-        return Adam([Piece(flat.parameters[0], part[:gradients.size], gradients)], 0.01)
+    def new_optimizer(pieces: Any) -> Any:
+        held = [np.asarray(piece.data) for piece in pieces]
+        shared = all(any(np.shares_memory(data, p.data) for p in model.parameters()) for data in held if data.size)
+        given.append((sum(data.size for data in held), shared))
+        return Adam(pieces, 0.01)
 
-    strategy = exercise.MyZero1(group, model, weights, new_optimizer)
     before = totals(group.ledger)
-    for inputs, targets, tokens in lab.parts(group, CONFIG, STEPS):
-        strategy.step(inputs, targets, tokens)
-    return {"own": (strategy.own.start, strategy.own.stop), "right": (flat.chunk.start, flat.chunk.stop),
-            "n": flat.size, "given": given[-1], "weights": weights.copy(), "sent": sent_since(group.ledger, before)}
+    exercise.plain_zero1(model, new_optimizer, group, [lab.global_batch(CONFIG, step) for step in range(STEPS)])
+    sent, flat = sent_since(group.ledger, before), Flat(list(model.parameters()), group)
+    return {"right": flat.chunk_size, "n": flat.size, "given": given[-1], "sent": sent,
+            "weights": np.concatenate([p.data.ravel() for p in model.parameters()])}
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
@@ -72,25 +78,26 @@ def _alone(scale: float = 1.0) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------- beside the answer key
 
-def _owners(size: int, ranks: list[dict[str, Any]]) -> Result:
+def _owners(exercise: ModuleType, n: int, size: int) -> Result:
     """Together the slices are every weight once."""
-    task, right = f"{size} ranks, what each owns", [rank["right"] for rank in ranks]
-    mine, n = [rank["own"] for rank in ranks], ranks[0]["n"]
+    edges = bounds(n, size)
+    target = list(zip(edges, edges[1:], strict=False))
+    mine = [(own.start, own.stop) for own in (exercise.chunk_of(n, rank, size) for rank in range(size))]
     owned = sum(stop - start for start, stop in mine)
     mistake = "weights without an owner" if owned < n else "wrong slices"
-    return Result(task, mine == right, f"{n} weights as {right}", f"{owned} of {n} as {mine}", mistake,
+    return expect(f"{n} weights on {size} ranks", target, mine, mistake,
                   "the first n % P ranks take one more, as numpy.array_split does: section 1 (hole 1)")
 
 
 def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """Each optimizer was given the own slice."""
-    given, right = [rank["given"][0] for rank in ranks], [stop - start for start, stop in (r["right"] for r in ranks)]
+    """Each optimizer was given the own chunk."""
+    given, right = [rank["given"][0] for rank in ranks], [rank["right"] for rank in ranks]
     mistake = "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
-    if given == right and not all(rank["given"][2] for rank in ranks):
-        return Result(f"{size} ranks, weights of each optimizer", False, "part of self.weights", "a copy",
-                      "the optimizer changes a copy", "which is never read: give it the slice itself: (hole 2)")
-    return Result(f"{size} ranks, weights of each optimizer", given == right, str(right), str(given), mistake,
-                  "its state is what ZeRO-1 divides; give it self.weights[self.own]: section 2 (hole 2)")
+    if given == right and not all(rank["given"][1] for rank in ranks):
+        return Result(f"{size} ranks, weights of each optimizer", False, "part of `weights`", "a copy",
+                      "the optimizer changes a copy", "which is never read: give it the chunk itself: (hole 2)")
+    return expect(f"{size} ranks, weights of each optimizer", right, given, mistake,
+                  "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 2 (hole 2)")
 
 
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -108,7 +115,7 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     error = lab.off(mine, _alone())
     if error < 1e-10:
         return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
-    mistake, advice = "wrong gradients", "self.mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
+    mistake, advice = "wrong gradients", "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
     if lab.off(mine, _alone(1 / size)) < 1e-9:
         mistake = "averaged twice"
         advice = (f"the gradients are {size} times too small, which Adam nearly hides; the loss is divided by all "

@@ -15,10 +15,13 @@ from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.step.flat import Flat
+from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=3, width=8, heads=2, dtype="float64")
 STEPS, LIMIT, RATE = 3, 60.0, 0.3
+
+
+CUT_FROM = (PlainUnit, plain_zero3)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -38,79 +41,49 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 # ---------------------------------------------------------------------------------------------- what the ranks do
 
-class Watched:
-    """A unit that remembers whether its weights are there."""
-
-    def __init__(self, name: str, module: Any, group: Group) -> None:
-        self.name, self.module = name, module
-        self.flat = Flat(list(module.parameters()), group)
-        self.shard = self.flat.join()[self.flat.chunk].copy()
-        self.mine = np.zeros(self.flat.chunk_size)
-        self.whole = True
-
-    def put(self, whole: np.ndarray) -> None:
-        """The parameters become views of `whole`."""
-        for parameter, view in self.flat.views(whole):
-            parameter.data = view
-        self.whole = True
-
-    def forget(self) -> None:
-        """The parameters have a shape, and read as NaN."""
-        for parameter in self.flat.parameters:
-            parameter.data = np.broadcast_to(np.nan, parameter.shape)
-        self.whole = False
-
-    def gradient(self) -> np.ndarray:
-        """All gradients in one new array."""
-        found = np.concatenate([np.zeros(p.size) if p.grad is None else p.grad.ravel() for p in self.flat.parameters])
-        for parameter in self.flat.parameters:
-            parameter.zero_grad()
-        return found
+def _whole(module: Any) -> bool:
+    """Whether a unit's weights are there."""
+    return not any(np.isnan(p.data).any() for p in module.parameters())
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's hooks around a loop that is right."""
+    """The student's loop and units, watched: what is whole, and when."""
     model = lab.new_model(CONFIG)
-    units = [Watched(name, module, group) for name, module in model.children() if list(module.parameters())]
-    mine, missing, most = exercise.MyZero3(group), [], [0]
+    units = [(name, module) for name, module in model.children() if list(module.parameters())]
+    missing: list[str] = []
+    most, left, kept, steps = [0], [0], [0], [0]
 
-    def watch(unit: Watched) -> None:
-        def needs(when: str) -> None:
-            if not unit.whole:
-                missing.append(f"{unit.name} in {when}")
-                unit.put(np.zeros(unit.flat.size))
-            most[0] = max(most[0], sum(other.whole for other in units))
+    def count() -> int:
+        return sum(_whole(module) for _, module in units)
 
-        def before_forward(*_: Any) -> None:
-            mine.before_forward(unit)
-            needs("forward")
+    def needs(name: str, module: Any, when: str) -> None:
+        if not _whole(module):
+            missing.append(f"{name} in {when}")
+            for p in module.parameters():
+                p.data = np.zeros(p.shape)
+        if steps[0] and when == "forward" and name == units[0][0] and not missing:
+            kept[0] = max(kept[0], count() - 1)
+        else:
+            most[0] = max(most[0], count())
 
-        def before_backward(*_: Any) -> None:
-            mine.before_backward(unit)
-            needs("backward")
+    class Optimizer(SGD):
+        def step(self, *args: Any, **options: Any) -> None:
+            left[0], steps[0] = max(left[0], count()), steps[0] + 1
+            super().step(*args, **options)
 
-        unit.module.register_forward_pre_hook(before_forward)
-        unit.module.register_forward_hook(lambda *_: mine.after_forward(unit))
-        unit.module.register_backward_pre_hook(before_backward)
-        unit.module.register_backward_hook(lambda *_: mine.after_backward(unit))
+    def new_optimizer(pieces: Any) -> Any:
+        for name, module in units:          # after the units' own hooks
+            module.register_forward_pre_hook(lambda *_, name=name, module=module: needs(name, module, "forward"))
+            module.register_backward_pre_hook(lambda *_, name=name, module=module: needs(name, module, "backward"))
+        return Optimizer(pieces, RATE)
 
-    for unit in units:
-        watch(unit)
-        unit.forget()
-    optimizer = SGD([piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)], RATE)
-    before, left, kept = totals(group.ledger), 0, 0
-    for inputs, targets, tokens in lab.parts(group, CONFIG, STEPS):
-        model.loss(inputs, targets, divisor=tokens).backward()
-        left = max(left, sum(unit.whole for unit in units))
-        optimizer.step()
-        for unit in units:
-            mine.after_update(unit)
-        kept = max(kept, sum(unit.whole for unit in units))
-    sent = sent_since(group.ledger, before)
-    with group.ledger.control():
-        weights = np.concatenate([group.all_gather(unit.shard) for unit in units])
-    return {"missing": missing[:1], "most": most[0], "left": left, "kept": kept, "units": len(units), "sent": sent,
-            "n": sum(unit.flat.nbytes for unit in units), "weights": weights}
+    before = totals(group.ledger)
+    batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
+    with np.errstate(all="ignore"):
+        exercise.plain_zero3(model, [module for _, module in units], new_optimizer, group, batches)
+    weights = np.concatenate([p.data.ravel() for _, module in units for p in module.parameters()])
+    return {"missing": missing[:1], "most": most[0], "left": left[0], "kept": kept[0], "steps": steps[0],
+            "units": len(units), "sent": sent_since(group.ledger, before), "n": weights.nbytes, "weights": weights}
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
@@ -135,7 +108,7 @@ def _there(size: int, ranks: list[dict[str, Any]]) -> Result:
     mistake = "not gathered again for backward" if "backward" in where else "not gathered for forward"
     return Result(f"{size} ranks, weights there when needed", not missing, "always", f"not for {where}" if where else
                   "always", mistake, "a unit is gathered before its forward and again before its backward: section 1 "
-                  f"(hole {3 if 'backward' in where else 1})")
+                  f"(holes {3 if 'backward' in where else 1} and 4)")
 
 
 def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -144,10 +117,13 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{size} ranks, whole units at once"
     if left:
         return Result(task, False, "none after backward", f"{left} of {units}", "forgot to free after backward",
-                      "and the next forward would compute with weights that were not updated: section 2 (hole 4)")
+                      "and the next forward would compute with weights that were not updated: section 2 (hole 5)")
     if kept:
         return Result(task, False, "none after the update", f"{kept} of {units}", "an all-gather too many at the end",
-                      "they are not needed before the next forward, which gathers anyway: section 4 (hole 5)")
+                      "they are not needed before the next forward, which gathers anyway: section 4 (hole 6)")
+    if ranks[0]["steps"] != STEPS:
+        return Result(task, False, f"{STEPS} updates", str(ranks[0]["steps"]), "not one update a step",
+                      "optimizer.step() (hole 6)")
     return Result(task, most == 1, "1 at most", f"{most} of {units}", "forgot to free after forward",
                   "a rank that keeps what it has used ends up with the whole model: section 2 (hole 2)")
 
@@ -158,20 +134,21 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     error = lab.off(mine, _alone())
     if error < 1e-10:
         return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
-    mistake, advice = "wrong gradients", "unit.mine is the sum over the ranks: section 1, backward 3 (hole 4)"
+    mistake, advice = "wrong gradients", "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)"
     if lab.off(mine, _alone(1 / size)) < 1e-10:
         mistake, advice = "averaged twice", (f"{size} times too small; the loss is divided by all ranks' tokens "
-                                             "already: lesson 07, section 4 (hole 4)")
+                                             "already: lesson 07, section 4 (hole 5)")
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """3(P-1) n a step over all ranks."""
-    measured, n = sum(rank["sent"][1] for rank in ranks) / STEPS, ranks[0]["n"]
+    n = ranks[0]["n"]
+    measured = (sum(rank["sent"][1] for rank in ranks) - (size - 1) * n) / STEPS    # without the last look
     target = 3 * (size - 1) * n
     mistake = "an all-gather too many at the end" if measured == 4 * (size - 1) * n else "wrong traffic"
     return Result(f"{size} ranks, bytes a step", measured == target, size_text(target), size_text(measured), mistake,
-                  "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 5)")
+                  "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 6)")
 
 
 if __name__ == "__main__":

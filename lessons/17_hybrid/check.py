@@ -1,4 +1,4 @@
-"""Grades exercise 17: a real mesh, the library's cut of the batch, and a whole gradient are the answer key."""
+"""Grades exercise 17: a real mesh, the plain version, and a whole gradient are the answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -9,30 +9,40 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.grading import Result, expect
-from minidist.parallel.step.step import part_of
+from minidist.errors import CommError
+from minidist.grading import Result, expect, variant
+from minidist.parallel.hybrid.hybrid import plain_hybrid
 
 SHAPES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 3, "tp": 2})
 LIMIT = 60.0
 
+CUT_FROM = (plain_hybrid,)
+ANSWERS = {
+    1: "rank % shape[axis]",
+    2: "rank // shape[axis]",
+    3: "all(coordinates(other, shape)[name] == mine[name] for name in shape if name != axis)",
+    9: 'sum(float((grad ** 2).sum()) for grad in whole) if mesh["tp"].rank == 0 else 0.0',
+    10: 'mesh["pp", "tp"].all_reduce(np.array([squares]))',
+    11: "sorted(sent, key=sent.get)",
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Places, groups, rows; then ranks as threads add up gradients and find their norm; then the layout."""
+    """Places, groups; then ranks as threads make a step, and find the norm of their gradients; then the layout."""
     for shape in SHAPES:
         yield from _places(exercise, shape, md.run(_real, shape, size=_size(shape), limit=LIMIT))
-    for shape in SHAPES:
-        for sequences in (8, 5):
-            yield _rows(exercise, shape, sequences)
+    for shape in ({"dp": 2, "pp": 1, "tp": 1}, {"dp": 1, "pp": 1, "tp": 2}, *SHAPES):
+        yield _step(exercise, shape)
     for shape in SHAPES:
         ranks = md.run(_run, exercise, shape, size=_size(shape), limit=LIMIT)
-        yield _gradient(shape, ranks)
         yield _norm(shape, ranks)
     for sent, target in (({"dp": 5, "pp": 1, "tp": 9}, ["pp", "dp", "tp"]), ({"tp": 30, "dp": 40, "pp": 20},
                                                                             ["pp", "tp", "dp"])):
         ours = list(exercise.layout(dict(sent)))
         mistake = ("the other way round: neighbours have the fastest links" if ours == target[::-1] else
                    "as they stood" if ours == list(sent) else "another order")
-        yield expect(f"layout of {sent}", target, ours, mistake, "most bytes innermost: section 5 (hole 9)")
+        yield expect(f"layout of {sent}", target, ours, mistake, "most bytes innermost: section 5 (hole 11)")
 
 
 def _size(shape: dict[str, int]) -> int:
@@ -84,23 +94,54 @@ def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Ite
                     return
 
 
-def _rows(exercise: ModuleType, shape: dict[str, int], sequences: int) -> Result:
-    """Every rank's rows beside the library's."""
-    ids = np.arange(sequences)[:, None]
-    size = _size(shape)
+MISTAKES = {
+    "rows by the rank of tp too: shards of one layer see different tokens": (
+        "dp.size)[dp.rank]", "dp.size * tp.size)[dp.rank * tp.size + tp.rank]", "4, 5"),
+    "every rank reads all": ("dp.size)[dp.rank]", "1)[0]", "4, 5"),
+    "summands are not added up: this rank's rows alone": (
+        'tp.all_reduce(inner @ down, algorithm="ring")', "inner @ down", "6"),
+    "f forgotten: this rank's columns alone": ('tp.all_reduce(dinner @ up.T, algorithm="ring")', "dinner @ up.T", "7"),
+    "a mean: the loss was divided by all tokens before": (
+        'dp.all_reduce(gradient, algorithm="ring")', "dp.all_reduce(gradient) / dp.size", "8"),
+    "nothing was added up: the replicas drift apart": ('dp.all_reduce(gradient, algorithm="ring")', "gradient", "8")}
+"""{name: (code of the plain version, what a student may write there, the holes)}"""
 
-    def cut(parts: int, part: Any) -> list[list[int]]:
-        return [part_of((ids, ids), size=parts, rank=part(rank)).inputs[:, 0].tolist() for rank in range(size)]
 
-    target = cut(shape["dp"], lambda rank: rank // (size // shape["dp"]))
-    ours = [np.asarray(exercise.rows(rank, shape, sequences)).tolist() for rank in range(size)]
-    wrong = next((rank for rank in range(size) if ours[rank] != target[rank]), size - 1)
-    mistake = ("by world rank: shards of one layer would see different tokens" if ours == cut(size, lambda rank: rank)
-               else "stages are no replicas: they work on the same rows one after the other" if ours == cut(
-                   shape["dp"] * shape["pp"], lambda rank: rank // shape["tp"]) else
-               "every rank reads all" if all(len(rows) == sequences for rows in ours) else "other rows")
-    return expect(f"rows of rank {wrong}, {sequences} sequences, {_name(shape)}", target[wrong], ours[wrong], mistake,
-                  "by the data axis alone: section 1, step 0 (holes 4, 5)")
+def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
+    """Each rank's weights after one step on 12 rows."""
+    draw = np.random.default_rng(0)
+    inputs, targets = draw.normal(size=(12, 4)), draw.normal(size=(12, 4))
+    ups, downs = draw.normal(size=(shape["pp"], 4, 6)), draw.normal(size=(shape["pp"], 6, 4))
+
+    def job(world: Group) -> np.ndarray:
+        mesh = md.Mesh(world, **shape)
+        own = np.array_split(np.arange(6), shape["tp"])[mesh["tp"].rank]
+        stage = mesh["pp"].rank
+        up, down = ups[stage][:, own].copy(), downs[stage][own].copy()
+        step(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.1)
+        mesh.close()
+        return np.concatenate([up.ravel(), down.ravel()])
+
+    return md.run(job, size=_size(shape), limit=LIMIT)
+
+
+def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
+    """One step beside the plain version's, and beside what mistakes lead to."""
+    task, target = f"weights after a step on {_name(shape)}", _stepped(plain_hybrid, shape)
+    try:
+        found = _stepped(exercise.plain_hybrid, shape)
+    except CommError as error:
+        return Result(task, False, "every rank returns", type(error).__name__, "the ranks do not fit together",
+                      f"every rank of a group calls the same: section 1 (holes 4 to 8); {str(error).splitlines()[0]}")
+    off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, target, strict=True))
+    mistake, advice = "other weights", "section 1 (holes 4 to 8)"
+    if not off < 1e-12:
+        for name, (old, new, numbers) in MISTAKES.items():
+            wrong = _stepped(variant(plain_hybrid, old, new), shape)
+            if all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True)):
+                mistake, advice = name, f"section 1 (holes {numbers})"
+                break
+    return Result(task, off < 1e-12, "the plain version's, to 1e-12", f"off by {off:.1e}", mistake, advice)
 
 
 # ------------------------------------------------------------------------------------------------- gradient and norm
@@ -122,10 +163,7 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
     for axes in ("dp", "pp", "tp", ("pp", "tp"), ("dp", "tp"), ("dp", "pp"), ("dp", "pp", "tp")):
         mesh[axes]                      # made by all, in one order: then a rank may use any
     local = _gradients(mesh)
-    ours = {name: np.array(exercise.add_gradients(grad.copy(), mesh)) for name, grad in local.items()}
     right = {name: mesh["dp"].all_reduce(grad) for name, grad in local.items()}
-    sums = {"mean": {name: right[name] / mesh["dp"].size for name in right},
-            "world": {name: world.all_reduce(grad) for name, grad in local.items()}, "local": local}
     first = mesh["tp"].rank == 0
 
     def add(group: Group | None, counted: bool) -> float:
@@ -138,19 +176,7 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
         "all": (mesh["dp", "pp", "tp"], first), "tp": (mesh["tp"], first), "own": (None, first)}.items()}
     norm = float(exercise.norm([right["shard"].copy()], [right["whole"].copy()], mesh))
     mesh.close()
-    return {"ours": ours, "right": right, "sums": sums, "norm": norm, "norms": norms}
-
-
-def _gradient(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
-    right = all(rank["ours"][name].shape == target.shape and np.allclose(rank["ours"][name], target)
-                for rank in ranks for name, target in rank["right"].items())
-    known = {"mean": "a mean: the loss was divided by all tokens before", "local": "nothing was added up",
-             "world": "over all ranks: stages and shards hold other weights"}
-    mistake = next((text for name, text in known.items() if all(
-        rank["ours"]["shard"].shape == sums.shape and np.allclose(rank["ours"]["shard"], sums)
-        for rank in ranks for sums in [rank["sums"][name]["shard"]])), "another result")
-    return Result(f"gradients on {_name(shape)}", right, "the sum over the replicas",
-                  "equal" if right else "another", mistake, "same weights, other rows: section 1, step 2.2 (hole 6)")
+    return {"norm": norm, "norms": norms}
 
 
 def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
@@ -163,7 +189,7 @@ def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
         np.isclose(rank["norm"], rank["norms"][name]) for rank in ranks)), "another number")
     return Result(f"norm on {_name(shape)}", right, f"{target:.6f} on every rank",
                   ", ".join(dict.fromkeys(f"{rank['norm']:.6f}" for rank in ranks)), mistake,
-                  "each number once: section 6 (holes 7, 8)")
+                  "each number once: section 6 (holes 9, 10)")
 
 
 if __name__ == "__main__":

@@ -30,29 +30,41 @@ def partners(rank, axis, shape):
             if hole(3, "does `other` differ from `rank` in no axis but this one?", coordinates(other, shape), mine)]
 
 
-def rows(rank, shape, sequences):
-    """Which sequences of the global batch a rank works on: an array of their numbers, cut as numpy.array_split does."""
-    place = coordinates(rank, shape)
-    return np.array_split(np.arange(sequences), hole(4, "into how many parts?", shape))[hole(5, "which?", place)]
+def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows.
 
-
-def add_gradients(gradient, mesh):
-    """The gradient of the whole batch of what this rank holds; each rank's loss was divided by all tokens."""
-    return hole(6, "which group adds up, and is it a sum or a mean?", gradient, mesh)
+    dp, pp and tp are this rank's groups. The numbers are those of N0:452.
+    """
+    mine = np.array_split(np.arange(len(inputs)), hole(4, "into how many parts? (section 1, step 0)"))[
+        hole(5, "which of them? (section 1, step 0)")]
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
+    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
+    y = hole(6, "down has own rows: which group adds up? (section 1, and lesson 12)", inner)
+    if pp.rank < pp.size - 1:
+        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
+    else:
+        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
+    dinner = (dy @ down.T) * (inner > 0)
+    dx = hole(7, "the whole gradient of x: which group adds up? (section 1, and lesson 12)", dinner)
+    if pp.rank > 0:
+        pp.send(dx, dst=pp.rank - 1)
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
+        hole(8, "2.2 add up and 2.3 update in place: over which group, and is it a sum or a mean?", weights, gradient)
 
 
 def norm(shards, whole, mesh):
-    """The norm of the whole model's gradient, the same on every rank, after add_gradients.
+    """The norm of the whole model's gradient, the same on every rank, after step 2.2.
 
     shards: gradients that are cut over tp, this rank's parts (a list of arrays); whole: those that all ranks of tp hold
     alike (norms, biases of row linears). Each stage of the pipeline has others.
     """
     squares = sum(float((grad ** 2).sum()) for grad in shards)
-    squares += hole(7, "the squares of `whole`: on which rank of tp?", whole, mesh["tp"].rank)
-    total = hole(8, "added up over which group?", np.array([squares]))
+    squares += hole(9, "the squares of `whole`: on which rank of tp?", whole, mesh["tp"].rank)
+    total = hole(10, "added up over which group?", np.array([squares]))
     return float(np.sqrt(total[0]))
 
 
 def layout(sent):
     """The axes, outermost first, as they should lie on machines: `sent` says how many bytes a step sends on each."""
-    return hole(9, "which one needs the fastest links, those between neighbours?", sent)
+    return hole(11, "which one needs the fastest links, those between neighbours?", sent)

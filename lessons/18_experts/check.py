@@ -15,8 +15,19 @@ from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures, rebalance
+from minidist.parallel.experts.expert_parallel import plain_experts
 
 TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
+
+CUT_FROM = (plain_experts,)
+ANSWERS = {
+    1: "np.argsort(-chances, axis=1, kind='stable')[:, :k]",
+    2: "capacity * k * tokens / experts",
+    3: "taken[expert] < room",
+    7: "experts * float(f @ chances.mean(axis=0))",
+    8: "rate * np.sign(load.mean() - load)",
+}
+"""The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -103,7 +114,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             seen.append(len(rows))
             return np.asarray(rows @ experts[group.rank])
 
-        y = np.asarray(exercise.mixture(x[mine], chosen[mine], weight[mine], my_expert, group))
+        y = np.asarray(exercise.plain_experts(x[mine], chosen[mine], weight[mine], my_expert, group))
         return sum(seen), y
 
     task = f"{size} ranks, {count} tokens"

@@ -34,15 +34,19 @@ def keep(chosen, room, experts):
     return kept
 
 
-def mixture(x, chosen, weight, my_expert, group):
-    """Expert r lives on rank r; my_expert(rows) computes this rank's. x (N, h), chosen (N,), weight (N,) -> (N, h)."""
-    order = hole(4, "the positions of x's rows, sorted by expert", chosen)
+def plain_experts(x, chosen, weight, my_expert, group):
+    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h).
+
+    my_expert(rows) computes this rank's.
+    """
+    order = hole(4, "the positions of x's rows, sorted by expert (section 1)", chosen)
     ends = np.cumsum(np.bincount(chosen, minlength=group.size))
-    came = group.all_to_all(hole(5, "a list: the rows for each rank", x[order], ends))
+    came = group.all_to_all(hole(5, "a list: the rows for each rank (section 1)", x[order], ends))
     results = my_expert(np.concatenate(came))
-    back = group.all_to_all(np.split(results, np.cumsum([len(rows) for rows in came])[:-1]))
+    ends = np.cumsum([len(rows) for rows in came])
+    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
     y = np.empty_like(x)
-    hole(6, "put the rows that came back where their tokens stand in y", y, order, back)
+    hole(6, "put the rows that came back where their tokens stand in y (section 1)", y, order, back)
     return weight[:, None] * y
 
 

@@ -11,10 +11,18 @@ from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import Result, expect
+from minidist.parallel.memory.activations import plain_recompute
 
 LAYERS, ROWS, WIDTH = 6, 64, 32
 SIZES = (1, 2, 3)
 Block = Callable[[Tensor], Tensor]
+
+CUT_FROM = (plain_recompute,)
+ANSWERS = {
+    1: "(segments - 1) * x + size * a",
+    2: "min(sizes, key=lambda size: peak(layers, size, x, a))",
+}
+"""The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -53,22 +61,38 @@ def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
     return weights, [block(weight) for weight in weights], tensor(draw.normal(size=(ROWS, WIDTH)))
 
 
+def _segments(blocks: list[Block], size: int) -> list[Block]:
+    """Blocks of `size` blocks."""
+    def segment(part: list[Block]) -> Block:
+        def run(x: Tensor) -> Tensor:
+            for block in part:
+                x = block(x)
+            return x
+        return run
+
+    return [segment(blocks[start:start + size]) for start in range(0, len(blocks), size)]
+
+
 def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """What is alive when forward is over: an input a segment, and the result."""
-    each = ROWS * WIDTH * 8
-    with account.use(account.MemoryAccount()) as memory:
-        weights, blocks, x = _stack()
-        result, kept = exercise.forward(blocks, x, size)
-        alive = memory.now["activations"]
-        x_counted = any(tensor_.data is x.data for tensor_ in kept)
-        del result
-    segments = LAYERS // size
-    yield expect(f"inputs kept, segments of {size}", segments, len(kept), "one a segment",
-                 "append x before the segment runs: section 1 (hole 3)")
-    most = (segments + 1) * each
-    yield Result(f"alive after forward, segments of {size}", alive <= most and x_counted, size_text(most),
-                 size_text(alive), "the first input is not the stack's" if alive <= most else "the tape was kept",
-                 "run the segment in `with no_grad():`, and keep its input from before: section 1 (holes 3, 4)")
+    """What is alive when forward is over, as the last block is about to be made again: the inputs."""
+    def alive(recompute: Callable[..., object]) -> int:
+        seen: list[int] = []
+        with account.use(account.MemoryAccount()) as memory:
+            _, blocks, x = _stack()
+            segments = _segments(blocks, size)
+            last = segments[-1]
+
+            def watched(x: Tensor) -> Tensor:
+                seen.append(memory.now["activations"])
+                return last(x)
+
+            recompute([*segments[:-1], watched], x, np.ones((ROWS, WIDTH)))
+        return seen[1] if len(seen) > 1 else 0
+
+    target, found = alive(plain_recompute), alive(exercise.plain_recompute)
+    yield Result(f"alive after forward, segments of {size}", found <= target, size_text(target), size_text(found),
+                 "more than inputs: the tape was kept", "run forward in `with no_grad():`, and keep inputs alone: "
+                 "section 1 (holes 3, 4)")
 
 
 def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
@@ -78,26 +102,22 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     y = start = tensor(x.data, requires_grad=True)
     for block in blocks:
         y = block(y)
-    target_value = y.data
     y.backward(dy)
     targets = [np.array(weight.grad) for weight in weights]
     for weight in weights:
         weight.zero_grad()
-    result, kept = exercise.forward(blocks, x, size)
-    yield Result(f"result, segments of {size}", np.array_equal(result.data, target_value), f"{target_value[0, 0]:.6f}",
-                 f"{result.data[0, 0]:.6f}", "another result", "each block once, in order (hole 4)")
-    dx = exercise.backward(blocks, list(kept), size, dy)
+    dx = exercise.plain_recompute(_segments(blocks, size), x, dy)
     right = sum(weight.grad is not None and np.array_equal(weight.grad, target)
                 for weight, target in zip(weights, targets, strict=True))
     last = LAYERS - size
     mistake = ("the gradient does not reach the segment before" if right == size else
                "a segment starts from another's input" if weights[last].grad is not None else "no weight got one")
     yield expect(f"weights with the right gradient, segments of {size}", LAYERS, right, mistake,
-                 "take the last kept input, y.backward(dy), hand on again.grad: section 1 (holes 5, 6)")
+                 "take the last kept input, go back through it, hand on again.grad: section 1 (holes 4, 5, 6)")
     same = isinstance(dx, np.ndarray) and np.array_equal(dx, np.asarray(start.grad))
     yield Result(f"gradient of the input, segments of {size}", same, "that of a plain backward",
-                 "equal" if same else "another", "what backward returns is not the first segment's",
-                 "return the last dy (hole 6)")
+                 "equal" if same else "another", "what is returned is not the first segment's",
+                 "the last dy (hole 6)")
 
 
 if __name__ == "__main__":

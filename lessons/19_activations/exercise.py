@@ -1,10 +1,8 @@
-"""Exercise 19: a stack of blocks that keeps one input for every few of them.
+"""Exercise 19: a stack of blocks that keeps their inputs alone, and what a stack in segments needs.
 
 Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 19 DIR/exercise_19.py`. Blocks run in segments of `size`; of a segment its input alone is kept.
+`minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: its input alone is kept.
 """
-
-from typing import Any
 
 from minidist.autograd.tensor import no_grad, tensor  # noqa: F401 - you will want them
 from minidist.grading import hole
@@ -25,24 +23,18 @@ def best_size(layers, x, a):
     return hole(2, "the size with the lowest peak (ask your own function)", sizes)
 
 
-def forward(blocks, x, size):
-    """(what comes out of the last block, the kept inputs): blocks are functions of one Tensor; x is a Tensor.
+def plain_recompute(blocks, x, dy):
+    """Forward and backward through blocks that keep their inputs alone; returns the gradient of x.
 
-    Nothing but the inputs may stay alive.
+    Args:    blocks: functions of one Tensor; x: a Tensor; dy: the gradient of what comes out, an array.
     """
-    kept: list[Any] = []
-    for start in range(0, len(blocks), size):
-        hole(3, "keep the segment's input", kept, x)
-        x = hole(4, "run blocks[start:start + size] so that nothing stays on the tape", start, x)
-    return x, kept
-
-
-def backward(blocks, kept, size, dy):
-    """The gradient of the stack's input, an array; adds the weights' gradients. `dy` is the result's, an array."""
-    for start in reversed(range(0, len(blocks), size)):
-        again = hole(5, "the segment's input as the start of a new tape, asking for its gradient", kept)
-        y = again
-        for block in blocks[start:start + size]:
-            y = block(y)
-        dy = hole(6, "go backward through this segment; what is the gradient for the one before?", y, again, dy)
+    kept = []
+    with hole(3, "how is forward run, so that nothing stays on the tape? (section 1)"):
+        for block in blocks:
+            hole(4, "keep what backward will need of this block (section 1)", kept, x)
+            x = block(x)
+    for block in reversed(blocks):
+        again = hole(5, "this block's input as the start of a new tape, asking for its gradient (section 1)", kept)
+        block(again).backward(dy)                                # forward once more, with a tape, and back
+        dy = hole(6, "the gradient for the block before (section 1)", again)
     return dy

@@ -6,16 +6,41 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 import minidist as md
+from minidist.autograd.tensor import Parameter
 from minidist.grading import Result, expect, load_module
+from minidist.nn import GPT
+from minidist.optim import Adam
+from minidist.parallel.memory.offload import plain_offload
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
 SMALL = lab.GPTConfig(vocabulary=20, context=4, layers=2, width=16, heads=2)
 UNITS = ("a", "b", "c", "d")
 
+CUT_FROM = (plain_offload,)
+ANSWERS = {
+    3: "2 * parameters",
+    4: "(2 + 4 + 4 + 4) * parameters",
+    5: '{"device to host": passes * itemsize * parameters, "host to device": itemsize * parameters}',
+    6: "(4 + 4 + 8) * parameters",
+    7: """
+        if index + 1 < len(units):
+            coming = start_read(units[index + 1])
+       """,
+    8: """
+        arriving[run].wait()
+        optimizer_step(run)
+        going.append(start_up(run))
+       """,
+}
+"""The right code of the holes beyond the plain version."""
+
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """What lies where, what moves, reading ahead, updating in time."""
+    """The plain loop, what lies where, what moves, reading ahead, updating in time."""
+    yield from _plain(exercise)
     yield from _between_steps(exercise)
     yield from _moved(exercise)
     yield from _read(exercise)
@@ -28,6 +53,39 @@ def _run(plan: dict[str, Any]) -> dict[str, Any]:
     return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[0]
 
 
+def _plain(exercise: ModuleType) -> Iterator[Result]:
+    """Weights on both sides, and gradients on the device, beside the plain version's."""
+    ids = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 2, SMALL.context + 1))
+
+    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int]:
+        model = GPT(SMALL)
+        model.initialize(0)
+        host, arrays = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()], [
+            p.data for p in model.parameters()]
+        with np.errstate(all="ignore"):
+            loop(model, Adam(host, 0.01), [(part[:, :-1], part[:, 1:]) for part in ids], host)
+        shared = sum(p.data is not array or np.shares_memory(p.data, h.data)
+                     for p, h, array in zip(model.parameters(), host, arrays, strict=True))
+        return (np.concatenate([p.data.ravel() for p in model.parameters()]),
+                np.concatenate([h.data.ravel() for h in host]),
+                sum(p.grad is not None for p in model.parameters()), shared)
+
+    target, found, start = (trained(loop) for loop in (
+        plain_offload, exercise.plain_offload, lambda *_: None))
+    yield expect("gradients on the device after a step", 0, found[2], "they stay on the device",
+                 "p.zero_grad() once the copy is down, or the next step adds to them: section 1 (hole 1)")
+    mistake = "the new weights never reach the device" if np.array_equal(found[0], start[0]) else "other weights"
+    yield Result("weights on the device", np.array_equal(found[0], found[1]), "the host's",
+                 "the host's" if np.array_equal(found[0], found[1]) else "others", mistake,
+                 "p.data[...] = h.data: section 1 (hole 2)")
+    yield expect("weights on the device that are the host's own arrays", 0, found[3], "the device reads host memory",
+                 "p.data[...] = h.data copies: section 1 (hole 2)")
+    moved = not np.array_equal(found[1], start[1])
+    yield Result("weights on the host", np.allclose(found[1], target[1], rtol=1e-5), "the plain version's",
+                 "others" if moved else "as drawn", "other gradients" if moved else "the gradients did not go down",
+                 "h.grad is a copy of p.grad: section 1 (hole 1)")
+
+
 def _between_steps(exercise: ModuleType) -> Iterator[Result]:
     """Bytes on the device and on the host beside the accounts."""
     for precision in ("fp32", "bf16"):
@@ -38,13 +96,13 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
                   16: "nothing left the device", 6: "masters lie on the host"}
         yield expect(f"{precision}: bytes on the device", seen["device"]["total"]["now"], mine["device"],
                      device.get(mine["device"] // count, "wrong bytes"),
-                     "weights alone stay: section 2 (hole 1)")
+                     "weights alone stay: section 2 (hole 3)")
         host = {12: "the gradients lie there too", 8: "the masters are missing", 10: "the masters are missing",
                 16: "weights of two bytes stay on the device"}
         held = sum(seen["host"][kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
         yield expect(f"{precision}: bytes on the host", held, mine["host"],
                      host.get(mine["host"] // count, "wrong bytes"),
-                     "gradients 2, masters 4, m 4, v 4: section 2 (hole 2)")
+                     "gradients 2, masters 4, m 4, v 4: section 2 (hole 4)")
 
 
 def _moved(exercise: ModuleType) -> Iterator[Result]:
@@ -62,7 +120,7 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
             elif came == 2 * target or came == 4 * target // itemsize:
                 mistake = "weights travel in the device's precision, not as masters"
             yield expect(f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}", target, came, mistake,
-                         "gradients A times, weights once: section 3 (hole 3)")
+                         "gradients A times, weights once: section 3 (hole 5)")
 
 
 def _read(exercise: ModuleType) -> Iterator[Result]:
@@ -75,7 +133,7 @@ def _read(exercise: ModuleType) -> Iterator[Result]:
                  20: "in float32 weights are their own masters"}
         yield expect(f"all on disk, {passes} pass{'es' * (passes > 1)}: bytes read", target, mine,
                      known.get(16 + (mine - target) // count, "wrong bytes"),
-                     "the update reads the gradient, the weight, m and v: section 3 (hole 4)")
+                     "the update reads the gradient, the weight, m and v: section 3 (hole 6)")
 
 
 class _Move:
@@ -103,7 +161,7 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
         return unit + weights
 
     results = exercise.stream(list(UNITS), start_read, compute)
-    advice = "start_read the next one before you compute: section 4 (hole 5)"
+    advice = "start_read the next one before you compute: section 4 (hole 7)"
     yield expect("stream: results", [unit + unit.upper() for unit in UNITS], results,
                  "a unit computed with another's weights, or one was left out", advice)
     yield expect("stream: reads", list(UNITS), [unit for what, unit in events if what == "read"],
@@ -113,9 +171,14 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
         yield Result(f"stream: {following} is read while {unit} computes", begun < computed, "begun before",
                      "begun before" if begun < computed else "begun after", "nothing hides behind the computation",
                      advice)
+        waited = ("arrived", following) in events[:computed]
+        yield Result(f"stream: the wait for {following}", not waited, f"after {unit} has computed",
+                     f"before {unit} computes" if waited else f"after {unit} has computed",
+                     "nothing hides behind the computation", "begin the read, keep its move, and wait for it at the "
+                     "next turn: section 4 (hole 7)")
         early = begun > events.index(("arrived", unit))
         yield Result(f"stream: buffers while {unit} computes", early, "2", "2" if early else "3",
-                     "more than one unit ahead", "a third buffer is not there: section 4 (hole 5)")
+                     "more than one unit ahead", "a third buffer is not there: section 4 (hole 7)")
 
 
 def _update(exercise: ModuleType) -> Iterator[Result]:
@@ -128,7 +191,7 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
 
     exercise.update(list(UNITS), {run: _Move(events, run) for run in UNITS},
                     lambda run: events.append(("adam", run)), start_up)
-    advice = "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 6)"
+    advice = "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 8)"
     for run in UNITS:
         order = [what for what, whose in events if whose == run]
         mistake = "the update did not wait for its gradients"
@@ -143,7 +206,7 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
     yield Result("weights go up while the next run is updated", hidden, "waited for at the end",
                  "waited for at the end" if hidden else "waited for at once" if first in events else "never waited for",
                  "nothing hides behind Adam" if first in events else "the step ended before its weights were up",
-                 "keep the moves in going: section 1 (hole 6)")
+                 "keep the moves in going: section 1 (hole 8)")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class _Walk:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
-        else:
-            node.released, node.edges = True, list(later)   # a second backward is an error, these are still to run
+            return []
+        node.released, node.edges = True, list(later)       # a second backward is an error, these are still to run
         self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
                           for edge in later if isinstance(edge.source, Parameter)]
         return []
@@ -144,8 +144,9 @@ def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array 
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or repeats a number by its strides."""
-    if not gradient.flags.c_contiguous:
+    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or a broadcast, read-only in NumPy."""
+    flags = gradient.flags
+    if not flags.c_contiguous or not getattr(flags, "writeable", True):
         return True
     owner = account.owner_of(gradient)
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))

@@ -79,9 +79,10 @@ class Node:
 
     def __getattr__(self, name: str) -> Any:
         """A saved value; for a Parameter its data as it is now."""
-        if name not in self._saved:
-            raise AttributeError(f"{self.op.name} saved no {name!r}; it saved {', '.join(self._saved)}")
-        value = self._saved[name]
+        try:
+            value = self._saved[name]
+        except KeyError:
+            raise AttributeError(f"{self.op.name} saved no {name!r}; it saved {', '.join(self._saved)}") from None
         return value.data if isinstance(value, Parameter) else value
 
     def needs(self, argument: str) -> bool:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table, and below it one line: passed, or the first mistake and what to read."""
+    """Print the grade as a table; below it passed, or the first mistake, those of other holes, and what is left."""
     console = page_console()
     table = Table("", *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
                   title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
@@ -44,5 +44,11 @@ def show(result: Grade, title: str) -> None:
     if result.passed:
         console.print(f"passed: all {len(result.results)} tasks", style="bold green")
         return
+    first = result.results[-1] if result.results else None
     console.print("not yet", style="bold yellow", end=": ")
-    console.print(result.results[-1].line() if result.results else "nothing was graded", markup=False)
+    console.print(first.line() if first else "nothing was graded", markup=False)
+    for hole in result.holes:
+        if hole.result and hole.result != first:
+            console.print(hole.result.line(), markup=False)
+    if any(hole.state != "open" for hole in result.holes):
+        console.print(result.summary(), markup=False)

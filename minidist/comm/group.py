@@ -18,10 +18,11 @@ Returns of all verbs: `out`, or a new array without it: where the rank's own arg
 argument was a number (`float(result)` makes a number of it). A `start_…` twin returns a Pending at once; its wait()
 returns the verb's result or raises its error.
 
-Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died), TimeoutError (a wait
-reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank: the message lists those that there
-are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError (the group is closed, two threads use
-it at once, or a forked child of the rank uses it).
+Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died; LinkLostError: the link
+to it broke), TimeoutError (a wait reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank:
+the message lists those that there are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError
+(the group is closed, two threads use it at once, or a forked child of the rank uses it). A collective that ends in a
+CommError ends its group: later calls end in the same error, and so do those that were started before.
 
 Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in cost/volume.py.
 """
@@ -51,7 +52,8 @@ class Group(Members):
         self._messages = PointToPoint(self)
         self._worker: CallWorker | None = None
         self._splits = 0
-        self._children: list[Group] = []
+        self._children: list[Group] = []        # those that are open; close() of one takes it out
+        self._parent: Group | None = None
 
     def __repr__(self) -> str:
         return f"Group({self.axis}: rank {self.rank} of {self.size}, world ranks {self.world_ranks})"
@@ -245,6 +247,7 @@ class Group(Members):
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis, id=id,
                       nodes=[self.nodes[rank] for rank in ranks], places=places)
         self._children.append(child)
+        child._parent = self
         return child
 
     def tell_step(self, step: int) -> None:
@@ -263,8 +266,12 @@ class Group(Members):
         Raises: the error of a started call whose wait() was never called.
         """
         self.guard.close()
-        for child in self._children:
+        if self._parent is not None:
+            self._parent._children.remove(self)
+            self._parent = None
+        for child in list(self._children):
             child.close()
+        self._messages.close()
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()

@@ -62,8 +62,12 @@ class PointToPoint:
         """What this rank says of its next message."""
         self._group.guard.check()
         self._started += 1
-        return Signature(self._group.id, self._started, verb, None, None, None,
-                         None if dtype is None else dtype_code(dtype), shape, call_site.caller())
+        signature = Signature(self._group.id, self._started, verb, None, None, None,
+                              None if dtype is None else dtype_code(dtype), shape, call_site.caller())
+        failure = self._group.transport.waits.failure(self._group.world_rank, signature)
+        if failure is not None:
+            raise failure
+        return signature
 
     def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
         """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of the host."""
@@ -84,6 +88,11 @@ class PointToPoint:
             self._self_link = self._group.transport.loopback()
         own = self._self_link if rank == self._group.rank else None
         return own or self._group.transport, self._group.world_ranks[rank]
+
+    def close(self) -> None:
+        """End this rank's link to itself."""
+        if self._self_link is not None:
+            self._self_link.close()
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""

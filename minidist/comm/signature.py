@@ -121,12 +121,12 @@ def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
 
 
 @lru_cache(maxsize=256)
-def block_behind(rest: bytes) -> BlockHeader | None:
-    """The block of a header, from the bytes behind its key. Remembered: that saves 3 µs a block. Raises: as unpack."""
+def behind_key(rest: bytes) -> tuple[str, BlockHeader | None]:
+    """What a header has behind its key: where, and a block. Remembered: that saves 3 µs a block. Raises: as unpack."""
     with _read(rest) as unpacker:
         unpacker.feed(rest)
-        _where, *block = unpacker
-        return _block(block)
+        where, *block = unpacker
+        return where, _block(block)
 
 
 @contextmanager

@@ -148,9 +148,9 @@ class Transport(ABC):
         """Its own collectives among `world_ranks`, the ranks of the group with that id; check_native() comes first."""
         raise NotImplementedError
 
-    @abstractmethod
     def abort(self, error: CommError) -> None:
         """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""
+        self.waits.abort(error)
 
     def lose(self, error: PeerLostError) -> None:
         """One rank is lost and the job goes on, if the transport can: waits for it raise `error`. From any thread."""

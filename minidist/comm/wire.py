@@ -70,7 +70,8 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
         raise HandshakeError(f"{peer} refused this process: its job token is another one (a different job on that "
                              "port, or a different MINIDIST_TOKEN)")
     if not hmac.compare_digest(answer, _proof(token, b"accepting", ours, theirs, packed)):
-        raise HandshakeError(f"{peer} did not prove that it belongs to this job; nothing was sent to it")
+        raise HandshakeError(f"{peer} did not prove that it belongs to this job; it has seen this process's hello, "
+                             "but neither token nor data")
 
 
 def admit(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:

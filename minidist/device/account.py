@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from minidist.device.backend import Array, is_array
@@ -36,6 +35,15 @@ def owner_of(array: Array) -> Array:
     return array
 
 
+class _CountedBuffer(weakref.ref[Any]):
+    """A weak reference to a counted buffer: cheaper by a tenth of `hold` than a reference and a callback with a key."""
+
+    __slots__ = ("key", "category", "nbytes")
+    key: int
+    category: str
+    nbytes: int
+
+
 class MemoryAccount:
     """Bytes of the distinct live buffers that were registered, by category. Safe to use from several threads.
 
@@ -45,8 +53,8 @@ class MemoryAccount:
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
         self.limit, self.whose, self.instead = limit, whose, "raise it, or hold less at once"
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}   # by id: reference, category, bytes
-        self._freed: deque[tuple[weakref.ref[Any], str, int]] = deque()
+        self._held: dict[int, _CountedBuffer] = {}
+        self._freed: deque[_CountedBuffer] = deque()
         self._now = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._peak = dict(self._now)
 
@@ -70,8 +78,9 @@ class MemoryAccount:
                 raise MemoryLimitError(
                     f"{self.whose}: {owner.nbytes:,} bytes more for {category} do not fit under the limit of "
                     f"{self.limit:,}: held are {self._now['total']:,} ({now}); {self.instead}")
-            self._held[key] = weakref.ref(owner, partial(self._released, key)), category, owner.nbytes
-            self._add(category, owner.nbytes)
+            held = self._held[key] = _CountedBuffer(owner, self._released)
+            held.key, held.category, held.nbytes = key, category, owner.nbytes
+            self._add(category, held.nbytes)
         return array
 
     @property
@@ -98,16 +107,16 @@ class MemoryAccount:
         now, peak = self.now, self.peak
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
-    def _released(self, key: int, _: Any) -> None:
+    def _released(self, held: Any) -> None:
         """Called when a buffer dies, possibly while this thread holds the lock, so it takes no lock."""
-        self._freed.append(self._held.pop(key))
+        self._freed.append(self._held.pop(held.key))
 
     def _settle(self) -> None:
         """Subtract the buffers that died since the last call; always before adding, so that peaks are exact."""
         while self._freed:
-            _, category, nbytes = self._freed.popleft()
-            self._now[category] -= nbytes
-            self._now["total"] -= nbytes
+            held = self._freed.popleft()
+            self._now[held.category] -= held.nbytes
+            self._now["total"] -= held.nbytes
 
     def _add(self, category: str, nbytes: int) -> None:
         for name in (category, "total"):

@@ -25,7 +25,8 @@ class Linear(Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float | None = None,
                  dtype: Any = "float32") -> None:
-        self.weight = Weight((inputs, outputs), Init("normal", inputs ** -0.5 if std is None else std), dtype=dtype)
+        std = max(1, inputs) ** -0.5 if std is None else std
+        self.weight = Weight((inputs, outputs), Init("normal", std), dtype=dtype)
         self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:

@@ -110,7 +110,7 @@ class Module(ABC):
         self.assign_names(prefix)
         for parameter in self.parameters():
             if isinstance(parameter, Weight):
-                parameter.data = parameter.draw(seed, device=device)
+                parameter.data, parameter.seed = parameter.draw(seed, device=device), seed
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all parameters on the host, by dotted path."""

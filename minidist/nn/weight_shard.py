@@ -38,7 +38,7 @@ class WeightShard(Weight):
         self.whole: tuple[int, ...] = weight.whole if isinstance(weight, WeightShard) else weight.shape
         own = np.broadcast_to(np.zeros(()), self.whole)[_grid(parts[rank], self.whole)]
         super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
-        self.requires_grad = weight.requires_grad
+        self.requires_grad, self.seed = weight.requires_grad, weight.seed
         self.parts, self.rank, self.sharers, self.among, self.word = parts, rank, sharers, among, word
 
     def whole_name(self, name: str) -> str:
@@ -49,12 +49,12 @@ class WeightShard(Weight):
         """Whether this rank counts the part in sums over all weights: the first of the ranks that hold it."""
         return self.sharers is None or self.sharers.rank == 0
 
-    def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
+    def draw(self, seed: int, part: Part = (), *, device: str = "cpu", dtype: Any = None) -> Array:
         """The first values of this rank's part, or of `part` of it; as Weight.draw."""
         places = positions_of(self.whole, self.parts[self.rank])
         if not (isinstance(part, tuple) and not part):
             places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
-        return self.init.draw(self.whole_name(self.name), seed, places, self.dtype, device=device)
+        return self.init.draw(self.whole_name(self.name), seed, places, dtype or self.dtype, device=device)
 
 
 def _grid(index: ShardIndex, shape: Sequence[int]) -> tuple[Any, ...]:

@@ -55,13 +55,14 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 class Weight(Parameter):
     """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or loaded."""
 
-    __slots__ = ("init", "drawn")
+    __slots__ = ("init", "drawn", "seed")
 
     def __init__(self, shape: Sequence[int], init: Init, *, dtype: Any = "float32", name: str = "") -> None:
         nothing = np.broadcast_to(np.zeros((), backend.dtype(dtype)), tuple(shape))  # has a shape and one element
         super().__init__(nothing, name=name)
         self.init = init
         self.drawn = False
+        self.seed: int | None = None        # of its first values, if they were drawn
 
     @property
     def data(self) -> Array:
@@ -79,19 +80,21 @@ class Weight(Parameter):
         self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True
 
-    def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
+    def draw(self, seed: int, part: Part = (), *, device: str = "cpu", dtype: Any = None) -> Array:
         """The initial values of `part` of this tensor; () is all of it. Only the part is computed.
 
             weight.draw(7, (slice(0, 4),))                    # rows 0 to 3
             weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
             weight.draw(7, range(1000, 2000))                 # a flat shard
 
+        Args:    dtype: default: the weight's; in float32 the values that low precision rounds.
         Returns: a new array of the part's shape.
         Raises:  ConfigError if the weight has no name; ShapeError if the part does not fit.
         """
+        kind = dtype or self.dtype
         if isinstance(part, tuple) and not part:
-            return self.init.draw(self.name, seed, range(self.size), self.dtype, device=device).reshape(self.shape)
-        return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
+            return self.init.draw(self.name, seed, range(self.size), kind, device=device).reshape(self.shape)
+        return self.init.draw(self.name, seed, positions_of(self.shape, part), kind, device=device)
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:

@@ -190,7 +190,7 @@ def test_what_a_node_saved_dies_as_backward_passes():
     alive = []
     y = x
     for i in range(4):
-        y = ops.tanh(y)
+        y = ops.sqrt(y)
         alive.append(weakref.ref(y.data))
         y.register_hook(lambda dy, i=i: seen.append((i, [r() is not None for r in alive])))
     seen = []
@@ -202,6 +202,23 @@ def test_what_a_node_saved_dies_as_backward_passes():
     assert seen == [(3, [True] * 4), (2, [True, True, True, False]), (1, [True, True, False, False]),
                     (0, [True, False, False, False])]
     assert all(r() is None for r in alive)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,), (3, 0), (2, 3)])
+@pytest.mark.parametrize("loss", [ops.sum, ops.mean, lambda x: ops.sum(ops.mean(x, dim=0)) if x.ndim else ops.sum(x)])
+@pytest.mark.filterwarnings("ignore:invalid value|divide by zero")           # the mean of nothing is NaN
+def test_a_leafs_gradient_is_an_array_of_its_own(loss, shape):
+    """A second backward adds to it, and clipping scales it in place; no other array changes with it."""
+    for kind in (Parameter, tensor):
+        leaf = kind(np.ones(shape)) if kind is Parameter else tensor(np.ones(shape), requires_grad=True)
+        loss(leaf).backward()
+        once = leaf.grad.copy()
+        loss(leaf).backward()
+        np.testing.assert_array_equal(leaf.grad, 2 * once)
+        leaf.grad *= 0.5
+        np.testing.assert_array_equal(leaf.grad, once)
+    y = ops.mean(leaf)
+    (y + y * 2 + y * y).backward()                      # several contributions to the gradient of one number
 
 
 def test_a_dropped_graph_frees_without_the_collector():

@@ -24,7 +24,7 @@ BLOCKING = ["plain-tcp"]
 tests/comm/test_never_hangs.py, test_kills.py and test_expendable.py demand more of the others.
 """
 
-DTYPES = ("float32", "bfloat16", "int64", "float64", "float16", "complex64")
+DTYPES = ("float32", "bfloat16", "int64", ">f8", "float16", "complex64", ">u2")
 MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
 
 on_every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, *BLOCKING])
@@ -54,7 +54,7 @@ def fixed_cases(size, transport):
             elif verb in ("gather", "all_gather") and turn % 2:
                 lengths = [length + rank for rank in range(size)]
             yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
-                   "dtype": dtypes[(number + turn) % 6],
+                   "dtype": dtypes[(number + turn) % len(dtypes)],
                    "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
                    "root": (turn + 1) % size if verb in ROOTED else 0,
                    "layout": ("plain", "strided", "read-only")[turn % 3],

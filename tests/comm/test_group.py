@@ -3,6 +3,7 @@
 That each algorithm computes what it should is tests/comm/collectives/; what transports owe is test_conformance.py.
 """
 
+import gc
 import os
 import re
 import sys
@@ -21,8 +22,11 @@ from hypothesis import strategies as st
 from leftovers import nothing_left
 from numpy.lib.stride_tricks import as_strided
 
-from minidist.comm.calls.async_call import PendingCall
+from minidist.comm.calls import async_call
+from minidist.comm.calls.async_call import CallWorker, PendingCall
+from minidist.comm.calls.members import GroupGuard
 from minidist.comm.group import Group
+from minidist.comm.transports.progress.mailbox import Mailbox
 from minidist.device import account
 from minidist.errors import (
     CommError,
@@ -702,3 +706,82 @@ def test_every_algorithm_takes_cupy_arrays(size):
     if not cupy.is_available():
         pytest.skip("needs a GPU")
     run(gpu_calls.every_algorithm, size, size=size)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "threads"])
+def test_messages_to_oneself_in_two_groups(transport):
+    """Each group has a link of its own to itself; all of them end with the transport, however that ends."""
+    def job(world):
+        groups = [world.split(0), world.split(0)]
+        for number, group in enumerate(groups):
+            group.send(np.array([number]), dst=group.rank)
+        assert [group.recv(src=group.rank).item() for group in groups] == [0, 1]
+        world.barrier()
+        if world.rank == 1 and fails:
+            raise ArithmeticError("on purpose")
+        if fails:
+            groups[0].recv(src=1)
+        return world.rank
+
+    fails = False
+    assert run(job, size=2, transport=transport) == [0, 1]
+    fails = True
+    with pytest.raises(ArithmeticError, match="rank 1: on purpose"):
+        run(job, size=2, transport=transport)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "shared"])
+def test_calls_alike_in_another_order_are_warned_of(algorithm):
+    """Nothing but their places tells them apart; ranks that branch, each at its own place, are left alone."""
+    def first(world):
+        return float(world.all_reduce(np.ones(2) * world.rank, algorithm=algorithm)[0])
+
+    def second(world):
+        return float(world.all_reduce(np.ones(2) * 10, algorithm=algorithm)[0])
+
+    def branch(world):
+        return [first(world) if world.rank else second(world) for _ in range(3)][0]
+
+    def swap(world):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = [call(world) for call in ((first, second) if world.rank else (second, first))]
+        return [str(warning.message) for warning in caught], results
+
+    transport = "shm" if algorithm == "shared" else "tcp"
+    assert run(branch, size=2, transport=transport) == [11.0, 11.0]
+    for texts, results in run(swap, size=2, transport=transport):
+        assert results in ([11.0, 10.0], [10.0, 11.0], [11.0, 10.0])
+        assert len(texts) == 1 and re.match(r"rank \d at .*test_group.py:\d+ meets rank \d at .*test_group.py:\d+ in "
+                                            r"all_reduce, after they met the other way round", texts[0]), texts
+
+
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
+def test_a_closed_group_leaves_nothing_and_an_open_one_no_thread(transport, monkeypatch):
+    monkeypatch.setattr(async_call, "_IDLE", 0.02)
+
+    def job(world):
+        def rounds(count, close):
+            for _ in range(count):
+                group = world.split(0)
+                group.send(np.ones(1), dst=group.rank)
+                group.recv(src=group.rank)
+                group.start_all_reduce(np.ones(2)).wait()
+                if close:
+                    group.close()
+            world.barrier()
+            gc.collect()
+            return sum(isinstance(one, Group | GroupGuard | CallWorker | Mailbox) for one in gc.get_objects())
+
+        rounds(2, close=True)
+        counts = rounds(1, close=True), rounds(10, close=True)
+        world.barrier()
+        rounds(10, close=False)
+        deadline = time.monotonic() + SOON
+        while any(thread.name.startswith(f"rank {world.rank} world.split") for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return counts
+
+    for before, after in run(job, size=2, transport=transport):
+        assert after <= before + 4, f"{before} objects, then {after}"     # another thread rank may be at work

@@ -5,7 +5,10 @@ import os
 import random
 import re
 import signal
+import socket
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from helpers import SOON, lateness, run
 from leftovers import nothing_left
 
 from minidist import errors
-from minidist.errors import MismatchError, PeerLostError
+from minidist.errors import CommError, LinkLostError, MismatchError, PeerLostError
 
 RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
 QUICK = {
@@ -144,3 +147,38 @@ def holds_the_interpreter(world):
 
 def test_a_rank_that_computes_in_one_long_call_is_not_frozen():
     assert run(holds_the_interpreter, size=2, transport="tcp") == [2.0, 2.0]
+
+
+# --- links that break between ranks that live ------------------------------------------------------------------------
+
+def loses_a_link(world, folder, verb, how):
+    """In the midst of calls, rank 1's connection to rank 2 is reset, or shut; every rank writes down what it learns."""
+    world.barrier()
+    transport = world.transport
+    if world.rank == 1:
+        sock = transport._connections[2] if transport.name == "plain-tcp" else transport._peers[2].link._sock
+        end = {"reset": lambda: ctypes.CDLL(None).connect(sock.fileno(), bytes(16), 16),    # to AF_UNSPEC: RST leaves
+               "shut": lambda: sock.shutdown(socket.SHUT_RDWR)}[how]
+        threading.Timer(0.02, end).start()
+    try:
+        while True:
+            getattr(world, verb)(np.ones(1000), algorithm="ring")
+            world.start_all_reduce(np.ones(1000), algorithm="ring").wait()
+    except CommError as error:
+        (Path(folder) / str(world.rank)).write_text(f"{type(error).__name__} {error}")
+        raise
+
+
+@pytest.mark.parametrize(("transport", "verb", "how"), [
+    ("tcp", "all_reduce", "reset"), *(pytest.param(transport, verb, how, marks=pytest.mark.soak)
+                                      for transport in ("tcp", "plain-tcp", "shm") for how in ("reset", "shut")
+                                      for verb in ("all_reduce", "all_gather")
+                                      if (transport, how) != ("shm", "reset"))])
+def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, verb, how, tmp_path, monkeypatch):
+    monkeypatch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.5)   # a deadlock is seen within 0.2
+    with nothing_left(), pytest.raises(LinkLostError):
+        run(loses_a_link, str(tmp_path), verb, how, size=4, transport=transport)
+    for rank in range(4):
+        kind, text = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
+        assert kind in (("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)), text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.comm.signature import Signature, block_behind, dtype_code, dtype_of, pack_block, unpack
+from minidist.comm.signature import Signature, behind_key, dtype_code, dtype_of, pack_block, unpack
 from minidist.errors import DtypeError, MismatchError
 
 
@@ -35,14 +35,15 @@ def test_headers_lead_back():
     assert block == (np.dtype(ml_dtypes.bfloat16), (0, 3), "cuda")
 
 
-def test_the_block_behind_a_known_key():
+def test_what_stands_behind_a_known_key():
     _key, where = signature().pack()
-    assert block_behind(where) is None
+    assert behind_key(where) == ("train.py:40", None)
     for shape in ((0, 3), (3, 0), (0, 3)):
-        assert block_behind(where + pack_block(np.dtype("f4"), shape, "cpu")) == (np.dtype("f4"), shape, "cpu")
+        assert behind_key(where + pack_block(np.dtype("f4"), shape, "cpu")) == (
+            "train.py:40", (np.dtype("f4"), shape, "cpu"))
     for rest in (b"", where[:-1], where + b"\x01"):
         with pytest.raises(MismatchError, match="not a call's"):
-            block_behind(rest)
+            behind_key(rest)
 
 
 @given(st.binary(max_size=60))

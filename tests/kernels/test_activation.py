@@ -96,6 +96,30 @@ def test_far_out(version):
 
 
 @needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+def test_small_gates_and_small_slopes_hold_all_digits(version):
+    """In relative error, while float32 holds the sigmoid. GELU's argument is rounded, and its exponential shows it."""
+    x = np.linspace(-103, 103, 4096, dtype=np.float32).reshape(64, 64)
+    one, wide = np.ones_like(x), x.astype(np.float64)
+    y, (dgate, dup) = swiglu(x, one, version=version), swiglu_gradient(x, one, one, version=version)
+    e = np.exp(-np.abs(wide))
+    h, rest = np.where(wide < 0, [e, 1 + 0 * e], [1 + 0 * e, e]) / (1 + e)
+    lost = np.abs(wide) * 3e-45
+    np.testing.assert_array_less(np.abs(y - wide * h), 1e-6 * np.abs(wide * h) + lost)
+    np.testing.assert_array_equal(dup, y)
+    np.testing.assert_array_less(np.abs(dgate - h * (1 + wide * rest)), 1e-6 * h * (1 + np.abs(wide) * rest) + lost)
+    x = x / 10
+    dx, _ = bias_gelu_gradient(x, None, one, version=version)
+    wide = x.astype(np.float64)
+    z, dz = 2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide ** 3), 2 * np.sqrt(2 / np.pi) * (1 + 0.134145 * wide ** 2)
+    h, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
+    bound = 1e-6 * (1 + np.abs(z))
+    np.testing.assert_array_less(np.abs(bias_gelu(x, version=version) - wide * h), bound * np.abs(wide * h) + lost)
+    added = h * wide * rest * dz
+    np.testing.assert_array_less(np.abs(dx - h - added), bound * (h + np.abs(added)) + lost)
+
+
+@needs_compiler
 def test_bytes_moved():
     """2, 3, 3 and 5 arrays, each once and in full sectors (and a row of bias and of its gradient's parts)."""
     x = np.zeros((16, 256), np.float32)

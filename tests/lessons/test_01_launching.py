@@ -3,17 +3,9 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: 'int(environ["RANK"])',
-    2: 'int(environ["GROUP_RANK"])',
-    3: "rank // local_size",
-    4: 'int(environ["PMI_SIZE"])',
-    5: 'int(environ["SLURM_LOCALID"])',
-    6: "range(identity.rank, length, identity.size)",
-    7: 'int(visible.split(",")[identity.local_rank])',
-}
+RIGHT = right("01")
 WRONG = {
     "local rank for rank": {1: 'int(environ["LOCAL_RANK"])'},
     "text for a number": {1: 'environ["RANK"]'},
@@ -34,9 +26,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("01", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("01", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -4,22 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
 from minidist import launch, lessons
 from minidist.grading import load_module
 
-RIGHT = {
-    1: "min((a - b) % size, (b - a) % size)",
-    2: "sum((a in half) != (b in half) for a, b in links)",
-    3: "link.nodes.index(link.nodes[link.rank])",
-    4: "[rank for rank in range(link.size) if link.nodes[rank] == link.nodes[link.rank] and rank != link.rank]",
-    5: "[link.nodes.index(node) for node in sorted(set(link.nodes))]",
-    6: "followers",
-    7: "2 * (size - 1) * (alpha + nbytes / size * beta)",
-    8: "2 * (machines - 1) * (alpha + nbytes / machines * beta)",
-    9: "tuple(np.polyfit(sizes, seconds, 1)[::-1])",
-}
+RIGHT = right("04")
 WRONG = {
     "one way round only": {1: "(b - a) % size"},
     "a line, not a ring": {1: "abs(a - b)"},
@@ -46,9 +36,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("04", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("04", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -3,39 +3,29 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "reversed(range(len(sizes)))",
-    2: "batch.global_tokens",
-    3: """
-        self.missing[number] -= 1
-        if not self.missing[number]:
+RIGHT = right("07")
+WRONG = {
+    "divided by local tokens": {1: "part.targets.size"},
+    "buckets in forward order": {3: "range(len(sizes))"},
+    "reduced before the gradient is final": {4: "if len(self.pending) == number:\n    self.start(number)"},
+    "the replicas drifted apart": {2: "pass"},
+    "averaged twice: the loss is divided": {2: "p.grad[...] = group.all_reduce(p.grad) / group.size"},
+    "the handles are not forgotten": {5: RIGHT[5].replace("self.pending = []", "pass")},
+    "started when backward was over": {4: "self.missing[number] -= 1", 5: """
+        for number in range(len(self.buckets)):
             self.start(number)
-       """,
-    4: """
         for handle in self.pending:
             handle.wait()
         self.pending = []
         self.missing = [len(bucket) for bucket in self.buckets]
-       """,
-    5: """
-        for batch in batches:
-            local_loss(model, batch).backward()
-            synchronizer.finish()
-            optimizer.step()
-            optimizer.zero_grad()
-       """,
-}
-WRONG = {
-    "divided by local tokens": {2: "batch.targets.size"},
-    "buckets in forward order": {1: "range(len(sizes))"},
-    "reduced before the gradient is final": {3: "if len(self.pending) == number:\n    self.start(number)"},
-    "a bucket was not started once": {3: "self.missing[number] -= 1"},
-    "averaged twice": {4: RIGHT[4] + "\n        for flat in self.flat:\n            flat /= self.group.size"},
-    "not waited for": {4: "self.missing = [len(bucket) for bucket in self.buckets]"},
-    "not ready for the next backward": {4: "for handle in self.pending:\n    handle.wait()\nself.pending = []"},
-    "synchronised once an epoch": {5: """
+       """},
+    "a bucket was not started once": {4: "self.missing[number] -= 1"},
+    "averaged twice": {5: RIGHT[5] + "\nfor flat in self.flat:\n    flat /= self.group.size"},
+    "not waited for": {5: "self.missing = [len(bucket) for bucket in self.buckets]"},
+    "not ready for the next backward": {5: "for handle in self.pending:\n    handle.wait()\nself.pending = []"},
+    "synchronised once an epoch": {6: """
         for batch in batches:
             local_loss(model, batch).backward()
             optimizer.step()
@@ -52,9 +42,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("07", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("07", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

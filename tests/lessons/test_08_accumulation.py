@@ -3,26 +3,22 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "begin + each + (number < more)",
-    2: "batch.global_tokens",
-    3: "number == passes",
-    4: "optimizer.step()\noptimizer.zero_grad()",
-    5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
-}
+RIGHT = right("08")
+SUM = "for p in model.parameters():\n    group.all_reduce(p.grad, out=p.grad)"
 WRONG = {
     "rows are lost": {1: "begin + each"},
     "uneven passes": {1: "begin + each + (more if number + 1 == passes else 0)"},
-    "mean of means": {2: "targets.size"},
-    "averaged twice": {2: "batch.global_tokens * 2"},
-    "wrong weights": {3: "number % 2 == 0"},         # right for two passes
-    "this rank's tokens": {2: "batch.targets.size"},
-    "reduced after every pass": {3: "True"},
-    "not reduced once": {3: "False"},
-    "forgot to zero": {4: "optimizer.step()"},
-    "steps after every pass": {4: "for _ in range(passes):\n    optimizer.step()\noptimizer.zero_grad()"},
+    "mean of means": {2: "micro.targets.size"},
+    "averaged twice": {2: "targets.size * passes"},
+    "wrong weights": {4: "for p in model.parameters():\n    group.all_reduce(p.grad)\n"        # and drops the sum
+                         "optimizer.step()\noptimizer.zero_grad()"},
+    "this rank's tokens": {2: "mine.targets.size"},
+    "reduced after every pass": {3: "loss.backward()\n" + SUM, 4: "optimizer.step()\noptimizer.zero_grad()"},
+    "not reduced once": {4: "optimizer.step()\noptimizer.zero_grad()"},
+    "forgot to zero": {4: SUM + "\noptimizer.step()"},
+    "steps after every pass": {3: "loss.backward()\noptimizer.step()", 4: SUM + "\noptimizer.zero_grad()"},
     "the sum of a stage cannot wait": {5: "[2 * psi, 2 * psi, 2 * psi, 3 * psi][stage]"},
     "wrong traffic": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
 }
@@ -35,9 +31,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("08", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("08", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

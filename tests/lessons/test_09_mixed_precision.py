@@ -3,43 +3,24 @@
 from pathlib import Path
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
-RIGHT = {
-    1: "gradient.astype(np.float32) / np.float32(self.scale)",
-    2: "not all(np.isfinite(gradient).all() for gradient in gradients)",
-    3: "group.all_gather(np.array([float(mine)])).any()",
-    4: """
-if overflow:
-    self.scale, self.good = self.scale / 2, 0
-else:
-    self.good += 1
-    if self.good == self.patience:
-        self.scale, self.good = self.scale * 2, 0
-""",
-    5: "overflow",
-    6: "true",
-    7: """
-master -= lr * factor * gradient
-weight[...] = master
-""",
-}
+RIGHT = right("09")
 WRONG = {
-    "divided in float16, where it becomes zero": {1: "(gradient / np.float16(1024) / np.float16(1024)).astype('f4')"},
-    "not float32": {1: "gradient / np.float16(1024)"},
-    "still scaled": {1: "gradient.astype(np.float32)"},
-    "it was not seen": {2: "any(np.isinf(gradient).any() for gradient in gradients)"},
-    "an overflow where there is none": {2: "all(np.isfinite(gradient).all() for gradient in gradients)"},
-    "only the rank that overflowed knows": {3: "mine"},
-    "good steps before the overflow still count": {4: RIGHT[4].replace("/ 2, 0", "/ 2, self.good")},
-    "it doubles again at once": {4: RIGHT[4].replace("self.scale * 2, 0", "self.scale * 2, self.good - 1")},
-    "no halving at an overflow": {4: RIGHT[4].replace("self.scale / 2, 0", "self.scale, 0")},
-    "updated by an infinite gradient": {5: "False"},
-    "clipped while still scaled": {6: "gradients"},
-    "up the hill": {7: "master += lr * factor * gradient\nweight[...] = master"},
-    "not clipped": {7: "master -= lr * gradient\nweight[...] = master"},
-    "not the rounding of the masters": {7: "master -= lr * factor * gradient"},
-    "the masters did not move": {7: "weight -= (lr * factor * gradient).astype(np.float16)"},
+    "not the masters, rounded": {1: "pass"},
+    "divided by a scale that was not there": {2: "1.0"},
+    "another update": {3: "np.asarray(p.grad, 'float16').round(0)"},
+    "still scaled": {4: "gradient"},
+    "updated by an infinite gradient": {5: "True"},
+    "the masters did not move": {5: "not all(np.isfinite(gradient).all() for gradient in gradients)"},
+    "it was not seen": {6: "any(np.isinf(gradient).any() for gradient in gradients)"},
+    "an overflow where there is none": {6: "all(np.isfinite(gradient).all() for gradient in gradients)"},
+    "only the rank that overflowed knows": {7: "mine"},
+    "good steps before the overflow still count": {8: RIGHT[8].replace("/ 2, 0", "/ 2, self.good")},
+    "it doubles again at once": {8: RIGHT[8].replace("self.scale * 2, 0", "self.scale * 2, self.good - 1")},
+    "no halving at an overflow": {8: RIGHT[8].replace("self.scale / 2, 0", "self.scale, 0")},
+    "clipped while still scaled": {9: "length(gradients, group)"},
+    "not clipped": {9: "0.0"},
 }
 
 
@@ -50,9 +31,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("09", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line()
+    assert_named("09", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -4,26 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 from minidist.lessons import zero_figures, zero_lab
 
 import minidist as md
 
-RIGHT = {
-    1: "slice(*(group.rank * (len(weights) // group.size) + min(group.rank, len(weights) % group.size) + more "
-       "for more in (0, len(weights) // group.size + (group.rank < len(weights) % group.size))))",
-    2: "self.weights[self.own]",
-    3: "self.group.reduce_scatter(gradient, out=self.mine)",
-    4: "self.group.all_gather(self.weights[self.own].copy(), out=self.weights)",
-}
-FLOOR = "slice(group.rank * (len(weights) // group.size), (group.rank + 1) * (len(weights) // group.size))"
-WHOLE = "self.mine[...] = self.group.all_reduce(gradient)[self.own]"
+RIGHT = right("14")
 WRONG = {
-    "weights without an owner": {1: FLOOR, 3: WHOLE, 4: "pass"},
-    "the optimizer is not divided": {2: "self.weights"},
-    "the optimizer changes a copy": {2: "self.weights[self.own].copy()"},
-    "averaged twice": {3: RIGHT[3] + "\nself.mine /= self.group.size"},
-    "an all-reduce where a reduce-scatter is enough": {3: WHOLE},
+    "weights without an owner": {1: "slice(rank * (n // size), (rank + 1) * (n // size))"},
+    "wrong slices": {1: "slice(rank * -(-n // size), (rank + 1) * -(-n // size))"},
+    "the optimizer is not divided": {2: "list(model.parameters())"},
+    "the optimizer changes a copy": {2: "flat.pieces(weights[flat.chunk].copy(), mine)"},
+    "averaged twice": {3: RIGHT[3] + "\nmine /= group.size"},
+    "an all-reduce where a reduce-scatter is enough": {3: "mine[...] = group.all_reduce(gradient)[flat.chunk]"},
+    "wrong gradients": {3: "mine[...] = gradient[flat.chunk]"},
     "the all-gather is missing": {4: "pass"},
 }
 
@@ -35,9 +29,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("14", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line(), result.results[-1].line()
+    assert_named("14", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filling import graded
+from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
@@ -13,16 +13,7 @@ from minidist.nn import GPT, mixture
 from minidist.nn.moe import mixtures
 from minidist.parallel.experts.expert_parallel import elements_sent
 
-RIGHT = {
-    1: "np.argsort(-chances, axis=1, kind='stable')[:, :k]",
-    2: "capacity * k * tokens / experts",
-    3: "taken[expert] < room",
-    4: "np.argsort(chosen, kind='stable')",
-    5: "np.split(x[order], ends[:-1])",
-    6: "y[order] = np.concatenate(back)",
-    7: "experts * float(f @ chances.mean(axis=0))",
-    8: "rate * np.sign(load.mean() - load)",
-}
+RIGHT = right("18")
 WRONG = {
     "those are the least likely": {1: "np.argsort(chances, axis=1)[:, :k]"},
     "the likeliest comes last": {1: "np.argsort(chances, axis=1)[:, -k:]"},
@@ -48,9 +39,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
-    result = graded("18", {**RIGHT, **WRONG[mistake]}, tmp_path)
-    assert not result.passed
-    assert mistake in result.results[-1].line(), result.results[-1].line()
+    assert_named("18", mistake, WRONG[mistake], tmp_path)
 
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:

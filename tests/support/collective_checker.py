@@ -64,7 +64,8 @@ def values(case: Drawn, rank: int, length: int, salt: int = 0) -> np.ndarray:
     """What a rank brings: another value for each rank and index, as far as the dtype can tell them apart."""
     kind, index = case.kind(), np.arange(length) + 7 * rank + 13 * salt
     if case.rough:
-        return np.random.default_rng([rank, salt]).standard_normal(length).astype(kind)
+        real, imaginary = np.random.default_rng([rank, salt]).standard_normal((2, length))
+        return (real + 1j * imaginary if kind.kind == "c" else real).astype(kind)
     if kind.kind == "b":
         return index % 3 == 0
     if case.op == "prod" and case.verb in REDUCING:
@@ -118,7 +119,7 @@ def expected(case: Drawn) -> list[Any]:
     if verb == "all_to_all":
         return [[bring(case, src)[dst] for src in ranks] for dst in ranks]
     if verb in ("gather", "all_gather"):
-        whole = np.concatenate([bring(case, rank) for rank in ranks])
+        whole = np.concatenate([bring(case, rank) for rank in ranks], dtype=case.kind())
         return [whole if verb == "all_gather" or rank == case.root else None for rank in ranks]
     if verb in REDUCING:
         total = reduced(case)
@@ -201,7 +202,7 @@ def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
         assert untouched, f"rank {rank}: the argument was changed"
         if case.rough and case.verb in REDUCING and want is not None:
             assert result.dtype == want.dtype, f"rank {rank}: dtype {result.dtype}, expected {want.dtype}"
-            np.testing.assert_allclose(result.astype(np.float64), want.astype(np.float64), err_msg=f"rank {rank}",
+            np.testing.assert_allclose(result.astype(np.complex128), want.astype(np.complex128), err_msg=f"rank {rank}",
                                        **tolerance(case))
         else:
             assert same(result, want), f"rank {rank}: got {result!r}, expected {want!r}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minidist import lessons
-from minidist.grading import Grade, grade
+from minidist.grading import Grade, answer_key, grade, load_module
 
 
 def fill(source: str, answers: Mapping[int, str]) -> str:
@@ -15,7 +15,7 @@ def fill(source: str, answers: Mapping[int, str]) -> str:
     lines = source.splitlines(keepends=True)
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
              and isinstance(node.func, ast.Name) and node.func.id == "hole"]
-    for call in sorted(calls, key=lambda call: -call.lineno):
+    for call in sorted(calls, key=lambda call: (-call.lineno, -call.col_offset)):
         number = call.args[0].value
         if number not in answers:
             continue
@@ -39,3 +39,21 @@ def graded(number: str, answers: Mapping[int, str], folder: Path) -> Grade:
     file = folder / f"exercise_{number}.py"
     file.write_text(fill(lesson.part("exercise.py").read_text(encoding="utf-8"), answers), encoding="utf-8")
     return grade(number, lesson.part("check.py"), file)
+
+
+def right(number: str) -> dict[int, str]:
+    """The right code of every hole of lesson `number`'s exercise."""
+    lesson = lessons.find(number)
+    template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
+    key = answer_key(load_module(lesson.part("check.py"), number), template)
+    return {hole: "\n".join(map(ast.unparse, nodes)) for hole, nodes in sorted(key.items())}
+
+
+def assert_named(number: str, mistake: str, wrong: Mapping[int, str], folder: Path) -> None:
+    """The check fails, says `mistake`, and blames no hole but those that are `wrong`."""
+    result = graded(number, {**right(number), **wrong}, folder)
+    assert not result.passed
+    said = result.results[-1]
+    assert mistake in said.line(), said.line()
+    assert said.holes and set(said.holes) <= set(wrong), said.line()
+    assert {hole.number for hole in result.holes if hole.state == "wrong"} <= set(wrong)

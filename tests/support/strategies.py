@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 OPS = ("sum", "mean", "max", "min", "prod")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint64", "bool",
-          "complex64", "complex128", "longdouble")
-FLOATS = ("float32", "float64", "float16", "bfloat16")
+          "complex64", "complex128", "longdouble", ">u2", ">i4", ">f4", ">f8", ">c16")
+FLOATS = ("float32", "float64", "float16", "bfloat16", ">f4", ">f8")
 
 
 def lengths(size: int) -> st.SearchStrategy[int]:
@@ -22,7 +22,7 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
     rough = verb in REDUCING and draw(st.booleans())
     op = draw(st.sampled_from(OPS)) if verb in REDUCING else "sum"
     if rough:
-        dtype = draw(st.sampled_from(FLOATS))
+        dtype = draw(st.sampled_from((*FLOATS, "complex64", "complex128")))
     else:
         dtype = draw(st.sampled_from(DTYPES if op != "mean" else (*FLOATS, "complex64", "complex128", "longdouble")))
     how = "new" if verb == "barrier" else draw(st.sampled_from(("new", "out", "start")))

@@ -18,24 +18,51 @@ _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 
 
+def _gated(xp: Any, x: Array, u: Array, dz: Array | None = None) -> tuple[Array, Array]:
+    """y = x h with h = sigmoid(z), u = -z/2, overwritten; slope = h + y (1 - h) dz/dx. No difference cancels.
+
+    With r = exp(-z/2): h = (1/r) / (r + 1/r) and 1 - h = r / (r + 1/r), so each is right to its last digits where it is
+    small, and r overflows at twice the |z| that exp(z) would. 1 + tanh(z/2) would lose all digits of a small h.
+    """
+    r = xp.exp(u, out=u)
+    h = 1 / r
+    c = r + h
+    xp.reciprocal(c, out=c)
+    h *= c
+    r *= c                           # 1 - h
+    y = xp.multiply(x, h, out=c)
+    r *= y
+    if dz is not None:
+        r *= dz
+    r += h
+    return y, r
+
+
+def _within(xp: Any, x: Array, limits: tuple[float, float]) -> Array:
+    """x between two bounds of float32 or of float64, beyond which sigmoid(z) is 0 or 1, and exp(z/2) still finite."""
+    limit = limits[x.dtype.itemsize // 8]
+    y = xp.minimum(x, limit)
+    return xp.maximum(y, -limit, out=y)
+
+
 def _gelu_block(xp: Any, x: Array) -> tuple[Array, Array]:
-    """y = x h with h = (1 + tanh u) / 2 and u = x (c + k x²); slope = h + y (1 - h) 2 (c + 3 k x²)."""
+    """z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3 k x²)."""
     c, k = _GELU_IN, _GELU_IN * _GELU_CUBE
-    s = x * x * k + c
-    h = xp.tanh(s * x) * 0.5 + 0.5
-    y = x * h
-    s *= 6.0
-    s -= 4.0 * c                     # s = 2 (c + 3 k x²)
-    s *= y
-    s -= s * h
-    return y, s + h
+    u = _within(xp, x, (12, 24))
+    s = u * u
+    s *= -k
+    s -= c                           # s = -(c + k x²)
+    u *= s
+    s *= -6.0
+    s -= 4.0 * c
+    return _gated(xp, x, u, s)
 
 
 def _silu_block(xp: Any, x: Array) -> tuple[Array, Array]:
-    """y = x h with h = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2; slope = h + y (1 - h)."""
-    h = xp.tanh(x * 0.5) * 0.5 + 0.5
-    y = x * h
-    return y, y - y * h + h
+    """z = x"""
+    u = _within(xp, x, (140, 1000))
+    u *= -0.5
+    return _gated(xp, x, u)
 
 
 def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Array,
@@ -136,6 +163,8 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
         y = fast(x)
         return y, saved(y=y)
     xp, wide = array_module(x), widen(x)
+    if not x.size:                                  # no maximum, no chances
+        return x.copy(), saved(y=x)
     top = wide.max(axis=dim, keepdims=True)
     y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)
     xp.exp(y, out=y)
@@ -162,6 +191,8 @@ def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     """x - log(sum(exp(x))) along `dim`."""
     xp = array_module(x)
     wide = widen(x)
+    if not x.size:
+        return x.copy(), saved(y=x)
     y = wide - wide.max(axis=dim, keepdims=True)
     y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
     y = narrow(y, x.dtype)

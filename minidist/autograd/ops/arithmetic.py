@@ -103,7 +103,7 @@ def _(node: Node, dy: Array) -> Array:
 @div.gradient("b")
 def _(node: Node, dy: Array) -> Array:
     b = widen(node.b)
-    return unbroadcast(-widen(dy) * widen(node.a) / (b * b), node.shapes["b"], dy.dtype)
+    return unbroadcast(-widen(dy) * (widen(node.a) / b / b), node.shapes["b"], dy.dtype)       # b² may overflow
 
 
 @op
@@ -140,6 +140,8 @@ def power(a: Array, exponent: float) -> tuple[Array, Saved]:
 @power.gradient("a")
 def _(node: Node, dy: Array) -> Array:
     a = widen(node.a)
+    if node.exponent == 0:                                  # 0, also where a ** -1 is infinite
+        return array_module(a).zeros_like(dy)
     return narrow(widen(dy) * (_raise_to(a, node.exponent - 1) * a.dtype.type(node.exponent)), dy.dtype)
 
 
@@ -169,14 +171,13 @@ def _(node: Node, dy: Array) -> Array:
 @op
 def tanh(a: Array) -> tuple[Array, Saved]:
     """The hyperbolic tangent."""
-    y = array_module(a).tanh(a)
-    return y, saved(y=y)
+    return array_module(a).tanh(a), saved(a=a)
 
 
 @tanh.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    y, wide = widen(node.y), widen(dy)
-    return narrow(wide - wide * y * y, dy.dtype)
+    t = array_module(dy).exp(-abs(widen(node.a)))           # 1 - tanh² = (2t / (1 + t²))², and nothing cancels
+    return narrow(widen(dy) * (2 * t / (1 + t * t)) ** 2, dy.dtype)
 
 
 @op

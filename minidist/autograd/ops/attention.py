@@ -39,7 +39,7 @@ def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
     The mask (Q, Q) is added to the scores of the block's own tokens: -inf where the key is after the query, else 0.
     """
     xp, length = array_module(q), q.shape[-2]
-    height = min(length, QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU)
+    height = min(max(1, length), QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU)
     ahead = xp.arange(height)[:, None] > xp.arange(height)
     mask = xp.where(ahead, q.dtype.type(-np.inf), q.dtype.type(0))
     for start in reversed(range(0, length, height)):
@@ -74,7 +74,7 @@ def highest(scores: Array) -> Array:
 def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array] | None) -> None:
     """Write attention into y (…, T, D) and log(sum(exp(scores))) into log_total (…, 1, T); append blocks to `kept`."""
     xp = array_module(q)
-    q = q * q.dtype.type(q.shape[-1] ** -0.5)
+    q = q * q.dtype.type(max(1, q.shape[-1]) ** -0.5)
     for queries, keys, mask in query_blocks(q):
         p = block_scores(q, k, queries, keys, mask)
         top = highest(p)
@@ -96,7 +96,7 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
     dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = c dsᵀ q.
     """
     xp = array_module(q)
-    scale = q.dtype.type(q.shape[-1] ** -0.5)
+    scale = q.dtype.type(max(1, q.shape[-1]) ** -0.5)
     q = q * scale
     row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
     for queries, keys, mask in query_blocks(q):
@@ -159,7 +159,7 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (len(q), *q.shape[2:]) != (len(k), *k.shape[2:]):
         raise ShapeError(f"{name}: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
                          f"(B, H_kv, T, D), (B, H_kv, T, D)")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ShapeError(f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
 
 
@@ -228,7 +228,7 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
     The last dim holds q of all heads, then k, then v. It computes on views, without transposing memory.
     Args, Raises: as causal_attention.
     """
-    if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
+    if qkv.ndim != 3 or heads < 1 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
     fast = _by_kernel(*_unpack(qkv, heads))
     if fast is not None:

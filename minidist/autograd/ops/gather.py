@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
 from minidist.device.dispatch import kernel, launcher
@@ -65,7 +66,7 @@ def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
 
 @embedding.gradient("table")
 def _(node: Node, dy: Array) -> Array:
-    ids, dy, count = node.ids, dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0]
+    ids, dy, count = node.ids, rows(dy), node.shapes["table"][0]
     if not isinstance(ids, SortedIds):
         return sum_by_id(ids.reshape(-1), dy, count)
     dy, found = array_module(dy).ascontiguousarray(dy), (ids.order, ids.starts)

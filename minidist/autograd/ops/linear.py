@@ -1,5 +1,7 @@
 """Matrix products: matmul for any stack of matrices, linear for x @ w + b over the last dim."""
 
+import math
+
 import numpy as np
 
 from minidist.autograd.ops.arithmetic import unbroadcast
@@ -33,8 +35,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def rows(x: Array) -> Array:
-    """(…, n) as one matrix (rows, n): a view if x is contiguous."""
-    return x.reshape(-1, x.shape[-1])
+    """(…, n) as one matrix (rows, n): a view if x is contiguous. Also for n = 0, where -1 would be any number."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def column_sums(x: Array, out: Array | None = None) -> Array:

@@ -25,7 +25,7 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
     n = wide.shape[1]
     y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
-    average = xp.full((n, 1), 1.0 / n, wide.dtype)     # x @ average is the mean of each row, by BLAS
+    average = xp.full((n, 1), 1.0 / max(1, n), wide.dtype)     # x @ average is the mean of each row, by BLAS
     for where in row_blocks(wide):
         centred = wide[where] if b is None else wide[where] - wide[where] @ average
         scale[where] = 1.0 / xp.sqrt((centred * centred) @ average + eps)

@@ -53,7 +53,7 @@ def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, 
 
 @mean.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    share = narrow(widen(dy) / widen(dy).dtype.type(node.count), dy.dtype)
+    share = narrow(widen(dy) / widen(dy).dtype.type(node.count or 1), dy.dtype)
     return array_module(dy).broadcast_to(_stretched(node, share), node.shapes["x"])
 
 
@@ -83,5 +83,5 @@ def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, S
 @var.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     wide: Any = widen(dy)
-    scale = wide * wide.dtype.type(2.0 / node.count)
+    scale = wide * wide.dtype.type(2.0 / (node.count or 1))
     return narrow(node.centred * _stretched(node, scale), dy.dtype)

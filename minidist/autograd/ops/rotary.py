@@ -29,7 +29,7 @@ def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array,
         raise ShapeError(f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
                          f"positions (T,)")
     xp, width, kind = array_module(x), x.shape[-1], widen(x).dtype
-    speeds = base ** (-2.0 / width * xp.arange(width // 2, dtype="float64"))
+    speeds = base ** (-2.0 / max(1, width) * xp.arange(width // 2, dtype="float64"))
     angles = positions.astype("float64")[..., None] * speeds        # p / base^(2 i / width): (T, width/2)
     cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
     fast = kernel("rotary", x)

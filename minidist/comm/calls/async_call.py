@@ -3,7 +3,8 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from minidist.comm.call_site import entries
@@ -16,6 +17,7 @@ from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
 
+_IDLE = 0.5  # seconds without a call after which the worker's thread ends; the next call starts another
 _LOOK = 1.0  # seconds between checks that the worker still lives
 
 
@@ -51,7 +53,7 @@ class PendingCall(Pending, RunningCall):
                         if not self.worker.alive():
                             raise CommError(f"the group was closed before {self.signature.describe()} was carried out")
             if self.error is not None:
-                self.worker.error = None  # the program knows of it now
+                self.worker.told = True     # the program knows of it now
                 raise self.error
             return self.call.settle(self.result)
 
@@ -86,25 +88,28 @@ class CallWorker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
     It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the
-    transport, so that the rank learns of it at its next wait of any kind; the calls behind it then fail too.
+    transport, so that the rank learns of it at its next wait of any kind; the calls behind it end in the same error.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
-        self.error: BaseException | None = None  # of a call whose wait() has not raised it yet
+        self.error: BaseException | None = None     # of the first call that failed
+        self.told = False                           # a wait() has raised it
         self.transport, self._account = transport, account.current()
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._lock, self._name = threading.Lock(), name
+        self._thread: threading.Thread | None = None
 
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
         pending = PendingCall(call, self)
         with self._lock:
             self.unfinished += 1
+            self._queue.put(pending)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
             self.transport.waits.workers.add(self._thread.ident)
-        self._queue.put(pending)
         return pending
 
     def busy(self) -> bool:
@@ -113,19 +118,20 @@ class CallWorker:
             return self.unfinished > 0
 
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Carry out what is queued, then end the thread. Raises: the error of a call whose wait() was never called."""
         self._queue.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        if self.error is not None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if self.error is not None and not self.told:
             raise self.error
 
     def _run(self) -> None:
         with account.use(self._account):
-            while (pending := self._queue.get()) is not None:
+            while (pending := self._next()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
                 del pending     # before wait() returns: only its caller keeps the arrays then
@@ -135,12 +141,22 @@ class CallWorker:
                         self.transport.waits.workers.discard(threading.get_ident())
                     finished.set()
 
+    def _next(self) -> PendingCall | None:
+        """The next call; None, which ends the thread, once the group is closed, or where none has come for _IDLE s."""
+        while True:
+            with suppress(Empty):
+                return self._queue.get(timeout=_IDLE)
+            with self._lock:
+                if self._queue.empty():
+                    self._thread = None
+                    return None
+
     def _carry_out(self, pending: PendingCall) -> None:
         call = pending.call
         try:
             with pending.program, call:
                 pending.result = call.deliver(call.work(call), call.device)
         except BaseException as error:  # raised by wait()
-            pending.error = self.error = error
+            pending.error, self.error = error, self.error or error
             self.transport.abort(error if isinstance(error, CommError) else CommError(
                 f"{call.signature.describe()} failed: {type(error).__name__}: {error}"))

@@ -223,7 +223,7 @@ class Rows:
             edges = start + np.cumsum([0, *map(len, blocks)])
             if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
                 return self.whole[start:edges[-1]]
-        return account.current().hold(np.concatenate(blocks), "communication")
+        return account.current().hold(self._joined(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""
@@ -235,7 +235,10 @@ class Rows:
         """All blocks in rank order, as the array of the result."""
         if self.whole is not None and all(block.shape == self._own.shape for block in blocks):
             return self.whole
-        return self.complete(np.concatenate(blocks))  # not into `out`: blocks may stand where equal ones would have
+        return self.complete(self._joined(blocks))  # not into `out`: blocks may stand where equal ones would have
+
+    def _joined(self, blocks: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(blocks, dtype=self._own.dtype)    # told, because its own choice has the machine's order
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
         """The blocks of all ranks, as `merge` gave them, as the array of the result."""

@@ -11,6 +11,7 @@ let both wait for ever.
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -24,10 +25,10 @@ from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
-from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import BlockHeader, Signature, behind_key, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce
 from minidist.device import account
-from minidist.errors import MismatchError
+from minidist.errors import CommError, MismatchError
 
 Arrays = Sequence[np.ndarray]
 Work = Callable[["Call"], Any]
@@ -73,7 +74,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
-        self._transport, self.board = group.transport, group.board
+        self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
         self._key, where = self.signature.pack()
         self._meta = self._key + where
@@ -84,10 +85,16 @@ class Call(RunningCall):
 
     def __enter__(self) -> None:
         super().__enter__()
+        failure = self._guard.failure or self._transport.waits.failure(self.world_ranks[self.rank])
+        if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
+            super().__exit__()
+            raise failure
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__()
+        if raised and isinstance(raised[1], CommError):
+            self._guard.failure = self._guard.failure or raised[1]
         self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {
@@ -124,10 +131,10 @@ class Call(RunningCall):
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
-        key, into = self._key, into.reshape(-1)
+        known, into = self._meta, into.reshape(-1)
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            if not meta.startswith(key):
+            if not meta.startswith(known):
                 self._compare(meta, src)
             if nbytes != into.nbytes:
                 raise self._refusal(MismatchError(
@@ -251,7 +258,7 @@ class Call(RunningCall):
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
-            if meta and not theirs.startswith(self._key):       # only the first show of a call has a header
+            if meta and not theirs.startswith(self._meta):      # only the first show of a call has a header
                 self._compare(theirs, rank)
         return shown
 
@@ -272,14 +279,25 @@ class Call(RunningCall):
 
     def _block_in(self, meta: bytes, src: int) -> BlockHeader | None:
         """What the header of a message in this call says that it brings."""
-        if meta.startswith(self._key):
-            return block_behind(meta[len(self._key):])
-        self._compare(meta, src)
-        return unpack(meta)[1]
+        if not meta.startswith(self._meta):
+            self._compare(meta, src)
+        return behind_key(meta[len(self._key):])[1] if meta.startswith(self._key) else unpack(meta)[1]
 
     def _compare(self, meta: bytes, src: int) -> None:
-        if not unpack(meta)[0].agrees(self.signature):
-            raise self._mismatch(meta, src)
+        """Refuse the header of another call. Warn of two calls that only their places in the program tell apart."""
+        here = self.signature.where
+        if meta.startswith(self._key):
+            there = behind_key(meta[len(self._key):])[0]
+        else:
+            theirs = unpack(meta)[0]
+            if not theirs.agrees(self.signature):
+                raise self._mismatch(meta, src)
+            there = theirs.where
+        if here != there and self._guard.crossed(self._key[8:], src, here, there):
+            me, peer = self.world_ranks[self.rank], self.world_ranks[src]
+            warnings.warn(f"rank {me} at {here} meets rank {peer} at {there} in {self.signature.verb}, after they met "
+                          f"the other way round: if they make these two calls in another order, the values are mixed; "
+                          f"give each call a group of its own (split), or one place", RuntimeWarning, stacklevel=2)
 
     def _mismatch(self, meta: bytes, src: int) -> MismatchError:
         ranks = self.world_ranks

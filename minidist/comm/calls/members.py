@@ -15,6 +15,7 @@ WORLD = 0
 """The id of the group of all ranks."""
 COLLECTIVE = 0
 """The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
+_SITES = 1000   # most pairs of places in the program that are remembered
 
 
 class GroupGuard:
@@ -25,25 +26,41 @@ class GroupGuard:
             ...
 
     Raises (both): CommError that says which process or thread is wrong, and what to do.
+    Attributes:    failure  of a collective in the middle, so that the others would take the next one's messages for its
+                            own; every later call ends in it, also one that was queued
     """
+
+    failure: CommError | None = None
 
     def __init__(self, axis: str, world_rank: int) -> None:
         self._name, self._rank = f"the group {axis}", world_rank
         self._process, self._closed = os.getpid(), False
+        self._met: set[tuple[bytes, int, str, str]] = set()
+        self._told = False
         self._busy = threading.Lock()
+
+    def crossed(self, call: bytes, src: int, here: str, there: str) -> bool:
+        """Whether such a call `here` meets rank src's `there`, after the other way round; told once in a group."""
+        found = not self._told and (call, src, there, here) in self._met
+        self._told = self._told or found
+        if len(self._met) < _SITES:
+            self._met.add((call, src, here, there))
+        return found
 
     def close(self) -> None:
         """Refuse every later use."""
         self._closed = True
 
     def check(self) -> None:
-        """Refuse a forked child (its messages would go out as the parent's), and any use after close()."""
+        """Refuse a forked child (its messages would go out as the parent's), any use after close(), or a failure."""
         if os.getpid() != self._process:
             raise CommError(f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
                             f"{self._process}, its parent; let that one communicate, or start more ranks")
         if self._closed:
             raise CommError(f"{self._name} was closed, and rank {self._rank} uses it; close it later, or split another "
                             "from a group that is open")
+        if self.failure is not None:
+            raise self.failure
 
     def check_alone(self) -> None:
         """Refuse if another thread is inside a call: the two would take each other's messages."""

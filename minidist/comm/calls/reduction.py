@@ -26,7 +26,9 @@ UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum,
 
 @np.errstate(all="ignore")
 def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    if loop is None:
+    if out.size == 1:       # never in place: NumPy then takes another loop, which rounds a complex product otherwise
+        out[...] = ufunc(a, b, dtype=loop)
+    elif loop is None:
         ufunc(a, b, out=out)
     else:
         ufunc(a, b, out=out, dtype=loop, casting="same_kind")

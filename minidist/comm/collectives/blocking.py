@@ -23,7 +23,7 @@ class Ranks(Protocol):
 
 
 class BlockingGroup(Ranks, Protocol):
-    """Ranks that send each other arrays. A Group is one, and so is the `link` of the exercises."""
+    """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and 03."""
 
     def send(self, x: Any, dst: int) -> None:
         """Send `x` to rank `dst`."""

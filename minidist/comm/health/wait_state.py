@@ -133,7 +133,8 @@ class Waits:
                 reads    -> the world ranks that it reads from
                 program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
                 held     each gives the destinations of messages held back on their way out, one entry a message
-                ends     abort() of links that belong to the transport and tell their waits here
+                error    what the transport was aborted with
+                ends     called with it: each ends the waits of a transport, of a link to itself, of a device
                 step     the training step that the program is in, if it says so
                 workers  the threads that carry out started calls now
     A listener, if there is one, takes these over:
@@ -153,11 +154,24 @@ class Waits:
         self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
+        self.error: CommError | None = None
         self.ends: list[Callable[[CommError], None]] = []
         self.workers: set[int | None] = set()
         self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}       # by number: the thread, and its wait now
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+
+    def abort(self, error: CommError) -> None:
+        """End every wait, present or to come; the first error is the one that they raise. From any thread."""
+        self.error = self.error or error
+        for end in list(self.ends):
+            end(self.error)
+
+    def failure(self, world_rank: int, signature: Signature | None = None) -> CommError | None:
+        """What a wait of this rank raises since the transport was aborted; `signature`: see located()."""
+        if isinstance(self.error, PeerLostError):
+            return self.located(self.error, world_rank, signature)
+        return self.error
 
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
@@ -200,14 +214,16 @@ class Waits:
         table = self.table(state)
         return f"\n{table}" if table else ""
 
-    def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
-        """`error`, whose first line now says in which step and call this rank met it."""
-        if not _here.calls:
+    def located(self, error: PeerLostError, world_rank: int, signature: Signature | None = None) -> PeerLostError:
+        """`error`, whose first line now says in which step and call (`signature`, or the one that runs) it was met."""
+        if signature is None and _here.calls:
+            signature = _here.calls[-1].signature
+        if signature is None:
             return error
         first, *rest = str(error).split("\n")
         step = "" if self.step is None else f"step {self.step}, "
-        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{_here.calls[-1].signature.describe()}"
-        return PeerLostError("\n".join([first, *rest]), error.world_rank)
+        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{signature.describe()}"
+        return type(error)("\n".join([first, *rest]), error.world_rank)
 
 
 def _program() -> set[int | None]:

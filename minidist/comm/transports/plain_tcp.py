@@ -30,7 +30,7 @@ from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.full_mesh import hang_up
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
-from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+from minidist.errors import CommError, HandshakeError, LinkLostError, PeerLostError, TimeoutError
 
 HEADER = struct.Struct("<QQIQ")     # group, sequence, bytes of meta, bytes of payload
 REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a connection ended
@@ -86,7 +86,7 @@ def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
         with suppress(BlockingIOError, socket.timeout):     # noqa: UP041 - a socket's time limit is for sends
             count = sock.recv_into(missing)
             if count == 0:
-                raise EOFError("its connection ended: it has left the job, or its process died")
+                raise EOFError("its connection ended")
             missing = missing[count:]
     return data
 
@@ -144,13 +144,15 @@ class PlainTcp(Mailbox):
     def ended(self, peer: int, why: str) -> None:
         """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.aborted or peer in self.lost, REASON_LIMIT)
-            told = self._closing or self.aborted or peer in self.lost
+            self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, REASON_LIMIT)
+            told = self._closing or self.waits.error or peer in self.lost
         if not told:
-            self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: {why}", world_rank=peer))
+            self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; it has left, or the link between "
+                                    f"rank {self.world_rank} and rank {peer} is lost: look at the network between them",
+                                    world_rank=peer))
 
-    def abort(self, error: CommError) -> None:
-        super().abort(error)
+    def _interrupt(self, error: CommError) -> None:
+        super()._interrupt(error)
         for sock in self._connections.values():
             self._shut(sock)                    # ends a send that blocks
 
@@ -175,6 +177,6 @@ class PlainTcp(Mailbox):
         if isinstance(error, socket.timeout):   # noqa: UP041
             return TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message")
         self.ended(peer, f"its connection broke ({error})")
-        reason = self.lost.get(peer) or self.aborted
+        reason = self.lost.get(peer) or self.waits.error
         assert reason is not None
         return self.waits.located(reason, self.world_rank) if isinstance(reason, PeerLostError) else reason

@@ -73,7 +73,6 @@ class Delayed(Transport):
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
         self._receivers: list[int] = []     # of the messages that are held, in order
-        self._aborted: CommError | None = None
         self._ended = threading.Event()     # an error holds no message back
         self._thread = threading.Thread(target=self._run, name=f"rank {self.world_rank} port", daemon=True)
         self._thread.start()
@@ -102,10 +101,6 @@ class Delayed(Transport):
     def loopback(self) -> Transport:
         return self.inner.loopback()
 
-    def abort(self, error: CommError) -> None:
-        self._drop(error)
-        self.inner.abort(error)
-
     def lose(self, error: PeerLostError) -> None:
         self.inner.lose(error)
 
@@ -118,14 +113,13 @@ class Delayed(Transport):
 
     def _drop(self, error: CommError) -> None:
         """Hold no message any longer: present and later ones raise `error`."""
-        self._aborted = self._aborted or error
         self._ended.set()
 
     def _run(self) -> None:
         """Hand on each message at its time; end when the port is closed and empty."""
         while (held := self._queue.get()) is not None:
             self._ended.wait(max(0.0, held.due - time.monotonic()))
-            held.error = self._aborted
+            held.error = self.waits.error
             if held.error is None:
                 try:
                     held.below = self.inner.start_send(held.peer, held.tag, held.view, held.meta)

@@ -44,7 +44,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import array_module, to_host
+from minidist.device.backend import array_module
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
@@ -115,9 +115,10 @@ class ParameterServer(Strategy):
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.peers = group.split(int(self.serves), axis=group.axis)     # the workers, or the servers
         shards = key_shards(model, servers)
+        self._server_of = {id(key): server for server, keys in enumerate(shards) for key in keys}
         if self.serves:
             own = shards[group.rank - self.workers]
-            others = [p for p in model.parameters() if not any(p is key for key in own)]
+            others = [key for keys in shards for key in keys if keys is not own]
             forget(others, array_module(own[0].data))
             self.shards = [Shard(own)]
             self.parameters = self.shards[0].pieces()
@@ -252,11 +253,15 @@ class ParameterServer(Strategy):
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights on the host: on a worker all, as the servers have them; on a server its keys."""
+        """As Strategy's; every server calls it. Cost: each key, broadcast among the servers, under `control`."""
         self.finish()
-        keys = {id(key) for key in self.shards[0].keys}
-        return {name: np.array(to_host(parameter.data)) for name, parameter in self.model.named_parameters()
-                if not self.serves or id(parameter) in keys}
+        state = self.model.state_dict()
+        if self.serves:
+            with self._naming_servers(), self.group.ledger.control():
+                for name, parameter in self.model.named_parameters():
+                    if id(parameter) in self._server_of:        # the others are frozen, and alike everywhere
+                        self.peers.broadcast(state[name], root=self._server_of[id(parameter)], out=state[name])
+        return state
 
     def _push_and_pull(self, header: list[float]) -> None:
         """Say which step this is, made from which weights; push, unless it is the end; pull, and note which weights."""

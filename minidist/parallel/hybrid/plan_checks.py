@@ -10,6 +10,7 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
+from minidist.parallel.memory.activations import chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
@@ -199,7 +200,8 @@ def _check_sequence(plan: "Plan") -> None:
 # --------------------------------------------------------------------------------------------------- plan and model
 
 def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Raise PlanError unless a model of this shape can be cut so."""
+    """Raise PlanError unless a model of this shape can be cut so, and has the blocks that are to be computed again."""
+    chosen(plan.checkpoint_blocks, config.layers)
     for wrong, remedy in _misfits(plan, config):
         other = data_alone(plan)
         fits = other is not None and not any(_misfits(other[0], config))

@@ -65,7 +65,7 @@ from minidist.optim.optimizer import Slot
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
-from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.precision import Precision, unround
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.shards import ShardStore
@@ -176,7 +176,8 @@ class OnHost(OffDevice):
         low = flat.dtype in LOW_PRECISION
         master = self._host_zeros(flat, np.dtype(np.float32) if low else flat.dtype,
                                   "optimizer" if low else "parameters")
-        master[...] = to_host(self._weights[id(flat)])
+        master[...] = weights = to_host(self._weights[id(flat)])
+        unround(master, weights, flat.chunk_spans())
         self._masters[id(flat)] = master
         return self.stored_pieces(flat, master, self._gradients[id(flat)])
 

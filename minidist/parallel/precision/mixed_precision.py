@@ -53,7 +53,7 @@ from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.parallel.precision.float8 import Float8
-from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.precision import Precision, Span, unround
 from minidist.parallel.step.step import Batch
 
 
@@ -165,13 +165,14 @@ class MixedPrecision(Precision):
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Master]:
         """A master for each parameter that is not frozen."""
-        masters = [Master(p, self.master(p.data)) for p in parameters if p.requires_grad]
+        masters = [Master(p, self.master(p.data, [(p, ..., ())])) for p in parameters if p.requires_grad]
         self._masters.update({id(master.parameter): master.data for master in masters})
         return masters
 
-    def master(self, weights: Array) -> Array:
-        """A float32 copy of `weights`, which from here on become its rounding after each update.
+    def master(self, weights: Array, spans: Iterable[Span]) -> Array:
+        """A float32 array whose rounding is `weights`, now and after each update.
 
+        It begins with the drawn numbers, not with their rounding (`unround`).
         Raises:  ConfigError if the weights are not in this precision.
         """
         if weights.dtype != self.dtype or weights.dtype not in LOW_PRECISION:
@@ -180,6 +181,7 @@ class MixedPrecision(Precision):
         if self.name == "fp8" and self.float8 is None:
             raise ConfigError("mixed precision fp8: no linear multiplies in fp8 yet; call attach(model, group) first")
         master = account.current().hold(weights.astype(np.float32), "optimizer")
+        unround(master, weights, spans)
         self._pairs.append((master, weights))
         return master
 

@@ -47,7 +47,7 @@ class Unit:
             chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
             for parameter, place, positions in flat.chunk_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
-                    chunk[place] = parameter.draw(seed, positions, device=device)
+                    chunk[place], parameter.seed = parameter.draw(seed, positions, device=device), seed
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
             self.store.keep(flat, chunk, f"{name} {number}" if number else name)
@@ -115,7 +115,7 @@ def make_units(axis: ZeroAxis, modules: Sequence[Module] | None, ahead: int, *, 
             chosen.append((paths[id(module)], module, parameters))
     for p in model.parameters():
         if p.stays_whole and seed is not None and isinstance(p, Weight) and not p.drawn:
-            p.data = p.draw(seed, device=device)
+            p.data, p.seed = p.draw(seed, device=device), seed
     units = [Unit(*unit, axis, seed=seed, device=device) for unit in chosen]
     rest = [p for p in model.parameters() if not p.stays_whole and id(p) not in taken]
     return units, Unit("root", None, rest, axis, seed=seed, device=device)

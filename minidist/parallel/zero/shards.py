@@ -136,7 +136,7 @@ class ShardStore:
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
-        self._masters[id(flat)] = precision.master(self._weights[id(flat)])
+        self._masters[id(flat)] = precision.master(self._weights[id(flat)], flat.chunk_spans())
         pieces = flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
         self._pieces += pieces
         return pieces

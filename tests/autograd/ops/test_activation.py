@@ -3,6 +3,7 @@
 import math
 import weakref
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,6 +68,83 @@ def test_large_numbers(name, kind):
     np.testing.assert_allclose(y.data[far], np.maximum(x.data, 0)[far], atol=1e-10)
     np.testing.assert_allclose(x.grad[far], (x.data > 0)[far], atol=1e-10)
     assert np.isfinite(y.data).all() and np.isfinite(x.grad).all()
+
+
+def over_the_range(kind):
+    """Both signs of 0 and of powers up to the largest number, and a closer grid where exponentials are floats."""
+    kind = backend.dtype(kind)
+    largest = float(ml_dtypes.finfo(kind).max)
+    far = np.array([0.0, *np.geomspace(float(ml_dtypes.finfo(kind).tiny), largest * 0.999, 501)])
+    return np.concatenate([-far, far, np.linspace(-800, 800, 16001), np.linspace(-20, 20, 4001)]).astype(kind)
+
+
+def gates(x):
+    """z, dz/dx, sigmoid(z) and 1 - sigmoid(z) of GELU and of SiLU, in long double."""
+    x = x.astype(np.longdouble)
+    c, k = np.sqrt(2 / np.longdouble(np.pi)), np.longdouble(0.044715)
+    near = np.clip(x, -1e3, 1e3)
+    for name, z, dz in (("gelu", 2 * c * (near + k * near ** 3), 2 * c * (1 + 3 * k * near ** 2)),
+                        ("silu", x.clip(-1e4, 1e4), 1)):
+        e = np.exp(-np.abs(np.clip(z, -11000, 11000)))
+        small, large = e / (1 + e), 1 / (1 + e)
+        yield name, z, dz, np.where(z < 0, small, large), np.where(z < 0, large, small)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
+def test_gates_hold_all_digits_over_the_whole_range(kind):
+    """Relative errors of values and slopes, in units of the last place, also where they are 1e-30.
+
+    The argument of GELU's exponential is rounded, so its result may be off by as many units as the argument is large;
+    slopes are held against the sum of their summands' sizes. Where the sigmoid has fewer digits, because it is
+    subnormal, a result may be off by the smallest number times |x|.
+    """
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("long double is no longer than double here")
+    x = over_the_range(kind)
+    info, wide = ml_dtypes.finfo(backend.dtype(kind)), np.finfo("float64" if kind == "float64" else "float32")
+    for name, z, dz, h, rest in gates(x):
+        lost = float(info.smallest_subnormal) + (1 + np.abs(z)) * (1 + np.abs(dz)) * wide.smallest_subnormal * (h < 1)
+        allowed = float(info.eps) + 4 * wide.eps * (1 + (np.abs(z) if name == "gelu" else 0))
+        leaf = tensor(x, requires_grad=True)
+        y = getattr(ops, name)(leaf)
+        y.backward(np.ones_like(x))
+        value, added = x * h, np.where(rest * h == 0, 0, x * h * rest * dz)
+        for got, want, size in ((y.data, value, np.abs(value)), (leaf.grad, h + added, h + np.abs(added))):
+            off = np.abs(got.astype(np.longdouble) - want)
+            worst = np.argmax(off - allowed * size - lost)
+            assert (off <= allowed * size + lost).all(), (name, x[worst], got[worst], want[worst])
+        if name == "silu":
+            gate, up = tensor(x, requires_grad=True), tensor(np.ones_like(x), requires_grad=True)
+            ops.swiglu(gate, up).backward(np.ones_like(x))
+            np.testing.assert_array_equal(gate.grad, leaf.grad)
+            np.testing.assert_array_equal(up.grad, y.data)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
+def test_the_slope_of_tanh_holds_all_digits(kind):
+    leaf = tensor(over_the_range(kind), requires_grad=True)
+    ops.tanh(leaf).backward(np.ones_like(leaf.data))
+    t = np.exp(-2 * np.abs(leaf.data.astype(np.longdouble)).clip(0, 5000))
+    info, wide = ml_dtypes.finfo(leaf.dtype), np.finfo("float64" if kind == "float64" else "float32")
+    np.testing.assert_allclose(leaf.grad.astype(np.longdouble), 4 * t / (1 + t) ** 2,
+                               rtol=float(info.eps) + 8 * wide.eps, atol=8 * float(info.smallest_subnormal))
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
+def test_softmax_holds_all_digits(kind):
+    """Of each chance relative to itself, though the difference to the row's maximum is rounded; of logarithms to 1."""
+    x = over_the_range(kind)
+    x = np.stack([x, np.zeros_like(x)], axis=-1)
+    wide_x = x.astype(np.longdouble)
+    away = wide_x - wide_x.max(axis=-1, keepdims=True)
+    total = np.exp(away).sum(axis=-1, keepdims=True)
+    info, wide = ml_dtypes.finfo(x.dtype), np.finfo("float64" if kind == "float64" else "float32")
+    p, lost = np.exp(away) / total, 2 * max(float(info.smallest_subnormal), float(wide.smallest_subnormal))
+    off = np.abs(ops.softmax(x).data.astype(np.longdouble) - p)
+    assert (off <= p * (float(info.eps) + 4 * wide.eps * (1 + np.abs(away))) + lost).all()
+    logs = away - np.log(total)
+    off = np.abs(ops.log_softmax(x).data.astype(np.longdouble) - logs)
+    assert (off <= np.abs(logs) * float(info.eps) + 4 * wide.eps).all()
 
 
 def test_silu():

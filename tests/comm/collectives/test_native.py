@@ -18,14 +18,19 @@ def peaceful():
 
 
 def test_groups_keep_apart(peaceful):
-    results = [groups for groups, _ in peaceful]
+    results = [groups for groups, _, _ in peaceful]
     assert results == [[[3], [3, 2, 1, 0], [3.0 if rank < 2 else 7.0] * 8] for rank in range(4)]
 
 
 def test_what_mpi_does_not_know_is_refused(peaceful):
-    for _, texts in peaceful:
+    for _, texts, _ in peaceful:
         assert [text.split(";")[0].removeprefix("MPI has no ") for text in texts] == [
             "sum of float16", "sum of >f4", "max of complex64", "sum of bool"]
+
+
+def test_an_empty_chunk_is_no_alias(peaceful):
+    for rank, (_, _, results) in enumerate(peaceful):
+        assert results == [(4 * np.array_split(np.arange(length), 4)[rank]).tolist() for length in (0, 1, 3, 5)]
 
 
 class Uncalled:

@@ -62,7 +62,8 @@ def train(world: Any, servers: int, changes: dict[str, Any], options: dict[str, 
                                         **step_options))
         if servers:
             strategy.finish()
-    return {"weights": strategy.state_dict() if servers else model.state_dict(), "losses": losses,
+    return {"held": [piece.name for piece in strategy.parameters if piece.data.size],
+            "weights": strategy.state_dict() if servers else model.state_dict(), "losses": losses,
             "sent": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
             "memory": memory.snapshot(), "record": [list(update) for update in getattr(strategy, "record", [])],
             "lost": {worker: str(error) for worker, error in getattr(strategy, "lost", {}).items()}}
@@ -85,15 +86,16 @@ def run(workers: int, servers: int, changes: dict[str, Any] | None = None, *, tr
 
 def check_equal(workers: int, servers: int, changes: dict[str, Any] | None = None, *, transport: str = "threads",
                 **options: Any) -> list[dict[str, Any]]:
-    """Synchronous ranks equal one process: workers hold everything, servers their keys, all the same bits."""
+    """Synchronous ranks equal one process: each key is on one server, all ranks tell all weights, the same bits."""
     serial = run(1, 0, changes, **{**options, "step_options": {}})[0]
     ranks = run(workers, servers, changes, transport=transport, **options)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"]
+        assert rank["weights"].keys() == serial["weights"].keys()
         assert all(np.array_equal(ranks[0]["weights"][name], array) for name, array in rank["weights"].items())
-    held = [name for rank in ranks[workers:] for name in rank["weights"]]
+    held = [name for rank in ranks[workers:] for name in rank["held"]]
     frozen = set(options.get("frozen", ()))
     assert sorted(held) == sorted(ranks[0]["weights"].keys() - frozen)      # each key is on one server
     return ranks
@@ -197,6 +199,7 @@ def check_replay(workers: int, servers: int, changes: dict[str, Any] | None = No
            lambda pieces: OPTIMIZERS[optimizer](pieces, 1e-2), workers=workers, clip=clip)
     again = model.state_dict()
     for rank in filter(None, ranks):
+        assert rank["weights"].keys() == again.keys()
         for name, array in rank["weights"].items():
             np.testing.assert_array_equal(array, again[name], err_msg=name)
     return ranks, records
@@ -361,7 +364,7 @@ def test_bytes_and_messages_are_the_formula(workers: int, servers: int, asynchro
         assert rank["sent"]["world"] == {"send": steps * nbytes}
         assert rank["messages"]["world"] == {"send": steps * servers}
     for rank in ranks[workers:]:
-        own = sum(array.nbytes for array in rank["weights"].values())
+        own = sum(rank["weights"][name].nbytes for name in rank["held"])
         assert rank["sent"]["world"] == {"send": pulls * workers * own}
         assert rank["messages"]["world"] == {"send": pulls * workers}
     assert sum(rank["sent"]["world"]["send"] for rank in ranks) == (steps + pulls) * workers * nbytes
@@ -384,7 +387,7 @@ def test_memory_by_role(servers: int, asynchronous: bool) -> None:
         assert [rank["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")] == [
             nbytes, nbytes, 0]
     for rank in ranks[workers:]:
-        own, memory = sum(array.nbytes for array in rank["weights"].values()), rank["memory"]
+        own, memory = sum(rank["weights"][name].nbytes for name in rank["held"]), rank["memory"]
         assert own <= nbytes / servers + max(array.nbytes for array in ranks[0]["weights"].values())
         assert memory["gradients"]["now"] == own and memory["optimizer"]["now"] == 2 * own
         assert own <= memory["parameters"]["now"] <= own + 64 * len(ranks[0]["weights"])    # one element a freed key

@@ -168,7 +168,7 @@ def test_zero_through_the_trainer(stage: int) -> None:
 @pytest.mark.parametrize(("size", "options"), [
     (1, {"strategy": "data-parallel", "replicas": 3}), (4, {"strategy": "parameter-server", "servers": 2})])
 def test_one_place_for_all_through_the_trainer(size: int, options: dict[str, Any]) -> None:
-    """Parity with dropout, a tied table, checkpointed blocks and accumulation; evaluation; whole weights on rank 0."""
+    """Parity with dropout, a tied table, checkpointed blocks, accumulation; evaluation; whole weights on every rank."""
     config, batch = tiny(dropout=0.3, tied=True), global_batch(0, 5, tiny())
 
     def job(world: Any, **options: Any) -> tuple[dict[str, np.ndarray], list[float], float, str]:
@@ -185,7 +185,8 @@ def test_one_place_for_all_through_the_trainer(size: int, options: dict[str, Any
     (serial, losses, value, _), = md.run(job, size=1)
     ranks = md.run(lambda world: job(world, **options), size=size)
     assert difference(ranks[0][0], serial) < 1e-10
-    for _, ours, measured, _ in ranks:
+    for weights, ours, measured, digest in ranks:
+        assert digest == ranks[0][3] and weights.keys() == serial.keys()
         assert ours == pytest.approx(losses, rel=1e-10) and measured == pytest.approx(value, rel=1e-10)
 
 

@@ -71,6 +71,15 @@ def test_plan_names_one_for_so_many_ranks() -> None:
         Plan(strategy="data-parallel", replicas=2).require(3)
 
 
+def test_blocks_to_compute_again_that_the_model_lacks() -> None:
+    """Refused with the plan, before there is a mesh or a model."""
+    for which, layers, remedy in (("1", 1, "choose none, scores, all, or 0$"), ("some", 2, "commas, like 0,1$"),
+                                  ("0,2", 2, "numbers of blocks from 0 to 1"), ("-1", 2, "from 0 to 1")):
+        with pytest.raises(PlanError, match=f"checkpoint_blocks '{which}': .*{remedy}"):
+            Plan(checkpoint_blocks=which).require_model(tiny(layers=layers))
+    Plan(checkpoint_blocks="0").require_model(tiny(layers=1))
+
+
 def test_what_it_names_can_cut_the_model() -> None:
     """Neither two heads over four ranks, nor the plan itself, if that cannot either."""
     with pytest.raises(PlanError, match="plan tp=4 is for 4 ranks, the job has 8; use dp=8$"):

@@ -186,6 +186,37 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(zero: int) -> None:
     assert all(rank == ranks[0] for rank in ranks)
 
 
+@pytest.mark.parametrize(("size", "options"), [
+    (1, {}), (2, {}), (2, {"zero": 1}), (2, {"zero": 3}), (3, {"zero": 3, "offload": "optimizer"}), (2, {"tp": 2}),
+    (2, {"pp": 2, "microbatches": 2})])
+def test_masters_begin_as_they_were_drawn(size: int, options: dict[str, Any]) -> None:
+    """With the bits of the float32 model, although the weights are their rounding."""
+    def first(world: Any, **options: Any) -> dict[str, np.ndarray]:
+        axes = {} if {"tp", "pp"} & options.keys() else {"dp": world.size}
+        trainer = Trainer(Plan(**{**axes, **options}), tiny(dtype="float32"), world, seed=5)
+        weights = trainer.state_dict()
+        trainer.close()
+        return weights
+
+    drawn, = md.run(first, size=1)
+    for precision in ("bf16", "fp16"):
+        for weights in md.run(lambda world, p=precision: first(world, precision=p, **options), size=size):
+            for name, array in weights.items():
+                np.testing.assert_array_equal(array, drawn[name], err_msg=name)
+
+
+def test_a_master_of_changed_weights_is_their_copy() -> None:
+    """Loaded, or written by hand, after they were drawn; what was not changed keeps its digits."""
+    model = GPT(tiny(dtype="bfloat16"))
+    model.initialize(1)
+    weight: Any = next(model.parameters())
+    drawn = weight.draw(1, dtype="float32")
+    weight.data[0] = 3
+    master = MixedPrecision("bf16").masters([weight])[0].data
+    assert (master[0] == 3).all() and (drawn[1:] != weight.data[1:]).any()
+    np.testing.assert_array_equal(master[1:], drawn[1:])
+
+
 def state(trainer: Trainer) -> dict[str, np.ndarray]:
     """Masters, weights, moments, step counts."""
     weights = {f"weight {name}": np.array(p.data) for name, p in trainer.model.named_parameters()

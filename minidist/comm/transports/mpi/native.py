@@ -70,7 +70,8 @@ class MpiNative(Native):
         self._carry_out(lambda: self._comm.Iallreduce(_source(x, out), out, _OPS[op]), x, out)
 
     def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
-        self._carry_out(lambda: self._comm.Ireduce_scatter(x, out, list(counts), _OPS[op]), x, out)
+        target = out if out.size else np.empty(0, out.dtype)    # MPI refuses one that begins where x does
+        self._carry_out(lambda: self._comm.Ireduce_scatter(x, target, list(counts), _OPS[op]), x, target)
 
     def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
         target = None if out is None else [out, list(counts), MPI.BYTE]

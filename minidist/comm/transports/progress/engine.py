@@ -14,12 +14,13 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from contextlib import nullcontext
 
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
-from minidist.errors import CommError, PeerLostError, TimeoutError
+from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
@@ -45,7 +46,7 @@ class Operation(Handle):
             raise self.engine.explained(self.error, str(self))
 
     def done(self) -> bool:
-        return self.finished or self.engine.error is not None
+        return self.finished or self.engine.waits.error is not None
 
     def peers(self) -> tuple[int, ...]:
         """World ranks that this waits for; each of them can keep it waiting."""
@@ -62,7 +63,6 @@ class Engine(Transport):
     def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
         self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
         self.lock = threading.Lock()
-        self.error: CommError | None = None         # what abort() was given
         self.lost: dict[int, PeerLostError] = {}    # peers that the job goes on without
         self.spins = spins
         self._turn = threading.Condition(self.lock)
@@ -117,8 +117,8 @@ class Engine(Transport):
                 self._follow(operation, deadline)
             if operation.finished:
                 break
-            if self.error is not None:
-                raise self.explained(self.error, str(operation))
+            if self.waits.error is not None:
+                raise self.explained(self.waits.error, str(operation))
             if time.monotonic() >= deadline:
                 return False
         return True
@@ -141,7 +141,7 @@ class Engine(Transport):
         idle = 0
         while not operation.finished:
             moved = self._pass()
-            if operation.finished or self.error is not None or time.monotonic() >= deadline:
+            if operation.finished or self.waits.error is not None or time.monotonic() >= deadline:
                 return  # after a pass, so that what came while we slept still counts
             if moved:
                 idle = 0
@@ -163,16 +163,22 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended."""
+        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended.
+
+        A peer that left may make a deadlock. A link that broke makes none: this is no wait that the arbiter hears of.
+        """
         if not isinstance(error, PeerLostError):
             return error
-        lost = error.world_rank
-        if self.error is None and lost is not None:
+        lost, link_lost = error.world_rank, isinstance(error, LinkLostError)
+        if self.waits.error is None and lost is not None:
             deadline = time.monotonic() + _HEARSAY
-            with self.waits.lasting(what, lambda: (lost,)):
-                while self.error is None and lost not in self.lost and time.monotonic() < deadline:
+            with nullcontext() if link_lost else self.waits.lasting(what, lambda: (lost,)):
+                while self.waits.error is None and lost not in self.lost and time.monotonic() < deadline:
                     time.sleep(_LOOK)
-        error = self.error or self.lost.get(self.world_rank if lost is None else lost, error)
+        if link_lost:
+            error = LinkLostError(f"{error}; neither rank has died: the link between rank {self.world_rank} and rank "
+                                  f"{lost} is lost; look at the network between them", lost)
+        error = self.waits.error or self.lost.get(self.world_rank if lost is None else lost, error)
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
@@ -210,7 +216,7 @@ class Engine(Transport):
         while not self._closing:
             time.sleep(pause)
             with self.lock:
-                self._helper_awake = self._unfinished > 0 and not self._leading and self.error is None
+                self._helper_awake = self._unfinished > 0 and not self._leading and self.waits.error is None
             if self._helper_awake:
                 moved = self._led == led and self._step_up() and self._pass_until_still()
                 pause = _QUICK if moved else min(2 * pause, _SLOW)
@@ -222,7 +228,7 @@ class Engine(Transport):
     def _pass_until_still(self) -> bool:
         moved = False
         try:
-            while self.error is None and self._pass():
+            while self.waits.error is None and self._pass():
                 moved = True
         finally:
             self._step_down()
@@ -232,12 +238,6 @@ class Engine(Transport):
         return loopback(self.world_rank, self.limit, self.waits)
 
     # --- ending ------------------------------------------------------------------------------------------------------
-
-    def abort(self, error: CommError) -> None:
-        self.error = self.error or error
-        self._wake()  # the leader raises, and wakes the followers as it steps down
-        for end in self.waits.ends:
-            end(error)
 
     def stop(self) -> None:
         """End the helper, and every wait, with a CommError; afterwards no thread is at work here."""

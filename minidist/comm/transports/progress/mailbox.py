@@ -38,7 +38,7 @@ class MailTransfer(Handle):
         self.home.wait_for(self)
 
     def done(self) -> bool:
-        return self.complete or self.home.aborted is not None
+        return self.complete or self.home.waits.error is not None
 
 
 class MailSend(MailTransfer):
@@ -83,9 +83,9 @@ class Mailbox(Transport):
                  unbuffered: bool, waits: Waits | None = None) -> None:
         self.name = "threads-unbuffered" if unbuffered else "threads"
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
-        self.aborted: CommError | None = None
         self.lost: dict[int, PeerLostError] = {}
         self.waits = Waits() if waits is None else waits
+        self.waits.ends.append(self._interrupt)
         self._peers, self._unbuffered = peers, unbuffered
         self._changed = threading.Condition(threading.Lock())
         self._arrived: defaultdict[tuple[int, Tag], deque[MailSend]] = defaultdict(deque)
@@ -108,13 +108,9 @@ class Mailbox(Transport):
     def loopback(self) -> "Mailbox":
         return loopback(self.world_rank, self.limit, self.waits)
 
-    def abort(self, error: CommError) -> None:
+    def _interrupt(self, error: CommError) -> None:
         with self._changed:
-            self.aborted = self.aborted or error
             self._changed.notify_all()
-        for end in self.waits.ends:
-            if end != self.abort:
-                end(error)
 
     def lose(self, error: PeerLostError) -> None:
         assert error.world_rank is not None
@@ -123,6 +119,7 @@ class Mailbox(Transport):
             self._changed.notify_all()
 
     def close(self) -> None:
+        self.waits.ends[:] = [end for end in self.waits.ends if end != self._interrupt]
         self._arrived.clear()
         self._posted.clear()
 
@@ -155,10 +152,8 @@ class Mailbox(Transport):
         """The next matched pair to carry out, or None once `handle` is complete or it is too late."""
         with self._changed:
             while not handle.complete:
-                if isinstance(self.aborted, PeerLostError):
-                    raise self.waits.located(self.aborted, self.world_rank)
-                if self.aborted is not None:
-                    raise self.aborted
+                if (failure := self.waits.failure(self.world_rank)) is not None:
+                    raise failure
                 if self._matched:
                     return self._matched.popleft()
                 if handle.peer in self.lost:
@@ -183,6 +178,10 @@ class Mailbox(Transport):
         if not (arrived and posted):
             return False
         recv, send = posted.popleft(), arrived.popleft()
+        if not arrived:                 # a tag without messages takes no memory
+            del self._arrived[key]
+        if not posted:
+            del self._posted[key]
         recv.matched = send.matched = True
         self._matched.append((recv, send))
         return True
@@ -204,7 +203,5 @@ def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
 def loopback(world_rank: int, limit: float, waits: Waits | None = None) -> Mailbox:
     """A rank's buffered link to itself: the one link that no transport has. `waits`: its transport's."""
     peers: dict[int, Mailbox] = {}
-    peers[world_rank] = link = Mailbox(world_rank, peers, 1, limit, unbuffered=False, waits=waits)
-    if waits is not None:
-        waits.ends.append(link.abort)
-    return link
+    peers[world_rank] = Mailbox(world_rank, peers, 1, limit, unbuffered=False, waits=waits)
+    return peers[world_rank]

@@ -52,7 +52,7 @@ class PolledTransport(StreamTransport):
             self._active = {rank: peer for rank, peer in self._active.items()
                             if peer.reading or peer.outgoing or peer.awaited}
             watched = {self._polled[rank].fileno(): self._polled[rank] for rank in self._active}
-            ready = self.error is not None
+            ready = self.waits.error is not None
             for rank, peer in self._active.items():
                 events = self._polled[rank].arm(peer.reading, bool(peer.outgoing))
                 poller.register(self._polled[rank].fileno(), events)

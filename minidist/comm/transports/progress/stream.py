@@ -25,10 +25,11 @@ from minidist.comm.transport import Accept, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
-from minidist.errors import CommError, PeerLostError
+from minidist.errors import CommError, LinkLostError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
+_LEFT = "it has left the job (its transport was closed)"
 _LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages, unless its link ends before
 
 
@@ -38,6 +39,7 @@ class StreamTransport(Engine):
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self.waits = Waits(self.counts, self.reads)
+        self.waits.ends.append(lambda error: self._wake())  # the leader raises, and wakes the followers
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}         # peers with a transfer that is new or unfinished
 
@@ -147,7 +149,7 @@ class StreamTransport(Engine):
             if frame.complete:
                 peer.link.skip(-frame.header.nbytes % peer.link.align)
         except EOFError as end:
-            self._lose(peer, str(end) or "its connection ended without a goodbye: the process died")
+            self._lose(peer, str(end) or "its connection ended without a goodbye")
         except OSError as error:
             self._lose(peer, f"its connection broke ({error})")
         except CommError as error:
@@ -166,7 +168,7 @@ class StreamTransport(Engine):
         header = frames.parse_header(data)
         peer.link.skip(len(data))
         if header.kind == frames.GOODBYE:
-            raise EOFError("it has left the job (its transport was closed)")
+            raise EOFError(_LEFT)
         peer.frame = frame = Frame(header)
         with self.lock:
             receive = peer.posted.take(header.tag)
@@ -215,8 +217,10 @@ class StreamTransport(Engine):
 
     # --- losing a peer -----------------------------------------------------------------------------------------------
 
-    def _lost(self, peer: Peer, why: str) -> PeerLostError:
-        return PeerLostError(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
+    def _lost(self, peer: Peer, why: str, kind: type[PeerLostError] = LinkLostError) -> PeerLostError:
+        if why == _LEFT or peer.rank in self.lost:
+            kind = PeerLostError
+        return kind(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
 
     def _deafen(self, peer: Peer, why: str) -> None:
         """Nothing more can be sent to `peer`; what it sent before may still be read. Under the lock."""

@@ -29,7 +29,7 @@ from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
-from minidist.errors import CommError
+from minidist.errors import CommError, PeerLostError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
 BOARDS = 64                     # boards that a rank may have open at a time
@@ -178,15 +178,16 @@ class ShmTransport(PolledTransport):
         assert self._processes is not None, "the board lends"
         what = f"{len(target)} bytes in the memory of rank {rank}"
         for start in range(0, len(target), STRETCH_BYTES):
-            if self.error is not None:
-                raise self.explained(self.error, what)
+            if self.waits.error is not None:
+                raise self.explained(self.waits.error, what)
             try:
                 process_vm_read.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
             except PermissionError as error:
                 raise CommError(f"rank {self.world_rank} may not read {what} any more, which it could when they met "
                                 f"({error}); did it change its user, or forbid being debugged?") from error
             except OSError as error:
-                lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})")
+                lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})",
+                                  PeerLostError)
                 raise self.explained(lost, what) from error
 
     def close(self) -> None:
@@ -229,7 +230,8 @@ class ShmTransport(PolledTransport):
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
                 if not wait.finished and (lost or not missing):
-                    self.finish(wait, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
+                    self.finish(wait, self._lost(self._peers[lost[0]], "its process ended", PeerLostError)
+                                if lost else None)
                     moved = True
         return moved
 

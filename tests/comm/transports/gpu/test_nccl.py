@@ -493,7 +493,7 @@ def test_a_transport_that_is_closed_gives_its_gpu_a_chance_to_part():
     """A failed rank closes no group."""
     closed = []
     with linked("tcp") as (zero, _):
-        zero.device = SimpleNamespace(close=lambda: closed.append(zero.error))
+        zero.device = SimpleNamespace(close=lambda: closed.append(zero.waits.error))
     assert len(closed) == 1
     assert closed[0] is not None                            # aborted before
 
