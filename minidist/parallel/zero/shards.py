@@ -33,8 +33,7 @@ from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
-from minidist.nn import Module
-from minidist.nn.config import divisors
+from minidist.nn import Module, divisors
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
