@@ -56,7 +56,7 @@ def find(number: str) -> Lesson:
         if lesson.number == wanted and number in (number.split("_")[0], lesson.folder.name):
             return lesson
     there = ", ".join(lesson.number for lesson in lessons)
-    raise ConfigError(f"there is no lesson {number!r}; choose one of {there}")
+    raise ConfigError(f"there is no lesson {number[:20]!r}; choose one of {there}")
 
 
 def _read(folder: Path) -> Lesson:

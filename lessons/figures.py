@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import ConfigError
+from minidist.files import whole
 from minidist.observe.plots import MEMORY as MEMORY
 
 if TYPE_CHECKING:           # matplotlib takes longer to load than a lesson to run: only what draws loads it
@@ -72,7 +73,8 @@ def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path
     """
     path = Path(folder) / name
     try:
-        figure.savefig(path, dpi=150, facecolor=PAPER, metadata={"Software": None})
+        with whole(path) as draft:
+            figure.savefig(draft, dpi=150, facecolor=PAPER, metadata={"Software": None})
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place with --out DIR") from error
     return path

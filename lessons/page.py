@@ -7,14 +7,13 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from minidist.errors import ConfigError
+from minidist.console import written
 
 PLAIN_WIDTH = 110  # columns of output to a pipe or a file; a terminal has its own width
 
@@ -66,13 +65,11 @@ class Page:
     def save(self, file: str | None) -> None:
         """Write all tables to `file` as JSON: `{"tables": [{"title": ..., "columns": [...], "rows": [[...], ...]}]}`.
 
-        Raises: ConfigError if the file cannot be written.
+        Raises: ConfigError if the file cannot be written; OSError if the disk is full.
         """
         if self.writes and file:
-            try:
-                Path(file).write_text(json.dumps({"tables": self.tables}, indent=1, default=str) + "\n")
-            except OSError as error:
-                raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+            with written("cannot write", file) as draft:
+                draft.write_text(json.dumps({"tables": self.tables}, indent=1, default=str) + "\n")
 
 
 def _cell(value: Any) -> str:

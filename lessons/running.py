@@ -4,14 +4,16 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minidist.lessons.page import Page
 from threadpoolctl import threadpool_limits
 
 from minidist.console import folder_to_write
 from minidist.errors import MinidistError
-from minidist.launch import init, run
+from minidist.files import DISK_FAILED
+from minidist.launch import init, run, speaks_first
+from minidist.streams import standard_output
 
 LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
 
@@ -46,6 +48,25 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
         tour(group, page)
         page.save(options.json)
 
+    with standard_output() as output:
+        try:
+            _on_ranks(body, alone)
+        except OSError as error:
+            if error.errno not in DISK_FAILED:
+                raise
+            _end(error, str(error))
+    if output.problem is not None and output.lost:
+        _end(output.problem, output.lost)
+
+
+def _end(error: OSError, told: str) -> NoReturn:
+    """End with status 1 and one line, which is this rank's to say: rank 0 alone writes. The job is told."""
+    speaks_first(error)
+    raise SystemExit(f"lesson: {told}")
+
+
+def _on_ranks(body: Callable[[Any], None], alone: int) -> None:
+    """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
     world = init()
     if world.size > 1:
         body(world)
@@ -65,9 +86,9 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     folder = parser.parse_args().out
     try:
         recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
-    except MinidistError as error:
+        draw(recorded, folder)
+    except (MinidistError, OSError) as error:
         raise SystemExit(f"figure: {error}") from None
-    draw(recorded, folder)
     if folder == home and (home / "figure.mmd").exists():
         insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
     kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""

@@ -1,8 +1,13 @@
 """`python -m minidist` is the `minidist` command."""
 
-import sys
+import signal
 
-from minidist.cli import main
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # until main() takes it: there is nothing to tell yet
+
+import sys  # noqa: E402
+
+from minidist.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,18 +3,22 @@
 import argparse
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, MemoryLimitError
+from minidist.files import DISK_FAILED, whole
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+MOST_RANKS = 1024           # of a node: each is a process, or a thread
+MOST_BYTES = 2**62          # of a size
+PROCESS_BYTES = 24 << 20    # of a rank beside what processes share: Python, NumPy, minidist
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
+        message = readable(message)
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
         unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
         if choice:
@@ -60,8 +65,11 @@ def number_of_bytes(text: str) -> int:
     """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M, G, T (of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 64KiB, 1.5MB or 2GiB")
-    return round(float(match[1]) * UNITS[match[2].upper()])
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; write 4096, 64KiB, 1.5MB or 2GiB")
+    value = float(match[1]) * UNITS[match[2].upper()]
+    if value >= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is more than {size_text(MOST_BYTES)}, the most of a size")
+    return round(value)
 
 
 def sizes(text: str) -> list[int]:
@@ -74,25 +82,38 @@ def sizes(text: str) -> list[int]:
     return [first << doublings for doublings in range((last // first).bit_length())]
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.strip().isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option whose value is a whole number within these bounds."""
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"\s*[+-]?0*([0-9]+)\s*", text, re.ASCII)
+        beyond = least - 1 if "-" in text else most + 1                 # int() takes no more than 4,300 digits
+        value = least if match is None else int(text) if len(match[1]) <= 20 else beyond
+        if match is None or value < least:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is more than {most:,}, the most that this option takes")
+        return value
+
+    return parse
+
+
+positive = whole_number(1, 10**9)
+rank_count = whole_number(1, MOST_RANKS)
+seed_number = whole_number(-2**63, 2**64 - 1)
 
 
 def counts(text: str) -> list[int]:
-    """'2,4' -> [2, 4]."""
-    return [positive(part) for part in text.split(",")]
+    """'2,4' -> [2, 4]: numbers of ranks."""
+    return [rank_count(part) for part in text.split(",")]
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """The type of an option whose value is `what`: a finite number that `fits`."""
+    """The type of an option whose value is `what`: a number up to 1e12 that `fits`."""
     def parse(text: str) -> float:
         with suppress(ValueError):
-            if math.isfinite(value := float(text)) and fits(value):
+            if abs(value := float(text)) <= 1e12 and fits(value):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
 
     return parse
 
@@ -104,10 +125,37 @@ fraction = _number("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 
 def folder_to_write(text: str) -> Path:
     """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
-    folder = Path(text)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
-    return folder
+    if not os.path.isdir(text) or not os.access(text, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be written to")
+    return Path(text)
+
+
+def readable(message: str) -> str:
+    """An error's message without the tails of its longest words: what a user wrote may have any length."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…", message)
+
+
+def shown(text: str) -> str:
+    """What a user wrote, in quotes, as far as an error shows it."""
+    return repr(text if len(text) <= 60 else f"{text[:40]}…")
+
+
+def memory_bytes() -> int:
+    """The memory of this machine with its swap, or less if the container that we are in may have less."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):     # of cgroups, version 2 and 1
+        with suppress(OSError, ValueError):                         # there is none, or "max"
+            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
+    return int(min(limits))
+
+
+def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
+    """Raise MemoryLimitError if `what`, with so many processes of ranks, needs more bytes than this machine has."""
+    needed, here = nbytes + processes * PROCESS_BYTES, memory_bytes()
+    if needed > here:
+        raise MemoryLimitError(f"{what} needs {size_text(needed)} of memory, this machine has {size_text(here)}")
 
 
 def plural(count: int, noun: str) -> str:
@@ -121,16 +169,29 @@ def exactly(number: float) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """`3.0 MiB`, `1.5 KiB`, `12 B`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """`3.1 TiB`, `3 MiB`, `1.5 KiB`, `12 B`."""
+    for unit, scale in (("EiB", 2**60), ("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{nbytes:.0f} B"
 
 
 def write_json(file: str | Path, value: Any) -> None:
-    """Write `value` to the file of --json. Raises: ConfigError if the file cannot be written."""
+    """Write `value` to the file of --json, whole or not at all.
+
+    Raises: ConfigError if the place cannot be written; OSError if the disk is full or fails.
+    """
+    with written("--json", file) as draft:
+        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def written(option: str, file: str | Path) -> Iterator[Path]:
+    """The draft of a file that `option` names (files.whole). Raises: as write_json."""
     try:
-        Path(file).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with whole(file) as draft:
+            yield draft
     except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}") from error
+        if error.errno in DISK_FAILED:
+            raise
+        raise ConfigError(f"{option} {file}: {error.strerror or error}") from error

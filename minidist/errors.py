@@ -6,7 +6,7 @@
     │   ├── DeviceError               the device asked for is not on this machine
     │   ├── DiskError                 a folder for offloading is missing, cannot be written or is full
     │   ├── LaunchError               the launcher's variables are absent, foreign or contradict each other
-    │   ├── MemoryLimitError (MemoryError)   an array that does not fit under the limit of a memory account
+    │   ├── MemoryLimitError (MemoryError)   what does not fit under the limit of a memory account, or into this machine
     │   ├── PlanError                 a parallel plan that cannot work
     │   ├── ScheduleError             a pipeline schedule that cannot run, or would compute something else
     │   └── ShardError                a size that does not divide as the strategy needs

@@ -15,6 +15,7 @@ Whatever the student's code does (an exception, a hang, a wrong value) becomes a
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -122,15 +123,31 @@ def load_module(path: Path, name: str) -> ModuleType:
     return module
 
 
+def require_python(file: Path, advice: str) -> None:
+    """Raise ConfigError unless `file` is the text of a Python module, though perhaps one that does not parse."""
+    name = str(file) if len(str(file)) < 200 else f"{str(file)[:40]}…"
+    try:
+        if b"\0" in (source := file.read_bytes()):
+            raise ValueError("it has null bytes")
+        importlib.util.decode_source(source)
+    except (OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, OSError):
+            why = f"there is no file {name}" if not os.path.exists(file) else f"cannot read {name}: {error.strerror}"
+        else:
+            why = f"{name} is no Python text: {error}"
+        raise ConfigError(f"{why}; {advice}") from None
+    if file.suffix != ".py":
+        raise ConfigError(f"{name} is not a Python file, whose name ends in .py; {advice}")
+
+
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails; then hole by hole.
 
     Args:    number: the lesson's number, "03".
-    Raises:  ConfigError if a file is missing. Errors of the student's own code become a failed Result.
+    Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become a failed Result.
     """
+    require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
     check = load_module(check_file, number)
-    if not exercise_file.is_file():
-        raise ConfigError(f"there is no file {exercise_file}; start with: minidist lesson {number} --copy DIR")
     results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
     template_file, graded = check_file.with_name("exercise.py"), tuple[HoleGrade, ...]()
     if not (results and results[-1].passed) and template_file.is_file():
@@ -148,7 +165,7 @@ def _results(check: ModuleType, exercise: Callable[[], ModuleType], exercise_fil
             results.append(result)
             if not result.passed:
                 break
-    except Exception as error:  # the student's code may raise anything, which becomes part of the grade
+    except (Exception, SystemExit) as error:    # whatever the student's code raises becomes part of the grade
         results.append(explain(error, exercise_file))
     return results
 

@@ -43,6 +43,7 @@ FLOORS = [
     ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits"],
     ["minidist.kernels"],
     ["minidist.device"],
+    ["minidist.files", "minidist.streams"],
     ["minidist.errors"],
 ]
 """Each line is a floor; rooms on one floor do not import each other."""

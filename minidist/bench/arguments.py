@@ -6,7 +6,15 @@ from minidist.bench import calibrate, collectives, overlap, overlap_step
 from minidist.bench.step.device import PRECISIONS
 from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.comm.cost.link_model import profile_path
-from minidist.console import counts, number_of_bytes, positive, positive_number, sizes
+from minidist.console import (
+    counts,
+    number_of_bytes,
+    positive,
+    positive_number,
+    rank_count,
+    sizes,
+    whole_number,
+)
 from minidist.parallel.pipeline.schedules import ORDERS
 
 
@@ -61,7 +69,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("-n", "--ranks", type=rank_count, default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(overlap.CONTENDERS))
     parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
     _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
@@ -71,7 +79,7 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
 def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default=",".join(overlap_step.STRATEGIES), metavar="NAME,NAME",
                         help="of " + ", ".join(overlap_step.STRATEGIES) + " (all)")
-    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("-n", "--ranks", type=rank_count, default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(overlap_step.LINKS))
     parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
                         help="largest size of a bucket, in bytes (512KiB)")
@@ -114,7 +122,8 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=_torch_ways, default=list(_TORCH_WAYS.values()), metavar="NAME,NAME",
                         help="PyTorch's contenders: eager, compile (which takes minutes), or none (eager,compile)")
     parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: a new one each time)")
+    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), metavar="N",
+                        help="of the inputs (default: a new one each time)")
 
 
 _TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}

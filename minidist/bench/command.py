@@ -31,15 +31,19 @@ from minidist.bench.step import command as step
 from minidist.bench.step.ranks import Model
 from minidist.comm.collectives.select import choose
 from minidist.comm.cost.link_model import Profile, profile_path, save_profile
-from minidist.console import meant, write_json
+from minidist.console import meant, require_memory, size_text, write_json, written
 from minidist.errors import ConfigError
+from minidist.files import DISK_FAILED, check_writable
 from minidist.launch import detect, init
 from minidist.launch.transports import current_name
 from minidist.observe.machine import machine
+from minidist.parallel.hybrid.plan import Plan
 
 __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
+
+MOST_SECONDS = 60           # that a message of a delayed link may take
 
 
 class Bench(NamedTuple):
@@ -56,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     Returns: the exit status 0.
     Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours does not start.
     """
+    for option in ("json", "figure"):
+        check_writable(f"--{option}", getattr(args, option))
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     bench = _BENCHES[args.what]
     with console.status("starting the ranks") as status:
@@ -67,10 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, result)
     if args.figure:
-        try:
-            bench.draw(Path(args.figure), result)
-        except OSError as error:
-            raise ConfigError(f"--figure {args.figure}: {error.strerror}") from error
+        with written("--figure", args.figure) as draft:
+            bench.draw(draft, result)
     return 0
 
 
@@ -87,6 +91,8 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
     if not all(verb.block(min(args.sizes), ranks) for ranks in args.ranks):
         raise ConfigError(f"{min(args.sizes)} B are not one float32 number for each of {max(args.ranks)} ranks; choose "
                           f"--sizes from {4 * max(args.ranks)} up")
+    require_memory(f"{verb.title} of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
+                   max(args.sizes) * max(args.ranks), processes=max(args.ranks))
     seconds, left_out = {}, _missing(verb, contenders, args.only)
     for count in args.ranks:
         seconds[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
@@ -134,10 +140,20 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
     contenders = _known(args.only, overlap.CONTENDERS, overlap.contenders_here())
     if args.ranks < 2 or args.bytes < 4 or args.bytes % 4 or not args.bandwidth:
         raise ConfigError("choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
+    require_memory(f"{size_text(args.bytes)} on {args.ranks} ranks", args.bytes * args.ranks, processes=args.ranks)
+    _require_speed(args.bytes, args)
     rows = overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
                                      progress)
     return {"what": "overlap", "ranks": args.ranks, "nbytes": args.bytes, "alpha": args.alpha,
             "bandwidth": args.bandwidth, "rows": [row.as_json() for row in rows]}
+
+
+def _require_speed(nbytes: int, args: argparse.Namespace) -> None:
+    """Raise ConfigError if the delayed links need more than a minute for so many bytes."""
+    seconds = args.alpha + nbytes / args.bandwidth
+    if seconds > MOST_SECONDS:
+        raise ConfigError(f"{size_text(nbytes)} take {seconds:,.0f} s over links with --alpha {args.alpha:g} and "
+                          f"--bandwidth {args.bandwidth}; choose links that take {MOST_SECONDS} s at the most")
 
 
 # ---------------------------------------------------------------- overlap-step
@@ -149,7 +165,8 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("choose -n of at least 2, a --bandwidth and a --bucket above 0")
     model = Model.of(args)
-    model.config()
+    step.require_memory(model, Plan(dp=args.ranks, zero=3))
+    _require_speed(4 * model.config().numbers, args)
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
                                           1 / args.bandwidth, progress)
     return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
@@ -164,7 +181,10 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     links = _known(args.only, calibrate.LINKS, calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
+    require_memory(f"a message of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
+                   max(args.sizes) * max(args.ranks), processes=max(args.ranks))
     out = Path(args.out) if args.out else profile_path()
+    check_writable("--out", args.out)
     if detect().alone:
         fitted = calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
     else:
@@ -176,6 +196,8 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     try:
         save_profile(profile, out)
     except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return {"what": "calibrate", "out": str(out), "links": [asdict(each.cost) for each in fitted],
             "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted]}

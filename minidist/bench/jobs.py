@@ -11,14 +11,14 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from minidist.errors import LaunchError, PeerLostError
+from minidist.files import scratch
 
 START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
 ANSWER_LIMIT = 300.0  # seconds one measurement may take
@@ -39,8 +39,8 @@ class Job:
 
     def __init__(self, name: str, size: int, command: list[str], *, once_per_rank: bool = False) -> None:
         self.name, self.size = name, size
-        self._folder = tempfile.TemporaryDirectory(prefix="minidist-bench-")
-        path = Path(self._folder.name)
+        self._folder = ExitStack()
+        path = self._folder.enter_context(scratch(prefix="minidist-bench-"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path / "meet"))
         self._listener.listen(size)
@@ -102,7 +102,7 @@ class Job:
         self._wait(5.0)
         self._listener.close()
         self._log.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _wait(self, limit: float) -> None:
         """Wait for each process at most `limit` seconds, then kill it."""

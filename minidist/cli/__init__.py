@@ -1,8 +1,9 @@
 """The `minidist` command: one file a command, loaded when it is asked for.
 
 The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
-line on stderr and exit status 2; an interrupt is 130. Any other error is left to Python, or, on a rank of a larger job,
-to minidist.launch, which names the rank and ends the job everywhere.
+line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130. Any other
+error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the rank and ends the job
+everywhere. A command does its work also where nobody reads what it prints.
 """
 
 import argparse
@@ -11,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from minidist.cli.process import interrupts_wait, refusal
+from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
+from minidist.streams import standard_output
 
 COMMANDS = {
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
@@ -34,24 +38,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
-    prefix, understood = f"minidist {command or ''}".rstrip(), False
+    prefix = f"minidist {command or ''}".rstrip()
+    with standard_output() as output:
+        try:
+            status = _run(words, command, prefix)
+        except SystemExit:                                      # of argparse, after --help
+            sys.stdout.flush()
+            if not output.lost:
+                raise
+            status = 0
+    if output.lost:
+        say_line(f"{prefix}: {output.lost}")
+        if not status:
+            from minidist import launch
+
+            assert output.problem is not None
+            launch.speaks_first(output.problem)                 # so that the launcher has nothing to say
+    return status or int(bool(output.lost))
+
+
+def _run(words: list[str], command: str | None, prefix: str) -> int:
+    """The exit status of a command; it has said why, if it is not 0."""
+    understood = False
     try:
-        module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
-        parser = _parser(command, module)
+        with interrupts_wait():
+            module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
+            parser = _parser(command, module)
         args = parser.parse_args(words)
         prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True      # bench: `minidist bench step`
         if module is None:
             parser.print_help()
             return 0
         return int(module.run(args))
-    except (ConfigError, KeyboardInterrupt) as error:
+    except (ConfigError, KeyboardInterrupt, OSError, MemoryError) as error:
+        refused = (str(error), 2) if isinstance(error, ConfigError) else refusal(error)
+        if refused is None and not isinstance(error, KeyboardInterrupt):
+            raise
         from minidist import launch
-        from minidist.comm.health.failure import say_line
 
-        told, status = (str(error), 2) if isinstance(error, ConfigError) else ("interrupted", 130)
+        told, status = refused or ("interrupted", 130)
         # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
         if launch.speaks_first(error, everywhere=not understood or status == 130):
-            say_line(f"{prefix}: {told}")
+            from minidist.console import readable
+
+            say_line(f"{prefix}: {readable(told)}")
         return status
 
 

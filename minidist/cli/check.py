@@ -8,6 +8,7 @@ from rich.table import Column, Table
 
 from minidist import lessons
 from minidist.console import write_json
+from minidist.files import check_writable
 from minidist.grading import Grade, grade
 from minidist.lessons.page import page_console
 
@@ -20,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson or a missing file."""
+    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson, or no Python file."""
     lesson = lessons.find(args.lesson)
+    check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
     result = grade(lesson.number, lesson.part("check.py"), file)
     show(result, lesson.title)

@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from minidist.comm.cost.link_model import load_profile, profile_path
 from minidist.console import write_json
 from minidist.errors import ConfigError, MinidistError
+from minidist.files import check_writable
 from minidist.observe.machine import processor
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
+    check_writable("--json", args.json)
     findings = list(examine())
     table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do")),
                   title="This machine", title_justify="left", header_style="bold cyan")

@@ -11,22 +11,29 @@ Ranks above 0 have `[rank 2]` before each line of their stderr.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
 
-from minidist.console import fail, positive, write_json
+from minidist.console import fail, rank_count, shown, whole_number, write_json
+from minidist.files import check_writable
 from minidist.launch.spawning import Nodes, spawn
+
+MOST_NODES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist launch`; all words after the program are the program's."""
-    parser.add_argument("-n", "--ranks", type=positive, default=1, metavar="N", help="ranks on this node (default 1)")
-    parser.add_argument("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which node this is, 0 to M-1")
+    parser.add_argument("-n", "--ranks", type=rank_count, default=1, metavar="N", help="ranks on this node (default 1)")
+    parser.add_argument("--nnodes", type=whole_number(1, MOST_NODES), default=1, metavar="M",
+                        help="nodes of the job (default 1)")
+    parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), default=0, metavar="K",
+                        help="which node this is, 0 to M-1")
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS",
                         help="node 0's address; it listens there, and only there (default: loopback)")
-    parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="its port (default: any free one)")
+    parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
+                        help="its port (default: any free one)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -39,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for numbers that contradict each other, a missing program, or a port that is taken.
     """
-    if not 0 <= args.node_rank < args.nnodes:
+    if args.node_rank >= args.nnodes:
         fail(f"--node-rank {args.node_rank} is not one of {args.nnodes} nodes; they count from 0")
-    if not 0 <= args.master_port < 65536:
+    if args.master_port >= 65536:
         fail(f"--master-port {args.master_port} is not a port; choose one between 1024 and 65535")
     if args.nnodes > 1 and args.master_addr.startswith(("127.", "localhost")):
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
+    check_writable("--json", args.json)
     command = program(args.program, args.arguments, module=args.module)
     nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file))
@@ -58,12 +66,12 @@ def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
     if module:
         return [sys.executable, "-m", name, *arguments]
     if name.endswith(".py"):
-        if not Path(name).is_file():
-            fail(f"there is no script {name}")
+        if not os.path.isfile(name):
+            fail(f"there is no script {shown(name)[1:-1]}")
         return [sys.executable, name, *arguments]
     found = shutil.which(name)
     if found is None:
-        fail(f"there is no command {name!r} on the path; a Python script's name ends in .py, a module needs -m")
+        fail(f"there is no command {shown(name)} on the path; a Python script's name ends in .py, a module needs -m")
     return [found, *arguments]
 
 
@@ -73,7 +81,7 @@ def _token(file: str | None) -> bytes | None:
     try:
         token = Path(file).read_bytes().strip()
     except OSError as error:
-        fail(f"--token-file {file}: {error.strerror}")
+        fail(f"--token-file {shown(file)[1:-1]}: {error.strerror}")
     if len(token) < 16:
         fail(f"--token-file {file} holds fewer than 16 characters; make one with "
              "`python -c 'import secrets; print(secrets.token_hex())'`")

@@ -1,6 +1,7 @@
 """`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise."""
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from rich.markdown import Markdown
 from rich.table import Column, Table
 
 from minidist import lessons
-from minidist.console import fail, folder_to_write, positive, write_json
+from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
+from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.lessons import Lesson
 from minidist.lessons.page import page_console
 
@@ -19,7 +21,7 @@ from minidist.lessons.page import page_console
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist lesson`."""
     parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
-    parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="run the lesson on N ranks of this machine")
+    parser.add_argument("-n", "--ranks", type=rank_count, metavar="N", help="run the lesson on N ranks of this machine")
     parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
     parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure; "
                         "without --out the one that came with the lesson is overwritten")
@@ -34,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be written.
     """
+    check_writable("--json", args.json)
     if args.lesson is None:
         return _list(args.json)
     lesson = lessons.find(args.lesson)
@@ -82,6 +85,7 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     argv = [sys.executable, str(lesson.part("lesson.py")), *(["--json", str(Path(file).resolve())] if file else [])]
     if ranks == 1:
         return subprocess.call(argv)
+    require_memory(f"a lesson on {ranks} ranks", 0, processes=ranks)
     from minidist.launch import spawn
 
     return spawn(argv, ranks)
@@ -90,12 +94,15 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
 def _copy(lesson: Lesson, folder: Path) -> int:
     """Copy the exercise to `folder`; an existing file is never overwritten."""
     target = folder / f"exercise_{lesson.number}.py"
-    if target.exists():
+    if os.path.exists(target):
         fail(f"{target} is already there; choose another folder or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(lesson.part("exercise.py"), target)
+        with whole(target) as draft:
+            shutil.copyfile(lesson.part("exercise.py"), draft)
     except OSError as error:
-        fail(f"cannot write {target}: {error.strerror}")
+        if error.errno in DISK_FAILED:
+            raise
+        fail(f"cannot write {shown(str(target))[1:-1]}: {error.strerror}")
     print(f"{target}: fill its holes, then: minidist check {lesson.number} {target}")
     return 0

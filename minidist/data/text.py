@@ -66,10 +66,10 @@ def load(source: str = "python") -> Text:
         string = "\n\n".join(topics[name] for name in sorted(topics))
     elif source == "shakespeare":
         string = _shakespeare()
-    elif path.exists():
+    elif os.path.exists(path):
         string = _read_folder(path) if path.is_dir() else _read_file(path)
     else:
-        raise DataError(f"no file or folder {source!r}; name one, or use 'python' or 'shakespeare'")
+        raise DataError(f"no file or folder {source[:200]!r}; name one, or use 'python' or 'shakespeare'")
     if not string:
         raise DataError(f"text {source}: is empty")
     return from_string(string, source=source)

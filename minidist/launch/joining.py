@@ -10,13 +10,13 @@ The token is never on a command line and never printed. Everything listens on lo
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,8 +26,10 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
+from minidist.files import scratch, sweep
 from minidist.launch.launchers import Launch
 
+STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
 _MESSAGE_BYTES = 4096     # of the MPI broadcast
 
 
@@ -210,20 +212,27 @@ def outward_address() -> str:
 class TokenFile:
     """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
 
-    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN.
+    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0 holds a lock on it
+    until it is removed, so that a file without one is seen to be a killed job's, and goes when the next one is written.
     """
 
     def __init__(self, job: str) -> None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+        self._lock: int | None = None
 
     def write(self, token: bytes) -> None:
         """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as draft:      # mode 0600
-                draft.write(token)
-            Path(draft.name).replace(self.path)
+            sweep(self.path.parent, "job-", older=STALE)
+            with scratch(self.path.parent) as folder:
+                draft = folder / "token"
+                self._lock = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with contextlib.suppress(OSError):      # a file system without locks
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                os.write(self._lock, token)
+                draft.replace(self.path)
         except OSError as error:
             raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
                               "MINIDIST_TOKEN for every rank instead") from error
@@ -242,6 +251,9 @@ class TokenFile:
     def remove(self) -> None:
         """Forget the token: every rank has it."""
         self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, world_size: int,

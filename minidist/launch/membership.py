@@ -63,10 +63,12 @@ class Membership:
         """Find the monitor, meet all ranks, connect the transport."""
         launch, joined = self.launch, self.find_monitor(limit)
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
-        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
-                                  "profile": profile and profile.as_json()})
-        if joined.file is not None:
-            joined.file.remove()                            # all ranks have met: the token is not read again
+        try:
+            infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+                                      "profile": profile and profile.as_json()})
+        finally:
+            if joined.file is not None:
+                joined.file.remove()                        # all ranks have met, or never will
         if launch.by_mpirun:
             transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,6 +20,7 @@ from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import exit_of
 from minidist.errors import LaunchError
+from minidist.files import scratch
 from minidist.launch import failures
 from minidist.launch.children import Children
 from minidist.launch.joining import MonitorAddress
@@ -80,13 +80,13 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
     mpirun, where = find_mpirun(), _name_of(fn, transport)
     token = wire.new_token()
     monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid))
-    with tempfile.TemporaryDirectory(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
+    with scratch(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
         Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
                                                      "transport": transport}))
         monitor.start()
         process = subprocess.Popen(
-            [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
-            stdin=subprocess.DEVNULL,
+            [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", str(folder)],
+            stderr=said, stdin=subprocess.DEVNULL,
             env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
         starter = Children({0: process})
         try:

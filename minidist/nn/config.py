@@ -77,10 +77,10 @@ class GPTConfig:
                 raise ConfigError(f"GPT: {name} is {getattr(self, name)!r}; choose {' or '.join(choices)}")
         if self.width % self.heads:
             raise ConfigError(f"GPT: width {self.width} is not divisible by {self.heads} heads; use width "
-                              f"{-(-self.width // self.heads) * self.heads} or heads in {_divisors(self.width)}")
+                              f"{-(-self.width // self.heads) * self.heads} or heads in {divisors(self.width)}")
         if self.heads % self.key_heads:
             raise ConfigError(f"GPT: {self.heads} heads do not divide among {self.key_heads} key and value heads; "
-                              f"use kv_heads in {_divisors(self.heads)}")
+                              f"use kv_heads in {divisors(self.heads)}")
         if self.positions == "rotary" and self.head_width % 2:
             raise ConfigError(f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
                               f"{self.width} / {self.heads} heads); make that even, or use learned positions")
@@ -105,11 +105,32 @@ class GPTConfig:
         """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a multiple of 8."""
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
+    @property
+    def expert_numbers(self) -> int:
+        """Weights of all experts but the shared ones."""
+        mixture = self.mixture
+        return 0 if mixture is None else self.layers * mixture.experts * self._mlp_numbers
+
+    @property
+    def numbers(self) -> int:
+        """Weights of all matrices: what the model has but for biases and norms."""
+        attention = self.width * self.head_width * 2 * (self.heads + self.key_heads)
+        mlps = 1 if self.mixture is None else self.mixture.shared
+        gate = 0 if self.mixture is None else self.width * self.mixture.experts
+        tables = self.vocabulary * (2 - self.tied) + self.context * (self.positions == "learned")
+        return self.width * tables + self.layers * (attention + mlps * self._mlp_numbers + gate) + self.expert_numbers
+
+    @property
+    def _mlp_numbers(self) -> int:
+        hidden = self.hidden if self.mixture is None else self.mixture.hidden or self.hidden
+        return self.width * hidden * (2 if self.activation == "gelu" else 3)
+
     def as_dict(self) -> dict[str, object]:
         """All fields, for the JSON of a run; a mixture as a dict."""
         return asdict(self)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})

@@ -1,12 +1,15 @@
 """The minidist command: help is quick, a mistake is one line with the nearest spelling, and status 2."""
 
+import argparse
+import importlib
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from minidist.cli import COMMANDS, main
+from minidist.cli import COMMANDS, MODULES, main
 from minidist.console import (
     Parser,
     counts,
@@ -148,3 +151,93 @@ def test_meant():
 def test_json_that_cannot_be_written_is_a_users_mistake(tmp_path):
     with pytest.raises(ConfigError, match="No such file or directory"):
         write_json(tmp_path / "nowhere" / "x.json", {})
+
+
+def options(parser, command):
+    """(words, option or place) of every value that a command parses."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from options(inner, [*command, name])
+        elif action.type is not None:
+            yield [*command, f"{action.option_strings[-1]}=VALUE"]
+
+
+@pytest.mark.parametrize("command", ["train", "bench", "launch", "lesson"])
+def test_every_number_has_a_bound(command, capsys):
+    parser = Parser()
+    importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")).add_arguments(parser)
+    found = list(options(parser, []))
+    assert len(found) > 2 or command == "lesson"
+    for words in found:
+        for value in ("1" + "0" * 30, "9" * 5000):
+            with pytest.raises(ConfigError) as caught:
+                parser.parse_args([word.replace("VALUE", value) for word in words])
+            assert words[-1].partition("=")[0] in str(caught.value) and len(str(caught.value)) < 400, words
+
+
+@pytest.mark.parametrize("words", [
+    "train --layers 1000000000", "train --width 1000000000", "train --batch 1000000000", "train --vocab 1000000000",
+    "train --experts 1000000000", "train --experts 4 --shared-experts 1000000000", "train -n 1000 --vocab 100000",
+    "train --offload all --width 1000000", "train --strategy data-parallel --replicas 1000 --width 10000",
+    "bench all-reduce --sizes 999999TiB", "bench overlap --bytes 999999TiB", "bench overlap-step --layers 1000000000",
+    "bench calibrate --sizes 4,999999TiB", "bench step --batch 1000000000", "bench step --plan dp=1000000",
+    "bench step --zero 3 --width 1000000", "bench step --model gpt2-124m --layers 1000000000"])
+def test_what_cannot_fit_is_refused_before_anything_is_made(words, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr("minidist.console.memory_bytes", lambda: 24 << 30)
+    assert "of memory, this machine has 24 GiB" in refusal(capsys, *words.split())
+
+
+@pytest.mark.parametrize("words", ["--width 999999999 --heads 2", "--accumulate 17", "--plan pp=1 --microbatches 99",
+                                   f"--plan dp={'9' * 5000}", f"--checkpoint-blocks {'9' * 5000}",
+                                   f"--stage-layers {'9' * 5000}", f"--data {'x' * 300}", f"--out {'x' * 300}"])
+def test_numbers_and_names_that_are_too_large_are_one_line(words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert len(refusal(capsys, "train", *words.split())) < 700
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", ["doctor", "bench all-reduce", "bench step", "bench kernels --count", "launch true",
+                                   "lesson", "lesson 03 -n 2", "check 03", "train"])
+@pytest.mark.parametrize("file", ["/proc/x", "x" * 300])
+def test_an_unwritable_json_is_refused_before_the_work(words, file, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    command, *rest = words.split()
+    at = 1 if rest and rest[0] in ("all-reduce", "step", "kernels") else 0
+    assert " --json " in refusal(capsys, command, *rest[:at], f"--json={file}", *rest[at:])
+
+
+@pytest.mark.parametrize(("error", "told", "status"), [
+    (OSError(28, "No space left on device", "run/x.json"), "run/x.json: No space left on device", 1),
+    (MemoryError("Unable to allocate 5 PiB"), "not enough memory: Unable to allocate 5 PiB", 1),
+    (OSError(36, "File name too long", "x" * 300), f"{'x' * 80}: File name too long", 2)])
+def test_what_the_machine_refuses_is_one_line(error, told, status, capsys, monkeypatch):
+    def refuse(args):
+        raise error
+
+    monkeypatch.setattr("minidist.cli.doctor.run", refuse)
+    assert main(["doctor"]) == status
+    assert capsys.readouterr().err == f"minidist doctor: {told}\n"
+
+
+def test_an_interrupt_while_modules_load_waits_for_them(capsys, monkeypatch):
+    def load(name):
+        signal.raise_signal(signal.SIGINT)
+        loaded.append(name)
+
+    loaded, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("minidist.cli.importlib.import_module", load)
+    assert main(["doctor"]) == 130
+    assert loaded == ["minidist.cli.doctor"]
+    assert capsys.readouterr().err == "minidist doctor: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("where", "status", "told"), [
+    (">&-", 0, ""), ("| true", 0, ""), ("> /dev/full", 1, "minidist: stdout: No space left on device\n")])
+def test_a_command_whose_output_goes_nowhere(where, status, told):
+    """tests/test_streams.py has the rest."""
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f'"$0" -m minidist --help {where}', sys.executable],
+                          capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (status, told)

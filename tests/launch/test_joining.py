@@ -1,5 +1,6 @@
 """joining: the monitor as a process of its own, and the token's way to the ranks."""
 
+import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,20 @@ def test_the_token_file_is_private_and_goes_away():
     file.remove()
     file.remove()
     assert list(file.path.parent.iterdir()) == []
+
+
+def test_the_token_of_a_killed_job_goes_when_the_next_is_written():
+    living = TokenFile("living")
+    living.write(TOKEN)
+    killed = living.path.with_name("job-killed")
+    killed.touch(mode=0o600)
+    for path in (living.path, killed):
+        os.utime(path, (0, 0))
+    file = TokenFile("job")
+    file.write(TOKEN)
+    assert sorted(file.path.parent.iterdir()) == sorted([living.path, file.path])
+    living.remove()
+    file.remove()
 
 
 def test_a_token_that_others_could_read_is_refused():

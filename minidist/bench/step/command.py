@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from minidist import console
 from minidist.bench.progress import Progress
 from minidist.bench.step import device, plots, tables
 from minidist.bench.step.plan import measure_plan
 from minidist.bench.step.ranks import MODELS, Model, measure_all, measure_stages
+from minidist.console import plural
 from minidist.errors import ConfigError
 from minidist.launch.transports import current_name
+from minidist.observe.room import training_bytes
 from minidist.parallel.hybrid.plan import Plan
 
 Result = dict[str, Any]
@@ -31,7 +34,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
     """Measure what the options ask for. Raises: ConfigError for options that contradict each other."""
     named = MODELS[args.model] if args.model else Model()
     model = Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
-    model.config()  # a model that cannot be is refused before anything starts
+    require_memory(model, Plan(dp=1))      # a model that cannot be is refused before anything starts
     if args.model or args.device or args.precision or args.graph:
         return device.measure_asked(args, model, progress)
     plans = _plans(args, model)
@@ -49,10 +52,19 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
         ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
         if min(ranks) < 2:
             raise ConfigError("--zero: one rank divides nothing; choose -n of at least 2")
+        require_memory(model, Plan(dp=max(ranks), zero=min(args.zero)))
         rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps, transport, progress)
     else:
+        require_memory(model, Plan(dp=max(args.ranks or [2])))
         rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
+
+
+def require_memory(model: Model, plan: Plan) -> None:
+    """Raise MemoryLimitError if a step under the plan cannot fit here, ConfigError if there is no such model."""
+    needed = training_bytes(model.config(), plan, model.batch * plan.size)
+    console.require_memory(f"a step of {plural(model.layers, 'layer')} of width {model.width} on "
+                           f"{plural(plan.size, 'rank')}", needed, processes=plan.size)
 
 
 def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
@@ -70,15 +82,16 @@ def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
         if plan.pp > 1:
             plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
         plan.require_model(model.config())
+        require_memory(model, plan)
         plans[axes] = plan
     if (args.schedule or args.microbatches) and not any(plan.pp > 1 for plan in plans.values()):
         raise ConfigError("--schedule and --microbatches are a pipeline's; add --plan pp=2")
     return plans
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: Result, to: Console) -> None:
     """Print the tables of what `measure` gave."""
-    _way(result).show(result, console)
+    _way(result).show(result, to)
 
 
 def draw(path: Path, result: Result) -> None:

@@ -4,7 +4,16 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from minidist.console import fraction, not_negative, number_of_bytes, positive, positive_number
+from minidist.console import (
+    fraction,
+    not_negative,
+    number_of_bytes,
+    positive,
+    positive_number,
+    rank_count,
+    seed_number,
+    whole_number,
+)
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
@@ -24,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(add: Add) -> None:
-    add("-n", "--ranks", type=positive, metavar="N", help="start N ranks here (without mpirun or another launcher)")
+    add("-n", "--ranks", type=rank_count, metavar="N", help="start N ranks here (without mpirun or another launcher)")
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
@@ -32,7 +41,7 @@ def _job(add: Add) -> None:
     add("--graph", action="store_true",
         help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
              "cuda --precision bf16)")
-    add("--threads", type=positive, metavar="N",
+    add("--threads", type=whole_number(1, 4096), metavar="N",
         help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
 
 
@@ -43,7 +52,7 @@ def _division(add: Add) -> None:
     add("--zero", type=int, choices=ZERO_STAGES,
         help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
              "with --offload all 3)")
-    add("--shard", type=positive, metavar="N",
+    add("--shard", type=rank_count, metavar="N",
         help="with --zero: hybrid sharding, each group of N neighbours has a copy of the state of its own "
              "(default: all ranks share one copy)")
     add("--keep-gathered", action="store_true",
@@ -65,11 +74,12 @@ def _strategy(add: Add) -> None:
     add("--strategy", choices=STRATEGIES, default="ddp",
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
-    add("--replicas", type=positive, metavar="R", help="of data-parallel: number of devices (default: 2)")
-    add("--servers", type=positive, default=1, metavar="S", help="of parameter-server: number of servers (default: 1)")
+    add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
+    add("--servers", type=rank_count, default=1, metavar="S",
+        help="of parameter-server: number of servers (default: 1)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
-    add("--staleness", type=int, metavar="K",
+    add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",
         help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
 
 
@@ -134,7 +144,7 @@ def _experts(add: Add) -> None:
 
 def _training(add: Add) -> None:
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
-    add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
+    add("--seed", type=seed_number, default=0, metavar="S", help="of weights and batches (default: 0)")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="the optimizer (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     add("--lr-schedule", choices=LR_SCHEDULES, default="cosine",

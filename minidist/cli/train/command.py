@@ -26,6 +26,7 @@ from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
 from minidist.device import account
+from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
 from minidist.launch.membership import limit_blas_threads
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
+    here = size if starts_ranks else launch.local_size
+    settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     if as_threads:
@@ -112,17 +115,23 @@ def train(settings: Settings, world: Group, threads: int) -> int:
     status = 0
     if early is not None:
         status = verify(early, settings, world, metrics, console)
+    problem = None
     if world.rank == 0:
         assert timelines is not None
-        write_folder(settings.out, metrics, timelines, weights)
-        if args.json:
-            write_json(args.json, metrics)
-        if speaks:
+        try:
+            write_folder(settings.out, metrics, timelines, weights)
+            if args.json:
+                write_json(args.json, metrics)
+        except (ConfigError, OSError) as error:
+            problem = error                                     # raised when all others have ended well: it is one line
+        if speaks and problem is None:
             with account.use(account.MemoryAccount()):      # without the run's memory limit
                 written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
             print_report(console, metrics, written, settings.out)
     trainer.close()
     world.barrier()      # no rank ends the job before rank 0 has written its files
+    if problem is not None:
+        raise problem
     return status
 
 

@@ -1,7 +1,9 @@
 """The run folder of `minidist train`: made before the first step, filled after the last, removed if it stays empty."""
 
+import hashlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,22 +16,25 @@ import numpy as np
 
 import minidist
 from minidist.console import fail, write_json
+from minidist.files import DISK_FAILED, scratch, sweep
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
+
+MANIFEST = "metrics.json"
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
     """Make the run folder before the first step: a run that cannot write its results does not start.
 
+    What killed runs left of their drafts there goes.
     If the folder is still empty at the end, it goes again with the parents made for it, also after a SIGTERM.
     Raises:  ConfigError if it cannot be made.
     """
-    made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
-    try:
+    made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--out {folder}: {error.strerror}")
+        sweep(folder)
 
     def clear() -> None:
         with suppress(OSError):
@@ -55,15 +60,56 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],
                  weights: dict[str, np.ndarray]) -> None:
-    """Write metrics.json, trace.json, loss.png, model.safetensors. Raises: ConfigError if a file cannot be written."""
+    """Write model.safetensors, trace.json, loss.png and metrics.json; none takes its place before all are there.
+
+    metrics.json goes first and comes back last, with the digests of the others: where it is, all are of one run, also
+    if the folder is used again and a run is killed here.
+    Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
+    """
+    with writing(folder), scratch(folder) as drafts:
+        save_weights(drafts / "model.safetensors", weights, metrics["config"])
+        write_perfetto(drafts / "trace.json", timelines)
+        draw_loss(drafts / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
+                  title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
+        names = sorted(draft.name for draft in drafts.iterdir())
+        metrics["files"] = {name: sha256(drafts / name) for name in names}
+        write_json(drafts / MANIFEST, metrics)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name in (*names, MANIFEST):
+            (drafts / name).replace(folder / name)
+
+
+def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+    """Write weights and the model's sizes in the format of safetensors. Raises: OSError."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
-        write_json(folder / "metrics.json", metrics)
-        write_perfetto(folder / "trace.json", timelines)
-        draw_loss(folder / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
-                  title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
-        save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors",
-                  metadata={"config": json.dumps(metrics["config"]), "minidist": minidist.__version__})
+        save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, file,
+                  metadata={"config": json.dumps(config), "minidist": minidist.__version__})
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
+
+
+def sha256(file: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """An OSError in the block names --out; it becomes a ConfigError unless the disk is full or fails."""
+    try:
+        yield
     except OSError as error:
-        fail(f"--out {folder}: {error.strerror or error}")
+        told = f"--out {folder}"
+        if error.errno in DISK_FAILED:
+            raise OSError(error.errno, error.strerror, told) from error
+        fail(f"{told}: {error.strerror or error}")

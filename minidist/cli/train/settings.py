@@ -7,11 +7,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minidist.console import fail
+from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import module_for
+from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.parallel.hybrid.hybrid import Plan
+from minidist.observe.room import training_bytes
+from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
@@ -61,6 +63,15 @@ class Settings:
         given["replicas"] = args.replicas or 1 + (args.strategy == "data-parallel")
         return replace(plan, **given)
 
+    def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
+        """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
+        args = self.args
+        optimizer: Any = OPTIMIZERS[args.optimizer]
+        if args.device == "cpu":
+            needed = training_bytes(self.config, plan, args.batch, moments=len(optimizer.state_names))
+            require_memory(f"{plural(args.layers, 'layer')} of width {args.width} on {plural(plan.size, 'rank')}",
+                           needed * ranks // plan.size, processes=processes)
+
     def trainer_options(self) -> dict[str, Any]:
         """Trainer's keyword arguments, but for the recorder."""
         args = self.args
@@ -85,6 +96,10 @@ def check(args: argparse.Namespace) -> Settings:
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
+    for option in ("accumulate", "microbatches"):
+        if (getattr(args, option) or 1) > args.batch:
+            fail(f"--{option} {getattr(args, option)}: a step has {plural(args.batch, 'sequence')}; choose at most so "
+                 f"many, or a larger --batch")
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
@@ -96,9 +111,8 @@ def check(args: argparse.Namespace) -> Settings:
     elif args.offload_dir:
         fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    check_writable("--out", out / "metrics.json")
-    if args.json:
-        check_writable("--json", Path(args.json), folder_must_exist=True)
+    check_folder("--out", out)
+    check_writable("--json", args.json)
     return Settings(args, data, config, out)
 
 
@@ -112,17 +126,12 @@ def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
     return None
 
 
-def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:
-    """Raise ConfigError if `file` cannot be written, after its missing folders are made. Leaves nothing behind."""
-    if file.is_dir():
-        fail(f"{option} {file}: is a folder; name a file")
-    if folder_must_exist and not file.parent.exists():
-        fail(f"{option} {file}: there is no folder {file.parent}")
-    folder = next(filter(Path.exists, file.parents), Path())
-    if not folder.is_dir():
-        fail(f"{option} {file.parent}: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        fail(f"{option} {file.parent}: no permission to write in {folder}")
+def check_folder(option: str, folder: Path) -> None:
+    """Raise ConfigError if files cannot be written in `folder`, or in the nearest folder above that is there."""
+    there = next(place for place in (folder, *folder.parents, Path()) if os.path.exists(place))
+    if not there.is_dir():
+        fail(f"{option} {folder}: {there} is not a folder")
+    check_writable(option, there / "metrics.json")
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:

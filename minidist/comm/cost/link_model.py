@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.errors import ConfigError
+from minidist.files import whole
 
 FORMAT = 1
 NETWORK = "network"
@@ -146,9 +147,8 @@ def load_profile(path: Path | None = None) -> Profile | None:
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the profile; a reader finds the old file or the new one. Raises: OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(profile.as_json(), indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    with whole(path) as draft:
+        draft.write_text(json.dumps(profile.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- the fit

@@ -122,8 +122,9 @@ class Plan:
                                 f"write it like dp=4")
             if axis in sizes:
                 raise PlanError(f"plan {text!r}: axis {axis} stands there twice")
-            if not value.isascii() or not value.isdigit():
-                raise PlanError(f"plan {text!r}: {axis}={value} is not a number of ranks; write it like {axis}=4")
+            if not value.isascii() or not value.isdigit() or len(value) > 9:
+                raise PlanError(f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; "
+                                f"write it like {axis}=4")
             sizes[axis] = int(value)
         return cls(**sizes)
 

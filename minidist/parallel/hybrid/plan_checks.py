@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
+from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.pipeline.schedules import ORDERS
-from minidist.parallel.step.step import divisors
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -186,7 +186,7 @@ def _check_pipeline(plan: "Plan") -> None:
 def layer_numbers(text: str) -> list[int] | None:
     """"1,2,1" as numbers; None if it is something else."""
     numbers = text.split(",")
-    return [int(number) for number in numbers] if all(n.isascii() and n.isdigit() for n in numbers) else None
+    return [*map(int, numbers)] if all(n.isascii() and n.isdigit() and len(n) < 10 for n in numbers) else None
 
 
 def _check_sequence(plan: "Plan") -> None:

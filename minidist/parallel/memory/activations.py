@@ -98,9 +98,9 @@ def chosen(which: str, blocks: int) -> list[int]:
     if which == ALL:
         return list(range(blocks))
     numbers = which.split(",")
-    if not all(number.isascii() and number.isdigit() and int(number) < blocks for number in numbers):
+    if not all(n.isascii() and n.isdigit() and len(n) < 10 and int(n) < blocks for n in numbers):
         some = f"numbers of blocks from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}" if blocks > 1 else "0"
-        raise PlanError(f"checkpoint_blocks {which!r}: choose {NONE}, {SCORES}, {ALL}, or {some}")
+        raise PlanError(f"checkpoint_blocks {which[:60]!r}: choose {NONE}, {SCORES}, {ALL}, or {some}")
     return sorted({int(number) for number in numbers})
 
 

@@ -50,11 +50,6 @@ def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
     return each + (rank < more), rank * each + min(rank, more)
 
 
-def divisors(size: int) -> list[int]:
-    """The numbers of ranks that a group of `size` can be cut into without a rest."""
-    return [number for number in range(1, size + 1) if size % number == 0]
-
-
 def micro_parts(part: Part, count: int) -> list[Part]:
     """A rank's part cut in `count` passes, in `numpy.array_split` order; some may have no row.
 

@@ -33,12 +33,12 @@ from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
-from minidist.nn import Module
+from minidist.nn import Module, divisors
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss, divisors
+from minidist.parallel.step.step import Loss
 from minidist.parallel.step.strategy import Collective, DataAxis
 
 

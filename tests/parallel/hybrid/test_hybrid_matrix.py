@@ -14,12 +14,12 @@ import minidist as md
 from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
+from minidist.nn.config import divisors
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.pipeline.schedules import ORDERS
-from minidist.parallel.step.step import divisors
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3

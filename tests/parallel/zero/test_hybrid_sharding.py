@@ -11,10 +11,10 @@ from zero import check_equal, train
 import minidist as md
 from minidist.cli.train import metrics
 from minidist.errors import ConfigError
+from minidist.nn.config import divisors
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.recorder import Silent
-from minidist.parallel.step.step import divisors
 from minidist.parallel.zero import shards
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import SINGLE, state_bytes

@@ -1,0 +1,42 @@
+"""What surrounds every command: Ctrl-C while modules load, and what the machine refuses."""
+
+import errno
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from minidist.files import DISK_FAILED
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """In the block Ctrl-C waits for its end: an import that is broken off fails in its own way, 70 lines long."""
+    told: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+
+    before = signal.getsignal(signal.SIGINT)
+    here = (threading.current_thread() is threading.main_thread()
+            and before in (signal.SIG_DFL, signal.default_int_handler))
+    if here:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if told:
+        raise KeyboardInterrupt
+
+
+def refusal(error: BaseException) -> tuple[str, int] | None:
+    """A line and an exit status, if the machine refused: a full disk, no memory, a name too long. Else None."""
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}".removesuffix(": "), 1
+    if isinstance(error, OSError) and error.errno in (*DISK_FAILED, errno.ENAMETOOLONG):
+        named = "" if error.filename is None else f"{str(error.filename)[:80]}: "
+        return f"{named}{error.strerror}", 1 if error.errno in DISK_FAILED else 2
+    return None

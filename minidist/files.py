@@ -1,0 +1,119 @@
+"""Files that are whole or not there: drafts that take their place at once, and folders that outlive no process.
+
+    with whole("result.json") as draft:         # a reader finds the old file or the new one, also after a kill
+        draft.write_text(...)
+    with scratch() as folder:                   # for the length of the block
+        ...
+
+A killed process leaves its scratch folders behind. Their owner held a lock on each, which the system has let go, so
+the next one that makes or sweeps such a folder sees that they are stale, and removes them.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from minidist.errors import ConfigError
+
+DRAFTS = ".minidist-"       # how the names of folders of drafts begin
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)      # not the user's mistake
+
+
+@contextmanager
+def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[Path]:
+    """A new private folder in `parent` (None: the system's for temporary files), removed at the end of the block.
+
+    Stale ones go first. Raises: OSError if it cannot be made.
+    """
+    home = Path(tempfile.gettempdir() if parent is None else parent)
+    sweep(home, prefix)
+    folder, lock = _locked_folder(home, prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the descriptor that holds its lock; made again if a sweep was faster than the lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):                     # a file system without locks: then nothing is swept there
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
+    """Remove the scratch folders in `home` that killed processes left, and other files that their owners lock.
+
+    Args:    older: spare files that were changed within so many seconds.
+    """
+    for stale in home.glob(f"{prefix}*"):
+        with suppress(OSError):                         # another user's, or gone
+            lock = os.open(stale, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stale.is_dir():
+                    shutil.rmtree(stale, ignore_errors=True)
+                elif time.time() - stale.stat().st_mtime >= older:
+                    stale.unlink()
+            finally:
+                os.close(lock)
+
+
+@contextmanager
+def whole(file: str | Path) -> Iterator[Path]:
+    """A draft of `file`, of the same name, which takes its place at the end of the block, or goes if that fails.
+
+    What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is written in its place.
+    Raises:  OSError if it cannot be written, with the name of `file`.
+    """
+    place = Path(os.path.realpath(file))
+    try:
+        if _written_in_place(place):
+            yield place
+            return
+        with scratch(place.parent) as folder:
+            yield folder / place.name
+            os.replace(folder / place.name, place)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror or str(error), str(file)) from error
+
+
+def _written_in_place(file: Path) -> bool:
+    return os.path.exists(file) and not (os.path.isfile(file) and os.access(file.parent, os.W_OK | os.X_OK))
+
+
+def check_writable(option: str, file: str | Path | None) -> None:
+    """Raise ConfigError, one line that begins with `option`, unless `whole` can write `file`, if there is one.
+
+    It is tried: permission bits say nothing of /proc or a read-only disk. Nothing is left behind.
+    """
+    if file is None:
+        return
+    place, problem = Path(os.path.realpath(file)), ""
+    try:
+        if os.path.isdir(place):
+            problem = "is a folder; name a file"
+        elif not os.path.isdir(place.parent):
+            problem = f"there is no folder {place.parent}"
+        elif os.path.exists(place) and not os.access(place, os.W_OK):
+            problem = "Permission denied"
+        elif not _written_in_place(place):
+            with scratch(place.parent) as folder:
+                (folder / place.name).touch()           # a name can be too long
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"{option} {file}: {problem}")

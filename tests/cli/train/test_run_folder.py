@@ -1,0 +1,83 @@
+"""The run folder: metrics.json stands for one whole run, also where a run is killed or its disk is full."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minidist.cli import main
+from minidist.cli.train.run_folder import run_folder, sha256, write_folder
+
+TINY = ["train", "--steps", "1", "--batch", "64", "--context", "8", "--layers", "1", "--width", "8", "--heads", "1"]
+NAMES = ["loss.png", "metrics.json", "model.safetensors", "trace.json"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the results of a run."""
+    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",      # without matplotlib, which takes a second
+                        lambda path, losses, **options: path.write_text(str(losses)))
+    write(tmp_path, 1)
+    return tmp_path
+
+
+def write(folder: Path, number: int) -> None:
+    """The results of run `number`, as a run has them."""
+    metrics: dict[str, Any] = {"losses": [float(number)], "validation_loss": 0.0, "parameters": 4, "size": 1,
+                               "transport": "shm", "config": {"number": number}}
+    write_folder(folder, metrics, [], {"weight": np.full(4, number, np.float32)})
+
+
+def die_after(files: int) -> None:
+    """From now on this process is killed when so many drafts have taken their place and one more would."""
+    done, replace = [], Path.replace
+
+    def dying(draft: Path, place: Path) -> Path:
+        if len(done) == files:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(draft)
+        return replace(draft, place)
+
+    Path.replace = dying        # type: ignore[method-assign, assignment]
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether all files are those of the run in metrics.json."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {name: sha256(folder / name) for name in metrics["files"]} == metrics["files"]
+
+
+def test_a_run_that_is_killed_as_it_takes_the_folder_leaves_no_metrics_beside_other_weights(folder: Path) -> None:
+    for files in range(5):              # that have their place when it is killed
+        child = os.fork()
+        if child == 0:
+            die_after(files)
+            write(folder, files + 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        there = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        assert "metrics.json" not in there if files < 4 else is_whole(folder)
+        with run_folder(folder):        # the next run
+            assert sorted(os.listdir(folder)) == there
+    assert there == NAMES
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2", "--transport", "threads"], pytest.param(
+    ["-n", "2", "--transport", "tcp"], marks=pytest.mark.soak)])
+def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
+        options: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text, limits = folder / "text.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    text.write_text("a b c d e f g\n" * 99)
+    before = {name: sha256(folder / name) for name in NAMES}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))            # bytes: less than the weights
+    try:
+        assert main([*TINY, "--quiet", "--data", str(text), "--out", str(folder), *options]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == f"minidist train: --out {folder}: File too large\n"
+    assert {name: sha256(folder / name) for name in os.listdir(folder) if name != "text.txt"} == before

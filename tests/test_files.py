@@ -1,0 +1,108 @@
+"""Files are whole or not there, also after a kill and on a full disk; what killed processes left goes."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minidist.errors import ConfigError
+from minidist.files import DRAFTS, check_writable, scratch, sweep, whole
+
+LONG = "x" * 300
+
+
+def killed(body: Callable[[], object]) -> None:
+    """Run `body` in a copy of this process, which must end by SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def die(*given: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may be longer than 4 KiB: writing more fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_reader_finds_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text("old")
+    with whole(file) as draft:
+        draft.write_text("new")
+        assert file.read_text() == "old" and draft.name == file.name
+    assert file.read_text() == "new" and os.listdir(tmp_path) == ["result.json"]
+
+
+def test_what_fails_leaves_the_old_file_and_no_draft(tmp_path: Path, small_files: None) -> None:
+    file = tmp_path / "result.json"
+    file.write_text("old")
+    with pytest.raises(OSError, match="File too large") as caught, whole(file) as draft:
+        draft.write_bytes(bytes(5000))
+    assert caught.value.filename == str(file)
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["result.json"]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with whole(tmp_path / "link") as draft:
+        draft.write_text("through")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "through"
+    with whole("/dev/null") as draft:
+        assert draft == Path("/dev/null")
+
+
+def test_what_a_killed_process_leaves_goes_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+    def leave() -> None:
+        with scratch(tmp_path, "minidist-run-") as folder:
+            (folder / "task").write_text("half")
+            die()
+
+    killed(leave)
+    assert len(os.listdir(tmp_path)) == 1
+    with scratch(tmp_path, "minidist-run-") as folder:
+        assert os.listdir(tmp_path) == [folder.name]
+        with scratch(tmp_path, "minidist-run-") as other:
+            assert sorted(os.listdir(tmp_path)) == sorted([folder.name, other.name])
+        sweep(tmp_path, "minidist-run-")
+        assert folder.is_dir()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_of_the_same_prefix_that_is_not_locked_goes_and_others_stay(tmp_path: Path) -> None:
+    for name in (f"{DRAFTS}old", "mine"):
+        (tmp_path / name).mkdir()
+    with scratch(tmp_path):
+        assert (tmp_path / "mine").is_dir() and not (tmp_path / f"{DRAFTS}old").exists()
+
+
+@pytest.mark.parametrize(("file", "problem"), [
+    (LONG, "File name too long"), ("nowhere/x", "there is no folder"), ("/proc/x", "No such file"),
+    (".", "is a folder"), (f"{LONG}/x", "there is no folder")])
+def test_a_place_that_cannot_be_written(file: str, problem: str, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^--json .*{problem}"):
+        check_writable("--json", file)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("old")
+    for file in (tmp_path / "new", tmp_path / "there", "/dev/null", None):
+        check_writable("--json", file)
+    assert os.listdir(tmp_path) == ["there"] and (tmp_path / "there").read_text() == "old"
