@@ -18,6 +18,7 @@ host that is silent (watchdog.py). The first loss is the job's; it goes to every
 later. The acceptor (acceptor.py) lets ranks in.
 """
 
+import contextlib
 import dataclasses
 import queue
 import select
@@ -183,7 +184,8 @@ class Monitor:
                 reason = f"rank {rank} is already there, as process {self._seats[rank].pid} on {self._seats[rank].host}"
             else:
                 self._seats[rank] = seat
-            wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
+            with contextlib.suppress(CommError, OSError):      # that a rank is gone already is found as it is heard
+                wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
         if reason is not None:
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._hear_from(seat)

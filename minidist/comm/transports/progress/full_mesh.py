@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _CALLERS = 64                   # callers that are answered at a time
@@ -32,38 +31,35 @@ _ANSWER = 10.0                  # seconds that a caller has to prove that it bel
 log = logging.getLogger("minidist.comm")
 
 
-def connect(link: MonitorClient, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
+def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
             token: bytes, limit: float) -> dict[int, socket.socket]:
     """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the higher at `listener`.
 
     Returns: the connections by world rank, in blocking mode without timeout.
-    Raises:  HandshakeError if a rank dialled is not of this job; TimeoutError naming the ranks that did not come;
-             PeerLostError if one was lost meanwhile; CommError if it cannot be reached.
+    Raises:  PeerLostError naming a rank that cannot be reached; HandshakeError if a rank dialled is not of this job, or
+             ended the handshake; TimeoutError naming the ranks that did not come.
     """
-    deadline, world_rank = time.monotonic() + limit, link.world_rank
-    connections: dict[int, socket.socket] = {}
+    deadline, connections = time.monotonic() + limit, dict[int, socket.socket]()
     try:
         for rank in sorted(rank for rank in ranks if rank < world_rank):
             try:
                 connections[rank] = dial(rank)
+                wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
+            except CommError as error:
+                raise type(error)(f"rank {world_rank} cannot connect to rank {rank}: {error}") from error
             except OSError as error:
-                raise CommError(f"rank {world_rank} cannot connect to rank {rank}: {error}") from error
-            wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
+                raise PeerLostError(f"rank {world_rank} cannot connect to rank {rank}: {error}", rank) from error
             connections[rank].settimeout(None)
         missing = {rank for rank in ranks if rank > world_rank}
-        news: queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError] = queue.SimpleQueue()
+        news: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         if missing:
             threading.Thread(target=_admit, args=(listener, token, set(missing), news), daemon=True).start()
-            link.on_loss(news.put)
         while missing:
             try:
-                found = news.get(timeout=max(0.0, deadline - time.monotonic()))
+                rank, connections[rank] = news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise TimeoutError(f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect"
                                    ) from None
-            if isinstance(found, PeerLostError):
-                raise found
-            rank, connections[rank] = found
             missing.remove(rank)
     except BaseException:
         hang_up(connections)
@@ -77,7 +73,7 @@ def hang_up(connections: Mapping[int, socket.socket]) -> None:
 
 
 def _admit(listener: socket.socket, token: bytes, expected: set[int],
-           news: "queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError]") -> None:
+           news: "queue.SimpleQueue[tuple[int, socket.socket]]") -> None:
     """Answer callers until all expected ranks are in the news, or the listener is shut down."""
     lock, seats = threading.Lock(), threading.BoundedSemaphore(_CALLERS)
 
