@@ -6,10 +6,10 @@ import pytest
 from imports import ROOT
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "lessons/README.md", "lessons/COLLECTIVES.md",
-             "benchmarks/results/README.md"]
+             "benchmarks/results/README.md", "benchmarks/results/gpu/README.md"]
 PLACEHOLDERS = ("NN_name", "name.")         # lessons/NN_name/, kernels/name.cu
 MADE_BY_A_RUN = {"exercise_03.py", "script.py", "program.py"}
-SUFFIXES = (".py", ".cu", ".cuh", ".h", ".md", ".json", ".png", "/")
+SUFFIXES = (".py", ".cu", ".cuh", ".h", ".md", ".json", ".png", ".sh", "/")
 
 
 def paths_named(text: str) -> list[str]:

@@ -200,7 +200,7 @@ def _compare(strategy: Any, name: str, optimizer: Any, lr: float, *, steps: int 
 
 
 def update_the_replicas() -> None:
-    """N1:22 as it stands: each replica updates itself by its own gradient; how far apart are they then?"""
+    """N1:23 as it stands: each replica updates itself by its own gradient; how far apart are they then?"""
     models = [lab.new_model(lab.SMALL) for _ in range(4)]
     optimizers = [SGD(list(model.parameters()), 0.5) for model in models]
     for step in range(5):

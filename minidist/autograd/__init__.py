@@ -6,8 +6,8 @@ backward are built on Tensor, and Tensor finds them in a table, which this modul
 
 from minidist.autograd import ops
 from minidist.autograd.backward import backward
-from minidist.autograd.tensor import FUNCTIONS
+from minidist.autograd.tensor import FUNCTIONS, Tensor
 
 FUNCTIONS |= {name: getattr(ops, name) for name in (
     "add", "sub", "mul", "div", "neg", "power", "matmul", "getitem", "reshape", "transpose", "sum", "mean")}
-FUNCTIONS["backward"] = backward
+Tensor._backward = backward

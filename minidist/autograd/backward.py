@@ -2,21 +2,20 @@
 
 backward() first visits all nodes behind the loss and counts the contributions that each leaf will get. Then it walks
 them in descending order of creation, so that every user of a result has run before the node that made the result. It
-runs only the gradient functions that are needed, and drops the saved values of a node as soon as they have run. The
-order depends on the order of the forward alone, so every run gives the same bits.
-
-At a Stretch (recompute.py) the forward of the stretch runs again and leaves its nodes. They are younger than all nodes
-that are left, so they come next.
+drops the saved values of a node as soon as its gradient functions have run. The order depends on the order of the
+forward alone, so every run gives the same bits. At a Stretch (recompute.py) the forward of the stretch runs again and
+leaves its nodes. They are younger than all nodes that are left, so they come next.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from minidist.autograd.recompute import Stretch
-from minidist.autograd.tape import Edge, Node
+from minidist.autograd.tape import Edge, Node, behind
 from minidist.autograd.tensor import GradientHook, Parameter, Surveyed, Tensor, WeightGradient, no_grad
 from minidist.device import account
 from minidist.device.backend import Array, add_into, array_module, dtype_name
@@ -25,43 +24,29 @@ from minidist.errors import GradientError
 __all__ = ["Surveyed", "WeightGradient", "backward"]
 
 
-class _Arrived(NamedTuple):
-    """The gradient of an output so far; `ours`: the walk is the only user of the array and may add to it in place."""
-
-    gradient: Array
-    ours: bool
-
-
 class _Walk:
     """One backward: the gradients that have arrived at nodes, and the contributions that each leaf still waits for."""
 
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
         self.deferred: list[WeightGradient] = []
-        self.waiting: dict[int, int] = {}                     # id(leaf) -> contributions still to come
-        self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
+        self.waiting: Counter[int] = Counter()                # id(leaf) -> contributions still to come
+        self._arrived: dict[int, list[tuple[Array, bool] | None]] = {}     # id(node) -> by output, as deliver's
         self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
 
-    def survey(self, start: Node, *, begin: int = -1) -> list[Node]:
-        """All nodes behind `start` younger than `begin`, oldest first; counts the contributions each leaf will get."""
-        found, stack = {id(start): start}, [start]
-        while stack:
-            node = stack.pop()
+    def survey(self, start: Node, begin: int = -1) -> list[Node]:
+        """As behind(); counts the contributions that each leaf will get."""
+        nodes, out = behind(start, begin)
+        for node in nodes:
             if node.released:
                 raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
                                     f"saved; run the forward again, or add the losses and go backward once")
-            for edge in node.edges:
-                source = edge.source
-                if isinstance(source, Tensor):
-                    self.waiting[id(source)] = self.waiting.get(id(source), 0) + 1
-                elif source.order > begin and id(source) not in found:
-                    found[id(source)] = source
-                    stack.append(source)
-        return sorted(found.values(), key=lambda node: node.order)
+        self.waiting.update(id(edge.source) for edge in out if isinstance(edge.source, Tensor))
+        return nodes
 
     def visit(self, node: Node) -> list[Node]:
         """Run the gradient functions of a node whose users have all run. Returns nodes to visit next."""
-        dys = [None if arrived is None else arrived.gradient for arrived in self._arrived.pop(id(node))]
+        dys = [None if arrived is None else arrived[0] for arrived in self._arrived.pop(id(node))]
         for index, hooks in node.hooks.items():
             dys[index] = _call_hooks(hooks, dys[index])
         if isinstance(node, Stretch):
@@ -76,24 +61,22 @@ class _Walk:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
-            return []
-        node.released = True  # a second backward is an error from here on, but the deferred gradients are still to run
-        node.edges = list(later)
+        else:
+            node.released, node.edges = True, list(later)   # a second backward is an error, these are still to run
         self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
                           for edge in later if isinstance(edge.source, Parameter)]
         return []
 
     def _run_deferred(self, node: Node, edge: Edge, dy: Any) -> None:
-        """Run one deferred gradient function; the last one of the node releases it."""
         self.run_gradient(node, edge, dy)
         node.edges.remove(edge)
         if not node.edges:
             node.release()
 
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
-        """The nodes that a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
+        """The nodes a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
         result = stretch.retrace()
-        nodes = self.survey(result.node, begin=stretch.order)
+        nodes = self.survey(result.node, stretch.order)
         for edge in stretch.edges:
             if isinstance(edge.source, Tensor):
                 self.waiting[id(edge.source)] -= 1
@@ -115,22 +98,22 @@ class _Walk:
             self.deliver(edge.source, edge.index, gradient, ours)
 
     def deliver(self, node: Node, index: int, gradient: Array, ours: bool) -> None:
-        """Add to the gradient of one output of a node; `ours`: the array `gradient` has no other user."""
+        """Add to the gradient of one output of a node; `ours`: the array has no other user, so the walk may add."""
         _, shape, kind = node.outputs[index]
         assert gradient.shape == shape and gradient.dtype == kind, (
             f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected {kind} {shape}")
         account.current().hold(gradient, "workspace")
         slots = self._arrived.setdefault(id(node), [None] * len(node.outputs))
-        before = slots[index]
-        if before is None:
-            slots[index] = _Arrived(gradient, ours)
-        elif before.ours:
-            add_into(before.gradient, gradient)
+        total, own = slots[index] or (None, False)
+        if total is None:
+            slots[index] = gradient, ours
+        elif own:
+            add_into(total, gradient)
         elif ours:
-            add_into(gradient, before.gradient)
-            slots[index] = _Arrived(gradient, True)
+            add_into(gradient, total)
+            slots[index] = gradient, True
         else:  # both may be views of another node's dy, which must not change
-            slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)
+            slots[index] = account.current().hold(total + gradient, "workspace"), True
 
     def add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
         """Add a contribution to the gradient of a leaf; the last one of this backward runs its hooks."""

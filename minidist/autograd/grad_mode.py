@@ -4,23 +4,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-
-class _Mode(threading.local):
-    grad = True
-
-
-_mode = _Mode()
+_mode = threading.local()       # `grad`; on until a thread switches it off
 
 
 def is_grad_enabled() -> bool:
     """Whether ops called on this thread leave nodes on the tape."""
-    return _mode.grad
+    return getattr(_mode, "grad", True)
 
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """Context manager: switch recording on or off inside the block, on this thread."""
-    before, _mode.grad = _mode.grad, enabled
+    before, _mode.grad = is_grad_enabled(), enabled
     try:
         yield
     finally:

@@ -2,25 +2,24 @@
 
     y = recompute(block, x, positions)        # keeps x and y, and nothing in between
 
-The nodes on the tape hold what a forward keeps for its backward. `recompute` runs the function and replaces all nodes
-that it left by one node, a Stretch. When backward arrives there, the function runs again, and backward goes on through
-the new nodes:
+`recompute` runs the function and replaces all nodes that it left, with the arrays they hold, by one node, a Stretch.
+When backward arrives there, the function runs again, and backward goes on through the new nodes:
 
     forward     x ── n1 ── n2 ── n3 ── y          kept:  x ── stretch ── y
     backward    x ── n1 ── n2 ── n3 ── dy         made again when dy arrives, walked at once, and dropped
 
-So everything that uses the tape works inside a stretch too: hooks of modules and weights, deferred gradients. The edges
-of a stretch are those that lead out of it. So the contributions to a weight that is used inside and outside of it are
-counted correctly, and its hooks run when its gradient is final.
+So hooks and deferred gradients work inside a stretch too. The edges of a stretch are those that lead out of it: so the
+contributions to a weight that is used inside and outside are counted, and its hooks run when its gradient is final.
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from minidist.autograd.tape import Edge, Node, Saved, op, saved
+from minidist.autograd.tape import Edge, Node, Saved, behind, op, saved
 from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
 from minidist.device.backend import array_module
 from minidist.errors import GradientError
@@ -50,53 +49,32 @@ def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Te
                             f"it must return one Tensor")
     if result.node is None or result.node.order < begin:
         return result
-    stretch = Stretch(_edges_out(result.node, begin), function, args, options)
+    stretch = Stretch(_stretch, behind(result.node, begin)[1], {}, {})
+    stretch._saved = saved(call=partial(function, *args, **options))
     stretch.outputs = [(array_module(result.data), result.shape, result.dtype)]
     return Tensor._of(result.data, stretch, 0)
 
 
 class Stretch(Node):
-    """The node on the tape for the call function(*args, **options); `edges` lead out of the nodes that it left."""
+    """The node on the tape for a call of a function; `edges` lead out of the nodes that it left."""
 
     __slots__ = ()
 
-    def __init__(self, edges: list[Edge], function: Callable[..., Tensor], args: tuple[Any, ...],
-                 options: dict[str, Any]) -> None:
-        super().__init__(_stretch, edges, {}, {})
-        self._saved = {"function": function, "args": args, "options": options}
-
     def retrace(self) -> Tensor:
-        """Run the function again, and keep its nodes this time.
-
-        Raises:  GradientError if it did not use the same weights as often as the first time.
-        """
+        """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights otherwise."""
         begin = Node(_stretch, [], {}, {}).order
         outer, _thread.again = computed_again(), True
         try:
             with grad_mode(True):
-                result: Tensor = self._saved["function"](*self._saved["args"], **self._saved["options"])
+                result: Tensor = self.call()
         finally:
             _thread.again = outer
         last = getattr(result, "node", None)
-        edges = [] if last is None else _edges_out(last, begin)
+        edges = [] if last is None else behind(last, begin)[1]
         if _weights(edges) != _weights(self.edges):
-            raise GradientError(f"recompute: {_name(self._saved['function'])} used other weights the second time; "
+            raise GradientError(f"recompute: {_name(self.call.func)} used other weights the second time; "
                                 f"what it does must depend on its arguments alone")
         return result
-
-
-def _edges_out(last: Node, begin: int) -> list[Edge]:
-    """The edges from nodes behind `last` and younger than `begin` to older nodes and to leaves."""
-    out, seen, stack = [], {id(last)}, [last]
-    while stack:
-        for edge in stack.pop().edges:
-            source = edge.source
-            if isinstance(source, Tensor) or source.order < begin:
-                out.append(edge)
-            elif id(source) not in seen:
-                seen.add(id(source))
-                stack.append(source)
-    return out
 
 
 def _weights(edges: list[Edge]) -> Counter[int]:

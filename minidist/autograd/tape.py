@@ -12,12 +12,10 @@ gradient function, beside the forward:
         return unbroadcast(dy * node.b, node.shapes["a"])
 
 Called with Tensors, `mul` returns a Tensor with a Node: the op, its saved values, and the sources of its arguments.
-No closure captures an array, so an array stays alive only if a node holds it. If a saved array is the data of a
-Parameter, the node keeps the Parameter and reads its data again at backward, because a strategy may free and re-gather
-it in between (ZeRO-3).
+No closure captures an array, so an array stays alive only if a node holds it. In place of a Parameter's data the node
+keeps the Parameter and reads it again at backward, because a strategy may free and re-gather it in between (ZeRO-3).
 
 Rules for gradient functions: return a new array, or `dy` or a view of it, never a saved array; do not write to `dy`.
-Backward is in backward.py.
 """
 
 import inspect
@@ -39,7 +37,6 @@ GradientFunction = TypeVar("GradientFunction", bound=Callable[..., Any])
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
 
-
 Saved: TypeAlias = dict[str, Any]
 
 
@@ -49,10 +46,7 @@ def saved(**values: Any) -> Saved:
 
 
 class Edge:
-    """The source of one argument: output `index` of the Node that made it, or a leaf Tensor.
-
-    Args:    argument: the position of the argument; tensor: its value.
-    """
+    """The source of the argument at position `argument`: output `index` of the Node that made it, or a leaf Tensor."""
 
     __slots__ = ("argument", "source", "index")
 
@@ -74,11 +68,8 @@ class Node:
 
     def __init__(self, op: "Op[Any]", edges: list[Edge], options: dict[str, Any],
                  shapes: dict[str, tuple[int, ...]]) -> None:
-        self.op = op
-        self.options = options
-        self.shapes = shapes
+        self.op, self.edges, self.options, self.shapes = op, edges, options, shapes
         self.order = next(_creation)
-        self.edges = edges
         self.outputs: list[tuple[Any, tuple[int, ...], np.dtype]] = []  # (array module, shape, dtype)
         self.several = False                                            # dy is then a tuple, also of one output
         self.hooks: dict[int, list[GradientHook]] = {}                  # by output
@@ -88,10 +79,9 @@ class Node:
 
     def __getattr__(self, name: str) -> Any:
         """A saved value; for a Parameter its data as it is now."""
-        try:
-            value = self._saved[name]
-        except KeyError:
-            raise AttributeError(f"{self.op.name} saved no {name!r}; it saved {', '.join(self._saved)}") from None
+        if name not in self._saved:
+            raise AttributeError(f"{self.op.name} saved no {name!r}; it saved {', '.join(self._saved)}")
+        value = self._saved[name]
         return value.data if isinstance(value, Parameter) else value
 
     def needs(self, argument: str) -> bool:
@@ -105,14 +95,11 @@ class Node:
         return self._shared[compute]
 
     def forget(self) -> None:
-        """Drop the saved values, because `once` has computed all gradients of this node, deferred ones too."""
+        """Drop the saved values: `once` has computed all gradients of this node, deferred ones too."""
         self._saved = {}
 
     def room(self, argument: str) -> Array | None:
-        """A buffer that may receive the gradient of `argument` directly (`out=`), or None: then allocate.
-
-        The buffer is the view that a strategy bound to a Parameter (a bucket, a shard), while it is stale.
-        """
+        """A stale view that a strategy bound to the Parameter `argument`, to receive its gradient (`out=`), or None."""
         for edge in self.edges:
             if self.op.argument_name(edge.argument) == argument and isinstance(edge.source, Parameter):
                 return edge.source.gradient_room()
@@ -125,16 +112,29 @@ class Node:
         self.edges, self.hooks = [], {}
 
 
+def behind(last: Node, begin: int = -1) -> tuple[list[Node], list[Edge]]:
+    """`last` and all nodes behind it younger than `begin`, oldest first; and the edges that lead out of them."""
+    found, out, stack = {id(last): last}, [], [last]
+    while stack:
+        for edge in stack.pop().edges:
+            source = edge.source
+            if isinstance(source, Tensor) or source.order <= begin:
+                out.append(edge)
+            elif id(source) not in found:
+                found[id(source)] = source
+                stack.append(source)
+    return sorted(found.values(), key=lambda node: node.order), out
+
+
 def _one_of(function: Callable[[Node, Array], tuple[Array, ...]], which: int, node: Node, dy: Array) -> Array:
-    """One array of a gradient function's tuple; the function runs once a backward."""
     return node.once(function, dy)[which]
 
 
 class Op(Generic[Result]):
     """A differentiable function of arrays, with one gradient function for each differentiable argument.
 
-    Positional arguments may be Tensors, arrays or numbers; keyword-only arguments are options and pass through
-    unchanged (a dim, a rate, a group). Arguments with a gradient function must share one dtype; a number takes it.
+    Positional arguments may be Tensors, arrays or numbers; keyword-only ones are options (a dim, a rate, a group).
+    Arguments with a gradient function must share one dtype; a number takes it.
     """
 
     def __init__(self, forward: Callable[..., tuple[Any, Saved]]) -> None:
@@ -153,9 +153,8 @@ class Op(Generic[Result]):
     def gradient(self, *arguments: str) -> Callable[[GradientFunction], GradientFunction]:
         """Decorator: register the gradient function of an argument, (node, dy) -> array of the argument's shape.
 
-        For several arguments that share their work it returns a tuple with an array for each, and runs once a backward.
-        With several outputs dy is a tuple, with zeros for an output without gradient. For a `*parts` argument the
-        function gets a third value: the number of the part.
+        For several arguments it returns a tuple with an array for each, and runs once a backward. With several outputs
+        dy is a tuple, with zeros for an output without gradient. For `*parts` it also gets the number of the part.
         Raises:  GradientError for an argument that the op does not have.
         """
         for argument in arguments:
@@ -178,7 +177,9 @@ class Op(Generic[Result]):
 
         Raises:  ShapeError, DtypeError if the arguments do not fit.
         """
-        args, options = self._bind(args, options)
+        if options and not options.keys().isdisjoint(self.arguments):       # given by keyword: to their positions
+            bound = inspect.signature(self.forward).bind(*args, **options)
+            args, options = bound.args, bound.kwargs
         arrays = self._arrays(args)
         try:
             result, values = self.forward(*arrays, **options)
@@ -188,22 +189,14 @@ class Op(Generic[Result]):
             raise ShapeError(f"{self.name}: {self._describe(arrays)} do not fit: {error}") from error
         several = isinstance(result, (tuple, list))
         outputs = [np.asarray(r) if isinstance(r, np.generic) else r for r in (result if several else (result,))]
-        memory = account.current()
         for output in outputs:
-            memory.hold(output, "activations")
+            account.current().hold(output, "activations")
         node = self._record(args, arrays, options, values)
         if node is not None:
             node.several = several
             node.outputs = [(array_module(output), output.shape, output.dtype) for output in outputs]
         tensors = tuple(Tensor._of(output, node, index) for index, output in enumerate(outputs))
         return cast(Result, tensors if several else tensors[0])
-
-    def _bind(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move arguments given by keyword to their positions."""
-        if not options or options.keys().isdisjoint(self.arguments):
-            return args, options
-        bound = inspect.signature(self.forward).bind(*args, **options)
-        return bound.args, bound.kwargs
 
     def _arrays(self, args: Sequence[Any]) -> list[Any]:
         """Arguments as the forward takes them: arrays instead of Tensors, numbers as arrays of the arrays' dtype."""

@@ -4,13 +4,12 @@
     loss = (x * x).sum()
     loss.backward()                       # x.grad == 2 * x.data
 
-A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py). A Parameter is a
-leaf with a name, hooks that run when its gradient is final, and a gradient that can live in a strategy's buffer.
+A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py).
 """
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -22,49 +21,35 @@ from minidist.errors import DtypeError, GradientError, ShapeError
 __all__ = ["FUNCTIONS", "GradientHook", "Parameter", "Surveyed", "Tensor", "WeightGradient", "grad_mode",
            "is_grad_enabled", "no_grad", "tensor"]
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""The ops behind `a + b`, `x[i]`, `x.sum()`, …, and "backward", by name. autograd/__init__ fills the table, because
-ops and backward are built on this module."""
+FUNCTIONS: dict[str, Callable[..., "Tensor"]] = {}
+"""The ops behind `a + b`, `x[i]`, `x.sum()`, … by name. autograd/__init__ fills it, as ops are built on this module."""
 
-GradientHook: TypeAlias = Callable[[Array], Array | None]
-"""hook(dy): called with a gradient; may return a replacement."""
-
-Surveyed: TypeAlias = Callable[[Collection[int]], None]
-"""surveyed(reached): called before a backward runs, with the ids of the leaves that it will reach."""
+GradientHook: TypeAlias = Callable[[Array], Array | None]       # takes a gradient; may return a replacement
+Surveyed: TypeAlias = Callable[[Collection[int]], None]         # takes the ids of the leaves a backward will reach
 
 
-def _apply(name: str, *args: Any, **options: Any) -> "Tensor":
-    """The result of the operator called `name`."""
-    result: Tensor = FUNCTIONS[name](*args, **options)
-    return result
-
-
-def _operator(name: str, *, swapped: bool = False) -> Callable[["Tensor", Any], "Tensor"]:
-    """The method of Tensor behind an operator of two arguments; `swapped`: the Tensor is the second of them."""
-    if swapped:
-        return lambda self, other: _apply(name, other, self)
-    return lambda self, other: _apply(name, self, other)
+def _operators(name: str) -> tuple[Callable[["Tensor", Any], "Tensor"], Callable[["Tensor", Any], "Tensor"]]:
+    """The methods of Tensor behind an operator: for a Tensor on its left, and for one on its right."""
+    return lambda self, other: FUNCTIONS[name](self, other), lambda self, other: FUNCTIONS[name](other, self)
 
 
 class Tensor:
-    """An array that ops can follow.
+    """A NumPy or CuPy array, which is not copied, and which ops can follow.
 
-    Args:    data: a NumPy or CuPy array of any shape and dtype; it is not copied.
-             requires_grad: whether backward computes its gradient; floats only.
+    Args:    requires_grad: whether backward computes its gradient.
     Raises:  DtypeError if requires_grad and the dtype is not a float.
     """
 
     __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     _data: np.ndarray          # or CuPy's
+    _backward: ClassVar[Callable[..., "list[WeightGradient]"]]      # set by autograd/__init__, too
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
             raise DtypeError(f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
                              f"cast to float32 or leave requires_grad off")
-        self.data = data
-        self.grad = None
-        self.requires_grad = requires_grad
+        self.data, self.requires_grad, self.grad = data, requires_grad, None
         self.node: Any = None                   # the tape.Node that made this Tensor, as its output `index`; or None
         self.index = 0
         self.tensor_hooks: list[GradientHook] = []
@@ -75,8 +60,6 @@ class Tensor:
         result = Tensor(data)
         result.requires_grad, result.node, result.index = node is not None, node, index
         return result
-
-    # ------------------------------------------------------------------------------------------------- properties
 
     @property
     def data(self) -> Array:
@@ -122,7 +105,7 @@ class Tensor:
     __array_ufunc__ = None  # array + tensor asks Tensor.__radd__, instead of adding element by element
 
     def item(self) -> float:
-        """The number in a tensor of one element, as a Python number. Raises: ShapeError for another size."""
+        """The element of a tensor of one, as a Python number. Raises: ShapeError for another size."""
         if self.size != 1:
             raise ShapeError(f"item() takes a tensor of one number, this one has shape {self.shape}")
         number: float = self.data.item()
@@ -132,26 +115,22 @@ class Tensor:
         """The same array, cut off from the tape."""
         return Tensor(self.data)
 
-    # -------------------------------------------------------------------------------------------------- gradients
-
     def backward(self, dy: Array | None = None, *, defer_weights: bool = False,
                  surveyed: Surveyed | None = None) -> "list[WeightGradient]":
-        """Add the gradient of this tensor (of sum(self * dy)) to the `.grad` of every leaf behind it.
+        """Add the gradient of sum(self * dy) to the `.grad` of every leaf behind this tensor.
 
         Args:    dy: the gradient of this tensor, with its shape and dtype; default: 1, for a tensor of one number.
                  defer_weights: do not run the gradient functions that end in a Parameter, but return them.
-                 surveyed: called before anything runs, with the ids of the leaves that this backward will reach.
-        Returns: the deferred functions, in the order in which they would have run. Once all are called, gradients
-                 have the bits of an ordinary backward.
+                 surveyed: called before anything runs.
+        Returns: the deferred functions in their order. Once all are called, gradients have the usual bits.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
-        return list(FUNCTIONS["backward"](self, dy, defer_weights=defer_weights, surveyed=surveyed))
+        return self._backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def register_hook(self, hook: GradientHook) -> Callable[[], None]:
-        """Call `hook(dy)` in each backward when this tensor's total gradient is known.
+        """Call `hook(dy)` in each backward when this tensor's total gradient is known; a result replaces dy.
 
         By then the gradients of everything made from this tensor, and of everything younger than it, have run.
-        Args:    hook: may return an array that replaces dy.
         Returns: a function that removes the hook.
         Raises:  GradientError if this tensor needs no gradient.
         """
@@ -172,48 +151,44 @@ class Tensor:
         """Forget the gradient."""
         self.grad = None
 
-    # -------------------------------------------------------------------------------------------------- operators
-
-    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
-    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
-    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
-    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
-    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", swapped=True)
-    __getitem__, __pow__ = _operator("getitem"), _operator("power")
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
+    __matmul__, __rmatmul__ = _operators("matmul")
+    __getitem__, __pow__ = _operators("getitem")[0], _operators("power")[0]
 
     def __neg__(self) -> "Tensor":
-        return _apply("neg", self)
+        return FUNCTIONS["neg"](self)
 
     def reshape(self, *shape: Any) -> "Tensor":
         """reshape(2, 3) or reshape((2, 3)); one of the sizes may be -1."""
-        return _apply("reshape", self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+        given = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        return FUNCTIONS["reshape"](self, given)
 
     def transpose(self, *dims: Any) -> "Tensor":
         """transpose() reverses the dims; transpose(0, 2, 1) or transpose((0, 2, 1)) orders them."""
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-        return _apply("transpose", self, given or None)
+        return FUNCTIONS["transpose"](self, given or None)
 
     def sum(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Sum over all dims, one, or several."""
-        return _apply("sum", self, dim=dim, keepdims=keepdims)
+        return FUNCTIONS["sum"](self, dim=dim, keepdims=keepdims)
 
     def mean(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Mean over all dims, one, or several."""
-        return _apply("mean", self, dim=dim, keepdims=keepdims)
+        return FUNCTIONS["mean"](self, dim=dim, keepdims=keepdims)
 
 
 class Parameter(Tensor):
     """A weight: a leaf with a name, hooks, and a gradient that may live in a buffer of the strategy.
 
-    The tape reads `data` again when backward needs it, so a strategy may replace it at any time, by a shard or by an
-    empty array.
+    The tape reads `data` again when backward needs it, so a strategy may replace it at any time.
 
-    Attributes: hooks    hook(parameter): called once in each backward that reaches the parameter, when the last
-                         contribution to its gradient has arrived (a tied weight gets several)
-                arrival  arrival(), if set, is called before `data` is read; it waits for numbers from other ranks
-                lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
-
-    Set by a strategy that cuts a model, and read by the one that trains its replicas:
+    Attributes: hooks        hook(parameter): called once in each backward that reaches the parameter, when the last
+                             contribution to its gradient has arrived (a tied weight gets several)
+                arrival      arrival(), if set, is called before `data` is read; it waits for other ranks' numbers
+                lender       lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
                 shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
                 layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
                 stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
@@ -247,9 +222,7 @@ class Parameter(Tensor):
     @property
     def grad(self) -> Array | None:
         """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
-        if self._view is None:
-            return self._grad
-        return self._view if self._fresh else None
+        return self._grad if self._view is None else self._view if self._fresh else None
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
@@ -262,11 +235,10 @@ class Parameter(Tensor):
             self._fresh = True
 
     def bind_gradient(self, view: Array | None) -> None:
-        """Let gradients be written into `view`, a part of a bucket or shard.
+        """Let gradients be written into `view`, a part of a bucket or shard; None unbinds.
 
         The view starts stale: the first contribution after this or after zero_grad overwrites it, later ones add.
-        Args:    view: shape and dtype of data; None unbinds.
-        Raises:  ShapeError if the view's shape or dtype differs.
+        Raises:  ShapeError if its shape or dtype is not that of data.
         """
         if view is not None and (view.shape != self.shape or view.dtype != self.dtype):
             raise ShapeError(f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
@@ -280,7 +252,7 @@ class Parameter(Tensor):
         return None if self._fresh or self.tensor_hooks else self._view
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """Add to the gradient, in the bound view if there is one. Args: as Tensor.accumulate's."""
+        """As Tensor.accumulate; into the bound view if there is one."""
         self.gradient_room()            # may bind the lender's view
         if self._view is None:
             super().accumulate(gradient, own=own)
@@ -292,16 +264,15 @@ class Parameter(Tensor):
             self._fresh = True
 
     def zero_grad(self) -> None:
-        """Forget the gradient; a bound view becomes stale and is not touched."""
+        """Forget the gradient; a bound view becomes stale."""
         self._grad, self._fresh = None, False
 
 
 @dataclass(eq=False)
 class WeightGradient:
-    """One gradient of a weight, deferred by backward(defer_weights=True). Call it once, at any later time.
+    """One gradient of a weight, deferred by backward(defer_weights=True): the "W" of zero-bubble pipelines.
 
-    Zero-bubble pipelines fill their idle time with these (their "W"). Until the call, the saved values of the node and
-    the gradient of its output stay alive.
+    Call it once, at any later time. Until then the node's saved values and the gradient of its output stay alive.
     """
 
     parameter: Parameter
@@ -317,9 +288,8 @@ class WeightGradient:
 
 
 def tensor(values: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """A leaf Tensor of an array, a number or nested lists.
+    """A leaf Tensor of an array (not copied), a number or nested lists, cast to `dtype`, a name or a dtype.
 
-    Args:    values: an array is used as it is, not copied; dtype: a name or a dtype to cast to.
     Raises:  DtypeError if `requires_grad` and not a float dtype; ConfigError for an unknown dtype.
     """
     array = values.data if isinstance(values, Tensor) else values

@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     result["machine"] = machine()
     bench.show(result, console)
+    if args.json:
+        write_json(args.json, result)
     if args.figure:
         try:
             bench.draw(Path(args.figure), result)
         except OSError as error:
             raise ConfigError(f"--figure {args.figure}: {error.strerror}") from error
-    if args.json:
-        write_json(args.json, result)
     return 0
 
 

@@ -9,15 +9,12 @@ _TEST = 360  # the last fifth is held out
 
 
 def load() -> ImageData:
-    """1,437 images for training, 360 for testing.
-
-    Raises:  DataError without scikit-learn (extra `digits`).
-    """
+    """1,437 images for training, 360 for testing. Raises: DataError without scikit-learn (extra `digits`)."""
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
         raise DataError('digits: scikit-learn is not installed; pip install -e ".[digits]"') from error
     bunch = load_digits()
-    pixels, labels = bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
-    return ImageData(train=Images(pixels[:-_TEST], labels[:-_TEST], white=16),
-                     test=Images(pixels[-_TEST:], labels[-_TEST:], white=16), classes=10)
+    train, test = (Images(bunch.images[part].astype(np.uint8), bunch.target[part].astype(np.int64), white=16)
+                   for part in (slice(-_TEST), slice(-_TEST, None)))
+    return ImageData(train=train, test=test, classes=10)

@@ -25,11 +25,7 @@ class Images:
         return len(self.labels)
 
     def batch(self, which: Any, dtype: Any = "float32") -> tuple[np.ndarray, np.ndarray]:
-        """Some images and their labels.
-
-        Args:    which: their numbers, an integer array or a slice.
-        Returns: (b, rows·columns) in [0, 1], of `dtype`; (b,) int64.
-        """
+        """The images `which` (an integer array or a slice), (b, rows·columns) in [0, 1], and their labels (b,)."""
         chosen = self.pixels[which]
         return chosen.reshape(len(chosen), -1).astype(dtype) / np.asarray(self.white, dtype), self.labels[which]
 

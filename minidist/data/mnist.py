@@ -45,10 +45,8 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in an IDX file, in this machine's byte order.
+    """The array in an IDX file, plain or .gz, in this machine's byte order; reads no more than its header announces.
 
-    Reads no more than the header announces, however large the unpacked file is.
-    Args:    path: a plain file, or a gzip file if its name ends with .gz.
     Raises:  DataError if the file cannot be read or does not agree with its header.
     """
     path = Path(path)

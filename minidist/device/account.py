@@ -1,8 +1,7 @@
 """The memory account: bytes of live arrays by category, now and at the peak.
 
-An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner. A buffer registered
-twice counts once, under its first category. A weak reference ends the count at the moment the buffer is freed, so no
-call says "freed". Registering costs about a microsecond.
+An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner, and a buffer once,
+under its first category. A weak reference ends the count when the buffer is freed. Registering costs a microsecond.
 
     memory = account.current()                         # the calling thread's account: each rank has its own
     memory.hold(weights, "parameters")
@@ -10,10 +9,8 @@ call says "freed". Registering costs about a microsecond.
     memory.limit = 64 << 20                            # from here on an array that does not fit raises MemoryLimitError
 
 The account holds a rank's own arrays, also those that a transport packs or receives into. It does not hold the memory
-between processes, which is on the host whatever the device: socket buffers of the kernel, buffers of MPI, and the rings
-and boards of shared memory. So a limit means the same for every transport. Transport.shared_bytes counts shared memory.
-
-notes: N2 显存占用分析, N4 §4
+between processes (socket buffers, buffers of MPI, shared memory, which Transport.shared_bytes counts). So a limit means
+the same for every transport.          notes: N2 显存占用分析, N4 §4
 """
 
 import threading
@@ -21,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from minidist.device.backend import Array, is_array
@@ -38,36 +36,24 @@ def owner_of(array: Array) -> Array:
     return array
 
 
-class _CountedBuffer(weakref.ref[Any]):
-    """A weak reference to a counted buffer, with its category and bytes, which are subtracted when it dies."""
-
-    __slots__ = ("key", "category", "nbytes")
-    key: int
-    category: str
-    nbytes: int
-
-
 class MemoryAccount:
     """Bytes of the distinct live buffers that were registered, by category. Safe to use from several threads.
 
-    Args:    limit: the most bytes of all categories together, or None; whose: the name of the memory, for errors.
-    Attributes: instead   the remedy that an error names
+    Args:    limit: the most bytes of all categories together; whose: the memory's name in errors, `instead` the remedy.
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
         self.limit, self.whose, self.instead = limit, whose, "raise it, or hold less at once"
         self._lock = threading.Lock()
-        self._held: dict[int, _CountedBuffer] = {}
-        self._freed: deque[_CountedBuffer] = deque()
+        self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}   # by id: reference, category, bytes
+        self._freed: deque[tuple[weakref.ref[Any], str, int]] = deque()
         self._now = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._peak = dict(self._now)
 
     def hold(self, array: SomeArray, category: str) -> SomeArray:
-        """Count the buffer that owns `array` under `category` until the buffer is freed.
+        """Count the buffer that owns `array` under `category` until the buffer is freed. Returns: `array` itself.
 
-        Returns: `array` itself.
-        Raises:  ConfigError for a category that is not one of CATEGORIES; MemoryLimitError if the buffer passes the
-                 limit, and then it is not counted.
+        Raises:  ConfigError for an unknown category; MemoryLimitError, without counting it, if it passes the limit.
         """
         owner = owner_of(array)
         key = id(owner)
@@ -84,10 +70,8 @@ class MemoryAccount:
                 raise MemoryLimitError(
                     f"{self.whose}: {owner.nbytes:,} bytes more for {category} do not fit under the limit of "
                     f"{self.limit:,}: held are {self._now['total']:,} ({now}); {self.instead}")
-            held = _CountedBuffer(owner, self._released)
-            held.key, held.category, held.nbytes = key, category, owner.nbytes
-            self._held[key] = held
-            self._add(category, held.nbytes)
+            self._held[key] = weakref.ref(owner, partial(self._released, key)), category, owner.nbytes
+            self._add(category, owner.nbytes)
         return array
 
     @property
@@ -114,28 +98,24 @@ class MemoryAccount:
         now, peak = self.now, self.peak
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
-    def _released(self, held: Any) -> None:
+    def _released(self, key: int, _: Any) -> None:
         """Called when a buffer dies, possibly while this thread holds the lock, so it takes no lock."""
-        self._held.pop(held.key, None)
-        self._freed.append(held)
+        self._freed.append(self._held.pop(key))
 
     def _settle(self) -> None:
         """Subtract the buffers that died since the last call; always before adding, so that peaks are exact."""
         while self._freed:
-            held = self._freed.popleft()
-            self._now[held.category] -= held.nbytes
-            self._now["total"] -= held.nbytes
+            _, category, nbytes = self._freed.popleft()
+            self._now[category] -= nbytes
+            self._now["total"] -= nbytes
 
     def _add(self, category: str, nbytes: int) -> None:
-        """Add to a category and to the total, and move their peaks."""
         for name in (category, "total"):
             self._now[name] += nbytes
             self._peak[name] = max(self._peak[name], self._now[name])
 
 
 class _Ambient(threading.local):
-    """The account of the calling thread; each rank that runs as a thread has its own."""
-
     def __init__(self) -> None:
         self.account = MemoryAccount()
 
@@ -144,7 +124,7 @@ _ambient = _Ambient()
 
 
 def current() -> MemoryAccount:
-    """The calling thread's account."""
+    """The calling thread's account; each rank that runs as a thread has its own."""
     return _ambient.account
 
 

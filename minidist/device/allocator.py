@@ -11,12 +11,9 @@ def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
 
     A training step frees and allocates the same big arrays again. By default glibc returns them to the kernel, and each
     new page of 4 KiB then costs a page fault and a clearing. This changes the whole process.
-    Args:    keep_bytes: the most memory to keep.
     Returns: whether it took effect: on Linux with glibc only.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is None:                                  # musl has none
         return False
     mmap_limit = min(keep_bytes, 1 << 25)                # glibc refuses more than 32 MiB

@@ -38,10 +38,7 @@ def imported_cupy() -> ModuleType | None:
 
 def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array."""
-    if isinstance(value, np.ndarray):
-        return True
-    cupy = imported_cupy()
-    return cupy is not None and isinstance(value, cupy.ndarray)
+    return isinstance(value, np.ndarray) or array_module(value) is not np
 
 
 def array_module(*arrays: object) -> Any:
@@ -106,7 +103,7 @@ def to_device(array: Array, device: str) -> Array:
     if xp is np:
         return to_host(array)
     result = xp.empty(array.shape, array.dtype)
-    source = np.ascontiguousarray(array)
+    source = np.asarray(array, order="C")               # ascontiguousarray would give an array without dims one
     result.set(source)
     if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:    # the GPU may still have to read it
         xp.cuda.get_current_stream().synchronize()
@@ -121,6 +118,17 @@ def beside(array: Array, other: Array) -> Array:
     if device_of(array) == "cpu" and device_of(other) == "cuda":
         return array_module(other).array(array, order="C")
     return to_device(array, device_of(other))
+
+
+def bytes_view(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous host array of any dtype and size: a 1-D uint8 view.
+
+    Raises:  ConfigError if the array is not contiguous.
+    """
+    if not array.flags.c_contiguous:
+        raise ConfigError(f"bytes_view: an array of shape {array.shape} is not contiguous; "
+                          f"pass np.ascontiguousarray(x)")
+    return array.reshape(-1).view(np.uint8)
 
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
@@ -179,19 +187,17 @@ def add_into(total: Array, array: Array) -> None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n); low precision accumulates in float32 and is rounded once.
+    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), into `out`; low precision adds in float32 and is rounded once.
 
-    NumPy's float16 matmul is 420 times slower than its float32 matmul. CuPy's computes low precision in two dims, but
-    not in more (it upcasts float16, and has no batched bfloat16). So these cases are computed in float32.
-    Args:    out: the array to write, or None for a new one.
+    NumPy's float16 matmul is 420 times slower than its float32 matmul, and CuPy's takes low precision only in two dims
+    (it upcasts float16, and has no batched bfloat16). So the other cases are computed in float32.
     """
     xp, instead = array_module(a, b), cublas.current()
     if instead is not None and xp is not np:
         return instead.multiply(a, b, out)
     if a.dtype not in LOW_PRECISION or (xp is not np and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
-    result = xp.matmul(widen(a), widen(b))
-    return narrow(result, a.dtype, out)
+    return narrow(xp.matmul(widen(a), widen(b)), a.dtype, out)
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers
@@ -235,12 +241,17 @@ def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Callable[[A
     return result if isinstance(index, range) else result.reshape(index.shape)
 
 
+def _float_dtype(drawer: str, kind: Any) -> np.dtype:
+    if dtype(kind) not in FLOATS:
+        raise ConfigError(f"{drawer} draws floats, not {dtype_name(kind)}")
+    return dtype(kind)
+
+
 def random_bits(name: str, seed: int, index: Any) -> Array:
     """64 random bits for each global position in `index` (integer array of any shape, or a range): uint64.
 
-    A counter hash of (name, seed, position) without state: a shard that draws its own positions gets exactly its slice
-    of the whole, in any order. NumPy and CuPy give the same bits.
-    Args:    name, seed: the stream; index: global positions.
+    A hash of the stream (name, seed) and the position, without state: a shard that draws its own positions gets exactly
+    its slice of the whole, in any order. NumPy and CuPy give the same bits.
     Cost:    3 to 8 ns a number on one core.
     Raises:  ConfigError for positions that are not integers.
     """
@@ -252,9 +263,7 @@ def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> A
 
     Args, Raises: as random_bits; kind: a float dtype.
     """
-    kind = dtype(kind)
-    if kind not in FLOATS:
-        raise ConfigError(f"random_uniform draws floats, not {dtype_name(kind)}")
+    kind = _float_dtype("random_uniform", kind)
     digits = _SIGNIFICANT_BITS[kind]
     wide = np.float64 if digits > 24 else np.float32
     return _draw(name, seed, index, kind,
@@ -273,9 +282,7 @@ def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Ar
     are in integers, so NumPy and CuPy give the same bits; their log and cos would not. Values are within ±3.47.
     Args, Raises: as random_uniform's.
     """
-    kind = dtype(kind)
-    if kind not in FLOATS:
-        raise ConfigError(f"random_normal draws floats, not {dtype_name(kind)}")
+    kind = _float_dtype("random_normal", kind)
     wide = np.dtype(np.float64) if kind == np.float64 else np.dtype(np.float32)
     scale = wide.type(1.0 / _SUM_STD)
 

@@ -1,14 +1,13 @@
 """Matrix products by cuBLAS, called through ctypes, while a stream is captured.
 
 CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace. Products own a handle and a
-workspace, which live as long as they do, so their calls may become nodes of a graph (cuda_graph.py).
+workspace, so their calls may become nodes of a graph (cuda_graph.py).
 
     products = Products()
     with products.instead():        # on this thread
         ...                         # backend.matmul calls products.multiply for arrays on the GPU
 
-The library is the one that CuPy has loaded: for a name without a path, the loader returns the library of that name that
-is in the process already. Not yet run on a GPU.
+Not yet run on a GPU.
 """
 
 import ctypes
@@ -26,23 +25,18 @@ _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}       # cudaDataType: CUDA
 _SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1                   # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
 
 
-class _Current(threading.local):
-    products: "Products | None" = None
-
-
-_current = _Current()
+_current = threading.local()        # `products`, if this thread uses its own
 
 
 def current() -> "Products | None":
     """The Products that this thread uses instead of CuPy's, or None."""
-    return _current.products
+    return getattr(_current, "products", None)
 
 
 class Products:
     """Products of matrices on the current device, in the current stream, with sums in float32.
 
-    Args:    library: cuBLAS, or a stand-in for it; None: the library that CuPy has loaded.
-    Raises:  DeviceError if it cannot be loaded.
+    Args:    library: cuBLAS, or a stand-in for it; None: as load(). Raises: DeviceError if it cannot be loaded.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -56,7 +50,7 @@ class Products:
     @contextmanager
     def instead(self) -> Iterator[None]:
         """Context manager: this thread's products of arrays on a GPU are computed by this object."""
-        before, _current.products = _current.products, self
+        before, _current.products = current(), self
         try:
             yield
         finally:
@@ -66,7 +60,7 @@ class Products:
         """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is copied.
 
         cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it computes outᵀ = bᵀ aᵀ.
-        Raises:  ShapeError for more dims; only the path of attention without a kernel has those, and no graph takes it.
+        Raises:  ShapeError for more dims, which only attention without a kernel has.
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
             raise ShapeError(f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it takes two "
@@ -116,7 +110,7 @@ def load() -> Any:
     """The cuBLAS library that CuPy uses. Raises: DeviceError if it cannot be loaded."""
     import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
-    cupy.cuda.device.get_cublas_handle()                        # CuPy loads it now, if it has not
+    cupy.cuda.device.get_cublas_handle()        # CuPy loads it now, if it has not; CDLL then finds the one of that name
     name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
     try:
         return ctypes.CDLL(name)

@@ -1,9 +1,8 @@
 """The table that decides which operations run a CUDA kernel of this project.
 
-The forward or gradient of an op calls `kernel("softmax", x)`. For arrays on a GPU, in a dtype that kernels take
-(float32, float16, bfloat16), it returns the launcher named in the table. Otherwise it returns None, and the op goes on
-with array arithmetic of NumPy or CuPy, which computes the same as the kernel. The optimizer and the sums of ranks that
-share a GPU use the table too.
+The forward or gradient of an op calls `kernel("softmax", x)`. For arrays on a GPU, in a dtype that kernels take, it
+returns the launcher named in the table. Otherwise it returns None, and the op goes on with array arithmetic of NumPy or
+CuPy, which computes the same. The optimizer and the sums of ranks that share a GPU use the table too.
 """
 
 import importlib
@@ -48,10 +47,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
-    """The launcher of `name` for these arrays; None if no kernel takes them.
-
-    Args:    arrays: all must be on a GPU, contiguous, and of a dtype in DTYPES.
-    """
+    """The launcher of `name`, or None, unless all arrays are on a GPU, contiguous, and of a dtype in DTYPES."""
     if all(device_of(a) == "cuda" and dtype_name(a.dtype) in DTYPES and a.flags.c_contiguous for a in arrays):
         return launcher(name)
     return None

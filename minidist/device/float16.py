@@ -2,9 +2,7 @@
 
 NumPy's casts set the processor's underflow flag for each number. One million float32 to float16 take 2.6 ms, but 68 ms
 if the results are subnormal (below 6.1e-5), as gradients in float16 often are; here 2 ms in both cases. The way back
-takes 0.8 ms instead of 1.7 or 8.7 ms. Both give NumPy's bits, also of infinities and NaN; overflow becomes infinite
-without a warning.
-
+takes 0.8 ms instead of 1.7 or 8.7 ms. Both give NumPy's bits; overflow becomes infinite without a warning.
 Source:  the bit tricks of F. Giesen, "float_to_half_full_rtne", and of M. Dukhan's FP16 library.
 """
 
@@ -48,9 +46,8 @@ def from_float32(array: np.ndarray, out: np.ndarray) -> np.ndarray:
 def _round_block(bits: np.ndarray, target: np.ndarray, a: np.ndarray, b: np.ndarray, f: np.ndarray) -> None:
     """Round one block; a, b, f are scratch.
 
-    |x| is scaled so that an overflow in float16 is one in float32. Then a power of two is added that is large enough
-    to make the last digit of the sum the last digit of float16, so the addition rounds. Exponent and digits are taken
-    from the sum.
+    |x| is scaled so that an overflow in float16 is one in float32. Then a power of two is added, so large that the last
+    digit of the sum is the last digit of float16: the addition rounds. Exponent and digits are taken from the sum.
     """
     value = f.view(np.float32)
     np.add(bits, bits, out=a)                      # without the sign

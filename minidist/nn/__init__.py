@@ -2,15 +2,11 @@
 
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.config import GPTConfig, MixtureConfig
-from minidist.nn.dropout import Dropout, DropoutKey
-from minidist.nn.embedding import Embedding
 from minidist.nn.gpt import GPT, Block
 from minidist.nn.hooks import HookHandle
-from minidist.nn.linear import Linear
-from minidist.nn.mlp import MLP
+from minidist.nn.layers import MLP, Dropout, DropoutKey, Embedding, LayerNorm, Linear, RMSNorm
 from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture
-from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.weights import Init, Weight
 
 __all__ = ["GPT", "MLP", "Block", "CausalSelfAttention", "Dropout", "DropoutKey", "Embedding", "GPTConfig",

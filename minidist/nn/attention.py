@@ -4,7 +4,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array
 from minidist.nn.config import GPTConfig
-from minidist.nn.linear import Linear
+from minidist.nn.layers import Linear
 from minidist.nn.module import Module
 
 
@@ -12,8 +12,7 @@ class CausalSelfAttention(Module):
     """(B, T, width) -> (B, T, width): one linear computes queries, keys and values; a second mixes the heads' results.
 
     The last dim of qkv's output holds the queries of all heads, then the keys, then the values. With fewer key heads,
-    heads / kv_heads neighbouring query heads share one.
-    Args:    config: sizes and choices; out_std: standard deviation of the second linear's initial weight.
+    neighbouring query heads share one. Args: out_std: standard deviation of the second linear's initial weight.
     """
 
     keeps_scores = True         # or backward computes them again (parallel/memory/activations.py)
@@ -27,7 +26,6 @@ class CausalSelfAttention(Module):
         self.out = Linear(config.width, config.width, std=out_std, dtype=config.dtype)
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
-        """(B, T, width), global positions (T,) -> (B, T, width)."""
         qkv = self.qkv(x)
         if self.takes_packed and self.key_heads == self.heads and not self.rotary:
             return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))

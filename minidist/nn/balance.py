@@ -1,8 +1,8 @@
 """The balance losses of a model's mixtures (moe.py), in its loss and its gradient.
 
 A block may be on a pipeline stage without the model's loss, or be computed again after the loss. So a balance loss is
-not passed through the model. Its value is added at the end. Its gradient starts at its layer, when the gradient of the
-layer's output arrives; an array of no elements connects the two on the tape.
+not passed through the model: its value is added at the end, and its gradient starts when the gradient of the layer's
+output arrives. An array of no elements connects the two on the tape.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array, array_module
-from minidist.nn.output import Output
 
 if TYPE_CHECKING:
     from minidist.nn.moe import Mixture
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
 
 @op
 def begin_balance(chances: Array, factor: Array, *, layer: "Mixture", dtype: Any) -> tuple[Array, Saved]:
-    """An array of no elements, of `dtype`. When its gradient arrives, that of the loss Σ chances · factor starts.
-
-    Args:    chances, factor: arrays of one shape; layer: gives `balance_scale`, the gradient of the loss.
-    """
+    """An array of no elements. When its gradient arrives, that of Σ chances · factor starts, times `balance_scale`."""
     return array_module(chances).zeros(0, dtype), saved(factor=factor)
 
 
@@ -35,7 +31,6 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def _add_balance(loss: Array, *, layers: Sequence["Mixture"], share: float) -> tuple[Array, Saved]:
-    """loss + share · the layers' balance losses; its gradient sets `balance_scale` of the layers."""
     balance: Any = sum(layer.balance for layer in layers)
     return loss + loss.dtype.type(share) * balance, saved()
 
@@ -47,29 +42,12 @@ def _(node: Node, dy: Array) -> Array:
     return dy
 
 
+def add_balance(loss: Tensor, layers: Sequence["Mixture"], divisor: float) -> Tensor:
+    """loss + the balance losses of the newest forward / divisor; its gradient sets `balance_scale` of the layers."""
+    layers = [layer for layer in layers if layer.training and layer.balance is not None]
+    return _add_balance(loss, layers=layers, share=1.0 / divisor) if layers else loss
+
+
 def of_stage(layers: Sequence[Any], divisor: float) -> float:
     """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided by `divisor`."""
     return sum(float(layer.balance) for layer in layers if layer.training and layer.balance is not None) / divisor
-
-
-class BalancedOutput(Output):
-    """An Output whose loss includes the balance losses of `layers`; all else is as in `output`."""
-
-    def __init__(self, output: Output, layers: Sequence["Mixture"]) -> None:
-        self.output, self.layers = output, layers
-
-    def last(self, x: Tensor) -> Tensor:
-        """As Output.last."""
-        return self.output.last(x)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """As Output.whole."""
-        return self.output.whole(logits)
-
-    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Cross-entropies and balance losses, divided by `divisor` (default: the number of tokens)."""
-        loss = self.output.loss(logits, targets, divisor=divisor)
-        layers = [layer for layer in self.layers if layer.training and layer.balance is not None]
-        if not layers:
-            return loss
-        return _add_balance(loss, layers=layers, share=1.0 / (targets.size if divisor is None else divisor))

@@ -10,17 +10,12 @@ STD = 0.02
 """The standard deviation of initial weights (gpt.py)."""
 
 _CHOICES = {"positions": ("learned", "rotary"), "norm": ("layer", "rms"), "activation": ("gelu", "silu")}
-
-
 BALANCES = ("loss", "bias", "none")
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """How tokens are routed to experts.
-
-    Raises:  ConfigError, one line: the value that does not work, and values that would.
-    """
+    """How tokens are routed to experts. Raises: as GPTConfig."""
 
     experts: int
     top_k: int = 2                  # experts a token
@@ -46,9 +41,7 @@ class MixtureConfig:
 
     def places(self, tokens: int) -> int:
         """The most tokens of a sequence of `tokens` that an expert takes."""
-        if self.capacity is None:
-            return tokens
-        return math.ceil(self.capacity * self.top_k * tokens / self.experts)
+        return tokens if self.capacity is None else math.ceil(self.capacity * self.top_k * tokens / self.experts)
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,7 @@ class GPTConfig:
             object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value >= 1) and not (name == "kv_heads" and value is None):
+            if not (type(value) is int and value >= 1) and not (name == "kv_heads" and value is None):
                 raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

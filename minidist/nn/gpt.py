@@ -5,29 +5,25 @@
     model.loss(inputs, targets).backward()
     model.generate([7], 200, temperature=0.8, seed=0)
 
-Blocks are pre-norm, as in GPT-2. Initial weights are normal with standard deviation 0.02. The 2 projections per layer
-onto the residual stream have 0.02 / sqrt(2·layers), so that the stream does not grow with depth.
-Source: Radford et al. 2019.
+Blocks are pre-norm, as in GPT-2. Initial weights are normal with standard deviation 0.02; the 2 projections per layer
+onto the residual stream have 0.02 / sqrt(2·layers), so that it does not grow with depth. Source: Radford et al. 2019.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from minidist.autograd import ops
 from minidist.autograd.ops.gather import SortedIds
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.device.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
+from minidist.nn.balance import add_balance
 from minidist.nn.config import STD, GPTConfig
-from minidist.nn.dropout import Dropout, DropoutKey
-from minidist.nn.embedding import Embedding
-from minidist.nn.linear import Linear
-from minidist.nn.mlp import MLP
+from minidist.nn.layers import MLP, Dropout, DropoutKey, Embedding, LayerNorm, Linear, RMSNorm
 from minidist.nn.module import Module
-from minidist.nn.moe import Mixture, mixture
-from minidist.nn.norm import LayerNorm, RMSNorm
-from minidist.nn.output import Output
+from minidist.nn.moe import Mixture, mixture, mixtures
 
 
 class Block(Module):
@@ -45,9 +41,24 @@ class Block(Module):
         self.dropout_mlp = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """(B, T, width), global positions (T,), the key of dropout -> (B, T, width)."""
         x = self.dropout_attention(self.attention(self.norm_attention(x), positions), key, residual=x)
         return self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key, residual=x)
+
+
+class Output:
+    """The loss of logits, and their use in generating text. A strategy that splits logits replaces this object."""
+
+    def last(self, x: Tensor) -> Tensor:
+        """The hidden state of the last token: (B, T, width) -> (B, 1, width)."""
+        return x[:, -1:]
+
+    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
+        """Logits (…, vocabulary), targets (…) -> the sum of the cross-entropies, divided by `divisor`: one number."""
+        return ops.cross_entropy(logits, targets, divisor=divisor)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary: (…, vocabulary)."""
+        return logits
 
 
 class GPT(Module):
@@ -81,7 +92,7 @@ class GPT(Module):
     def hidden(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
         """The output of the last block: (B, T, width). Args, Raises: as forward's."""
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
-        if ids.ndim != 2:
+        if len(ids.shape) != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
         positions = np.arange(ids.shape[1]) if positions is None else positions
         x = self.embed(ids, positions, key)
@@ -97,8 +108,8 @@ class GPT(Module):
         """
         x = self.tokens(ids)
         if self.positions is not None:
-            if len(positions) > self.config.context:
-                raise ShapeError(f"GPT: sequences of {len(positions)} tokens are longer than the context of "
+            if positions.shape[0] > self.config.context:
+                raise ShapeError(f"GPT: sequences of {positions.shape[0]} tokens are longer than the context of "
                                  f"{self.config.context}; cut them, or build the model with a longer context")
             x = x + self.positions(positions)
         return self.dropout(x, key)
@@ -110,14 +121,16 @@ class GPT(Module):
 
     def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
              key: DropoutKey | None = None) -> Tensor:
-        """The sum of the cross-entropies of all tokens, divided by `divisor`: one number.
+        """The sum of the cross-entropies of all tokens and of the balance losses, divided by `divisor`: one number.
 
         Args:    inputs, targets: (B, T) integers; positions, key: as forward's.
                  divisor: default: the number of tokens; a strategy passes the global token count.
         """
-        logits = self(inputs, positions, key)
-        return self.output.loss(logits, np.asarray(targets) if isinstance(targets, (list, tuple)) else targets,
-                                divisor=divisor)
+        targets = np.asarray(targets) if isinstance(targets, (list, tuple)) else targets
+        loss = self.output.loss(self(inputs, positions, key), targets, divisor=divisor)
+        if self.config.mixture is None:
+            return loss
+        return add_balance(loss, mixtures(self), targets.size if divisor is None else divisor)
 
     def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
                  seed: int = 0) -> np.ndarray:

@@ -4,15 +4,14 @@
     ...
     handle.remove()
 
-Forward hooks run around `forward`. For backward hooks the call of the module is between two nodes on the tape:
+Forward hooks run around `forward`. For backward hooks each call of the module is between two nodes on the tape:
 
     enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes, enter
       └───────── marker ──────────────┘
 
-`leave` passes the module's outputs on. When backward reaches it, a gradient has arrived and no node inside has run:
-the backward_pre hooks run. `enter` is older than all nodes inside. When backward reaches it, all of them have run: the
-backward hooks run. The marker, an array of no elements, connects the two, so that backward reaches `enter` also in a
-module of token ids, which passes no gradient on. Each call of a module has its own pair.
+When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre hooks run. `enter`
+is older than all nodes inside. When backward reaches it, all of them have run: the backward hooks run. The marker, an
+empty array, connects the two, so that backward reaches `enter` also in a module of ids, which have no gradient.
 """
 
 from collections import defaultdict
@@ -27,8 +26,7 @@ from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.device.backend import Array, array_module
 
-Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]
-"""Hooks of a module by kind ("forward_pre", "forward", "backward_pre", "backward"), in the order of registration."""
+Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]       # by kind, in the order of registration
 
 
 @dataclass(eq=False)
@@ -45,30 +43,14 @@ class HookHandle:
 
 
 @op
-def _module_enter(anchor: Array) -> tuple[Array, Saved]:
-    """The node `enter`: passes the marker on."""
-    return anchor, saved()
-
-
-@_module_enter.gradient("anchor")
-def _(node: Node, dy: Array) -> Array:
-    return dy
-
-
-@op
 def take_along(y: Array, marker: Array) -> tuple[Array, Saved]:
     """y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype, gets one too."""
     return y, saved()
 
 
-@take_along.gradient("y")
-def _(node: Node, dy: Array) -> Array:
-    return dy
-
-
-@take_along.gradient("marker")
-def _(node: Node, dy: Array) -> Array:
-    return array_module(dy).zeros(0, dy.dtype)
+@take_along.gradient("y", "marker")
+def _(node: Node, dy: Array) -> tuple[Array, Array]:
+    return dy, array_module(dy).zeros(0, dy.dtype)
 
 
 class _Passage:
@@ -77,8 +59,9 @@ class _Passage:
     def __init__(self, module: Any, hooks: Hooks) -> None:
         self.module, self.hooks = module, hooks
         self.arrived = False
-        self.marker = _module_enter(Tensor(np.zeros(0, np.float32), requires_grad=True))
-        self.marker.register_hook(self._complete)
+        leaf = Tensor(np.zeros(0, np.float32), requires_grad=True)
+        self.marker = leaf.reshape(0)               # makes the node `enter`
+        self.marker.register_hook(lambda dy: self._run("backward"))
 
     def leave(self, result: Any) -> Any:
         """The module's result; every Tensor in it that requires a gradient goes through a leave node."""
@@ -95,9 +78,6 @@ class _Passage:
         if not self.arrived:  # only for the first of several outputs
             self.arrived = True
             self._run("backward_pre")
-
-    def _complete(self, dy: Array) -> None:
-        self._run("backward")
 
     def _run(self, kind: str) -> None:
         for hook in list(self.hooks[kind]):         # a hook may remove itself

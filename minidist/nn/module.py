@@ -9,7 +9,6 @@
 
     model = Twice(8)
     model.initialize(seed=0)                           # parameters have shapes before, values after
-    y = model(x)
 """
 
 from abc import ABC, abstractmethod
@@ -58,9 +57,14 @@ class Module(ABC):
         """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
         return ((name, part) for name, part in self._parts() if isinstance(part, Module))
 
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
+    def named_modules(self, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, "Module"]]:
         """(dotted path, module) of this module (its path is the prefix) and of all below, each once."""
-        return self._walk(prefix, set())
+        seen = set() if seen is None else seen
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield prefix, self
+            for name, child in self.children():
+                yield from child.named_modules(_join(prefix, name), seen)
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below, each once."""
@@ -88,14 +92,6 @@ class Module(ABC):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 yield from ((f"{name}.{key}", part) for key, part in items if isinstance(part, (Module, Parameter)))
 
-    def _walk(self, path: str, seen: set[int]) -> Iterator[tuple[str, "Module"]]:
-        """(dotted path, module) of this module and all below that are not in `seen`; adds them to it."""
-        if id(self) not in seen:
-            seen.add(id(self))
-            yield path, self
-            for name, child in self.children():
-                yield from child._walk(_join(path, name), seen)
-
     # -------------------------------------------------------------------------------------------------- its state
 
     def assign_names(self, prefix: str = "") -> None:
@@ -106,10 +102,9 @@ class Module(ABC):
             parameter.name = name
 
     def initialize(self, seed: int, *, device: str = "cpu", prefix: str = "") -> None:
-        """Draw all declared weights, by name and seed alone.
+        """Draw all declared weights on "cpu" or "cuda", by name and seed alone.
 
-        Args:    device: "cpu" or "cuda".
-                 prefix: the path of this module in the whole model; a part then draws the same values as in the whole.
+        Args:    prefix: the path of this module in the whole model; a part then draws the same values as in the whole.
         Raises:  DeviceError, ConfigError for a device that is not there.
         """
         self.assign_names(prefix)
@@ -122,9 +117,8 @@ class Module(ABC):
         return {name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()}
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy arrays into the parameters, in place if they have values. On error no parameter changes.
+        """Copy arrays, by dotted path, into the parameters, in place if they have values. On error nothing changes.
 
-        Args:    arrays: by dotted path, as from state_dict.
         Raises:  DataError if a name is missing or unknown, or a shape or dtype differs.
         """
         mine, model = dict(self.named_parameters()), type(self).__name__
@@ -151,7 +145,7 @@ class Module(ABC):
         return self
 
     def eval(self: M) -> M:
-        """Switch training behaviour off, here and below. Returns: self."""
+        """train(False)"""
         return self.train(False)
 
     def zero_grad(self) -> None:
@@ -172,21 +166,18 @@ class Module(ABC):
     def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
         """Call `hook(module)` in backward before any node of the module runs; an outer module's before an inner's.
 
-        It runs once for each call of the module that backward reaches, as all backward hooks. Register it before the
-        forward.
+        Register backward hooks before the forward. They run once for each call of the module that backward reaches.
         """
         return self._add_hook("backward_pre", hook)
 
     def register_backward_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
         """Call `hook(module)` in backward when all nodes of this call of the module have run; inner modules' first.
 
-        Deferred gradients of weights (`defer_weights`) come later. The gradient of a weight that is used elsewhere too
-        may not be final; Parameter.hooks run when it is.
+        Deferred gradients of weights come later. A weight used elsewhere too may wait for more; see Parameter.hooks.
         """
         return self._add_hook("backward", hook)
 
     def _add_hook(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
-        """Register a hook of one kind."""
         if self._hooks is None:
             self._hooks = defaultdict(list)
         self._hooks[kind].append(hook)

@@ -11,7 +11,6 @@ probabilities. So a model has many weights and uses few of them for a token.
 
 The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss are per sequence,
 noise is keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
-
 Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and balance loss;
          Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
 """
@@ -29,12 +28,10 @@ from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.device import backend
 from minidist.device.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
-from minidist.nn.balance import BalancedOutput, begin_balance
+from minidist.nn.balance import begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
-from minidist.nn.dropout import DropoutKey
 from minidist.nn.hooks import take_along
-from minidist.nn.linear import Linear
-from minidist.nn.mlp import MLP
+from minidist.nn.layers import MLP, DropoutKey, Linear
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
 
@@ -43,16 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of a layer's tokens.
+    """The experts of a layer's tokens."""
 
-    Attributes: chosen     (B, T, k) integers: the experts of each token, best first
-                kept       (B, T, k) bool: False for a dropped choice
-                sequences  (B, whole T, k): the choices of the whole sequences if they are needed, else `chosen`
-    """
-
-    chosen: Array
-    kept: Array
-    sequences: Array
+    chosen: Array       # (B, T, k) integers: the experts of each token, best first
+    kept: Array         # (B, T, k) bool: False for a dropped choice
+    sequences: Array    # (B, whole T, k): the choices of the whole sequences if they are needed, else `chosen`
 
 
 class Sequences:
@@ -79,12 +71,10 @@ class Experts(Module):
     """`count` MLPs without biases; their weights are stacked along the first dim. Args: as MLP's."""
 
     def __init__(self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any) -> None:
-        def stack(inputs: int, outputs: int, std: float) -> Weight:
-            return Weight((count, inputs, outputs), Init("normal", std), dtype=dtype)
-
-        self.gate = stack(width, hidden, STD) if activation == "silu" else None
-        self.up = stack(width, hidden, STD)
-        self.down = stack(hidden, width, out_std)
+        into, out = (count, width, hidden), (count, hidden, width)
+        self.gate = Weight(into, Init("normal", STD), dtype=dtype) if activation == "silu" else None
+        self.up = Weight(into, Init("normal", STD), dtype=dtype)
+        self.down = Weight(out, Init("normal", out_std), dtype=dtype)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows sorted by expert (R, width), and the number of each expert's rows -> (R, width)."""
@@ -130,7 +120,7 @@ class Mixture(Module):
         self.load = np.zeros((2, self.config.experts), np.int64)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """(B, T, width) -> (B, T, width). Raises: ConfigError in training with noise and without a key."""
+        """Raises: ConfigError in training with noise and without a key."""
         chances = ops.softmax(self._scores(x, key))
         rows, weights = self.enter(x), self.enter(chances)
         self.routing = self.route(weights.data)
@@ -169,8 +159,8 @@ class Mixture(Module):
     def route(self, chances: Array) -> Routing:
         """Route each token to its k likeliest experts, after adding biases; `chances`: (B, T, experts), the gate's.
 
-        An expert takes the first tokens of each sequence, up to its capacity. So no later token decides whether a
-        token is dropped, as a causal model requires. Outside of training no token is dropped.
+        In training an expert takes the first tokens of each sequence, up to its capacity. So no later token decides
+        whether a token is dropped, as a causal model requires.
         """
         xp, config = array_module(chances), self.config
         chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
@@ -187,15 +177,14 @@ class Mixture(Module):
 
     def _runs(self, chosen: Array) -> Array:
         """The number of each choice's pair (sequence, expert): (B, T, k) -> (B·T·k,)."""
-        first = array_module(chosen).arange(len(chosen)) * self.config.experts
-        return (first[:, None, None] + chosen).reshape(-1)
+        sequence = array_module(chosen).arange(len(chosen))[:, None, None]
+        return (sequence * self.config.experts + chosen).reshape(-1)
 
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
         """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
 
         The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the choices in the
-        token's sequence that fell on e. For a sequence this is weight · T · E · Σ f_e mean(p_e), which is weight · T if
-        all are equal. No gradient passes through f.
+        token's sequence that fell on e: weight · T for a sequence if all are equal. No gradient passes through f.
         """
         assert self.routing is not None
         chosen, experts = self.routing.sequences, self.config.experts
@@ -233,7 +222,6 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     for block in model.blocks:
         block.mlp = Mixture(model.config, config)
     model.config = replace(model.config, mixture=config)
-    model.output = BalancedOutput(model.output, mixtures(model))
     model.assign_names()
     return model
 
@@ -252,8 +240,8 @@ def loads(model: Module) -> np.ndarray:
 def rebalance(model: Module, counted: np.ndarray) -> None:
     """Move biases against the loads of a whole step, and clear the loads. Call it once a step, after the update.
 
-    The bias of an expert chosen more often than the mean falls by bias_rate, that of the others rises. No gradient is
-    involved, and biases do not enter the weights of the results.
+    The bias of an expert chosen more often than the mean falls by bias_rate, that of the others rises; biases do not
+    enter the weights of the results.
     Args:    counted: `loads` of the step, summed over all ranks that share the batch.
     """
     for layer, (chosen, _) in zip(mixtures(model), counted, strict=True):

@@ -14,8 +14,7 @@ def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, rang
     """For each rank its query heads, and the key heads that these query heads look at.
 
     With at least as many key heads as ranks, a key head goes to one rank with all its query heads. With fewer, each
-    key head goes to several ranks, which divide its query heads. So all query heads of a rank form whole groups.
-
+    key head goes to several ranks, which divide its query heads.
     Args:    heads, key_heads: of the whole layer; key_heads divides heads. size: number of ranks, at most heads.
     Returns: (query heads, key heads) of each rank, in rank order.
     """
@@ -31,11 +30,7 @@ def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, rang
 
 
 def narrowest(config: GPTConfig) -> tuple[str, int]:
-    """What bounds the tensor axis of a GPT: the smallest count of what it divides.
-
-    Returns: ("heads", "token ids" or "hidden numbers"; their count, the most ranks that the axis can have).
-    """
+    """What bounds the tensor axis of a GPT: "heads", "token ids" or "hidden numbers", and their count."""
     hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
     counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
-    what = min(counts, key=counts.__getitem__)
-    return what, counts[what]
+    return min(counts.items(), key=lambda item: item[1])

@@ -1,12 +1,10 @@
 """Weights divided between ranks: how the parts are drawn, gathered and cut.
 
 A shard keeps the name of the whole tensor and draws its own part under that name, so any split starts with the bits of
-the whole. If a rank has several parts of one tensor, each part adds a last `word` to the name. Several ranks may hold
-the same part (a key head that more than one rank needs): `sharers` is the group of these ranks. Each of them then has
-one summand of the part's gradient, and the gradient is the sum over the sharers.
+the whole. Several ranks may hold the same part (a key head that more than one rank needs). Each of these `sharers` then
+has one summand of the part's gradient, and the gradient is the sum over the sharers.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +27,7 @@ class WeightShard(Weight):
              parts: of every rank of the group, as indices of the whole tensor; rank: this rank in that list.
              sharers: the ranks that hold this part too, or None.
              among: the ranks that have the parts, if it is another group than that of the model's other shards.
-             word: added to the name, if the rank has other parts of the same tensor.
+             word: the last word of the name, if the rank has other parts of the same tensor.
     Attributes: whole: shape of the whole tensor
     """
 
@@ -56,7 +54,6 @@ class WeightShard(Weight):
         places = positions_of(self.whole, self.parts[self.rank])
         if not (isinstance(part, tuple) and not part):
             places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
-        self._require_name()
         return self.init.draw(self.whole_name(self.name), seed, places, self.dtype, device=device)
 
 
@@ -70,7 +67,6 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
     """All weights in the serial layout, on every rank: shards are gathered, other weights stay as they are.
 
     Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, unless a shard names others.
-    Returns: arrays by the dotted paths of the whole model.
     Cost:    one all-gather for each sharded weight.
     """
     state: dict[str, np.ndarray] = {}
@@ -80,27 +76,26 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
             continue
         flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
         whole = state.setdefault(parameter.whole_name(name), np.empty(parameter.whole, own[name].dtype))
-        start = 0
         for part in parameter.parts:
             where = _grid(part, parameter.whole)
-            shape = tuple(index.size for index in where)
-            whole[where] = flat[start:start + math.prod(shape)].reshape(shape)
-            start += math.prod(shape)
+            piece, flat = np.split(flat, [whole[where].size])
+            whole[where] = piece.reshape(whole[where].shape)
     return state
 
 
 def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, cut from weights in the serial layout.
+    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, which checks names and dtypes.
 
-    Raises:  ShapeError if a weight has not the shape of the whole tensor; load_state_dict checks names and dtypes.
+    Raises:  ShapeError if a weight has not the shape of the whole tensor.
     """
-    own, taken = {}, set()
+    own = dict(whole)
     for name, parameter in model.named_parameters():
         of = parameter.whole_name(name) if isinstance(parameter, WeightShard) else name
         if isinstance(parameter, WeightShard) and of in whole:
             if whole[of].shape != parameter.whole:
                 raise ShapeError(f"{of} is {whole[of].shape}, the whole weight {parameter.whole}; load what one "
                                  f"process or state_dict saved, not a part")
+            if name != of:
+                own.pop(of, None)
             own[name] = whole[of][_grid(parameter.parts[parameter.rank], parameter.whole)]
-            taken.add(of)
-    return {**{name: array for name, array in whole.items() if name not in taken}, **own}
+    return own

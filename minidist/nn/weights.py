@@ -29,8 +29,12 @@ class Init:
     def draw(self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu") -> Array:
         """The elements of the tensor `name` at integer `positions` (a range or an array of any shape).
 
-        In low precision they are the rounded float32 values. Raises: as backend.module_for, backend.dtype.
+        In low precision they are the rounded float32 values.
+        Raises:  ConfigError for an empty name; as backend.module_for, backend.dtype.
         """
+        if not name:
+            raise ConfigError("a parameter has no name yet, and its values depend on it; draw through "
+                              "model.initialize(seed), or call model.assign_names() first")
         xp, kind = module_for(device), backend.dtype(dtype)
         if self.law != "normal":
             shape = (len(positions),) if isinstance(positions, range) else positions.shape
@@ -49,10 +53,7 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Weight(Parameter):
-    """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or loaded.
-
-    Args:    shape: of the whole tensor; init: its initial values; dtype: a float dtype.
-    """
+    """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or loaded."""
 
     __slots__ = ("init", "drawn")
 
@@ -64,10 +65,7 @@ class Weight(Parameter):
 
     @property
     def data(self) -> Array:
-        """The array itself. Waits until its numbers have arrived.
-
-        Raises:  ConfigError if no values were drawn or loaded.
-        """
+        """As Parameter.data. Raises: ConfigError if no values were drawn or loaded."""
         if self.arrival is not None:
             self.arrival()
         if not self.drawn:
@@ -88,20 +86,12 @@ class Weight(Parameter):
             weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
             weight.draw(7, range(1000, 2000))                 # a flat shard
 
-        Args:    part: positions in the flattened tensor (a range), or a slice or integers for each leading dim.
         Returns: a new array of the part's shape.
         Raises:  ConfigError if the weight has no name; ShapeError if the part does not fit.
         """
-        self._require_name()
         if isinstance(part, tuple) and not part:
             return self.init.draw(self.name, seed, range(self.size), self.dtype, device=device).reshape(self.shape)
         return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
-
-    def _require_name(self) -> None:
-        """Raises: ConfigError if the weight has no name."""
-        if not self.name:
-            raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
-                              f"draw through model.initialize(seed), or call model.assign_names() first")
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:

@@ -29,9 +29,10 @@ class SampledAccount(MemoryAccount):
             found.append((moment, dict(now)))
         return found
 
-    def _released(self, held: Any) -> None:
-        super()._released(held)
-        self._events.append((time.perf_counter(), held.category, -held.nbytes))
+    def _released(self, key: int, reference: Any) -> None:
+        _, category, nbytes = self._held[key]
+        super()._released(key, reference)
+        self._events.append((time.perf_counter(), category, -nbytes))
 
     def _add(self, category: str, nbytes: int) -> None:
         super()._add(category, nbytes)

@@ -7,10 +7,9 @@
     optimizer.zero_grad()
 """
 
-from minidist.optim.adam import Adam, AdamW
+from minidist.optim.adam import Adam, AdamW, RMSProp
 from minidist.optim.clip import clip_by_global_norm, clip_scale, global_norm, norm_of, squares_of, sum_of_squares
 from minidist.optim.optimizer import Optimizable, Optimizer, at_least_two_dims
-from minidist.optim.rmsprop import RMSProp
 from minidist.optim.schedules import constant, warmup_cosine
 from minidist.optim.sgd import SGD
 

@@ -1,6 +1,6 @@
-"""Adam and AdamW: momentum, divided by the recent size of the gradients.
+"""RMSProp, Adam and AdamW: steps, in Adam with momentum, divided by the recent size of the gradients.
 
-On a GPU one launch updates all tensors (fused_adam.py) and rounds masters to the weights that the next step uses.
+On a GPU one launch updates Adam's tensors (fused_adam.py) and rounds masters to the weights that the next step uses.
 """
 
 import math
@@ -10,6 +10,37 @@ from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError
 from minidist.optim.fused_adam import FusedAdam
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
+
+
+class RMSProp(Optimizer):
+    """v = alpha v + (1 - alpha) g²;  p -= lr g / (sqrt(v) + eps).
+
+    Weight decay adds weight_decay p to g. Memory: one array. Source: Tieleman & Hinton 2012; formula as in PyTorch.
+    Args:    as Optimizer's; alpha: in [0, 1); eps: from 0.
+    """
+
+    state_names = ("v",)
+    scratch_blocks = 2
+
+    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, alpha: float = 0.99, eps: float = 1e-8,
+                 weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+        self.alpha = in_range(self, "alpha", alpha, 0.0, 1.0)
+        self.eps = in_range(self, "eps", eps, 0.0)
+        super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
+
+    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        xp, (v,), (s, t) = step.xp, state, scratch
+        step.scaled(g, s)
+        add_decay(s, p, t, step)
+        v *= self.alpha
+        xp.multiply(s, s, out=t)
+        t *= 1.0 - self.alpha
+        v += t
+        xp.sqrt(v, out=t)
+        t += self.eps
+        xp.divide(s, t, out=s)
+        s *= step.lr
+        p -= s
 
 
 class Adam(Optimizer):
@@ -38,7 +69,7 @@ class Adam(Optimizer):
         """As Optimizer.step; on a GPU in one launch, if the kernel takes all tensors.
 
         Args:    lr: then also float64 (1,) on the GPU, read when the update runs.
-        Raises:  as Optimizer.step; ConfigError if lr is on a GPU and the kernel does not run.
+        Raises:  ConfigError if lr is on a GPU and the kernel does not run.
         """
         roundings = list(roundings)
         if self._store is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
@@ -53,11 +84,7 @@ class Adam(Optimizer):
         self._fused.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """The formulas of the class, in 12 passes without decay.
-
-        The division is written  lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)),  which corrects
-        both moments without an extra pass.
-        """
+        """In 12 passes, as lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)) corrects both moments."""
         xp, (m, v), (b1, b2), (s, *more) = step.xp, state, self.betas, scratch
         if step.decay and not self.apart:
             decayed, spare = more

@@ -1,9 +1,7 @@
 """The global norm of a gradient, and clipping by it.
 
-Squares are summed in float64, block by block through a small scratch, so that no float64 copy of a gradient exists. The
-blocks of a tensor do not depend on its place in memory, and their sums are added exactly. So the norm has the same bits
-for any order of tensors and any buckets.
-
+Squares are summed in float64, block by block through a small scratch. The blocks of a tensor do not depend on its place
+in memory, and their sums are added exactly. So the norm has the same bits for any order of tensors and any buckets.
 On a GPU one launch takes all tensors (kernels/global_norm.cu); its bits depend on their order. The results of
 `squares_of`, `norm_of` and `clip_scale` stay on the GPU, where the optimizer reads them, so the host does not wait.
 """
@@ -58,9 +56,7 @@ def block_sums(gradient: Array) -> Iterator[Array]:
 def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> float:
     """The square root of the sum of squares over all tensors: one number for the whole model.
 
-    Args:    gradients: any shapes and float dtypes.
-             group: ranks that hold different parts of the gradient (ZeRO, tensor parallel). None if every rank holds
-             all of it (DDP).
+    Args:    group: ranks that hold different parts of the gradient (ZeRO, tensor parallel), or None.
     Returns: the same bits on every rank; inf or nan if an element is.
     Cost:    with a group one all-reduce of 8 bytes, counted as control.
     """
@@ -77,23 +73,19 @@ def norm_of(squares: float | Array) -> float | Array:
 
 
 def clip_scale(norm: float | Array, limit: float) -> float | Array:
-    """The factor for gradients of this norm so that the norm is at most `limit`; pass it to `optimizer.step(scale=)`.
+    """The factor, for `optimizer.step(scale=)`, that brings gradients of this norm to `limit`, as PyTorch's.
 
-    Returns: 1 within the limit; not finite if the norm is not; on the device of the norm. Formula as in PyTorch.
+    Returns: 1 within the limit; not finite if the norm is not; on the device of the norm.
     """
     if is_array(norm):
         return array_module(norm).minimum(limit / (norm + 1e-6), 1.0) + (norm - norm)   # inf - inf is NaN
-    if not math.isfinite(norm):
-        return math.nan
-    return min(1.0, limit / (norm + 1e-6))
+    return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
 
 def clip_by_global_norm(gradients: Iterable[Array | None], limit: float, *, group: Any = None) -> float:
-    """Scale all gradients in place so that their global norm is at most `limit`.
+    """Scale all gradients in place so that their global norm is at most `limit`. Args, Cost: as `global_norm`.
 
-    An optimizer can scale during its update: `step(scale=clip_scale(global_norm(gradients), limit))` saves a pass.
-    Args, Cost: as `global_norm`.
-    Returns: the norm before the scaling.
+    Returns: the norm before. `step(scale=clip_scale(global_norm(gradients), limit))` of an optimizer saves this pass.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     norm = global_norm(present, group=group)

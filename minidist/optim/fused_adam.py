@@ -1,11 +1,8 @@
 """Adam's update of all tensors in one launch on a GPU: the passes of adam.py, by kernels/adam.cu.
 
 A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel gets all tensors through
-tables of pointers. Weights and moments stay in place from step to step. Gradients are new arrays in each backward; the
-table is made again only if an address has changed. The device counts the updates too, so the host decides nothing in a
-step.
-
-Not yet measured on a GPU.
+tables of pointers, which are made again only if an address has changed. The device counts the updates too, so the host
+decides nothing in a step. Not yet measured on a GPU.
 """
 
 from collections.abc import Sequence
@@ -21,10 +18,7 @@ from minidist.optim.optimizer import Slot
 
 @dataclass
 class FusedAdam:
-    """The tables of one optimizer, made again when a tensor has moved.
-
-    Args:    betas, eps: as Adam's; apart: whether weight decay is AdamW's.
-    """
+    """The tables of one optimizer. Args: betas, eps: as Adam's; apart: whether weight decay is AdamW's."""
 
     betas: tuple[float, float]
     eps: float
@@ -37,11 +31,10 @@ class FusedAdam:
 
     def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, weight_decay: float,
              roundings: Sequence[tuple[Array, Array]]) -> bool:
-        """Run the update and the roundings, if the kernel takes all tensors.
+        """Run the update and the roundings. Args: as Adam.step's.
 
-        It takes float32 weights on a GPU, with gradients of one dtype and an equal number of updates.
-        Args:    as Adam.step's.
-        Returns: False if the kernel does not take them; then no array has changed.
+        Returns: False, and nothing has changed, unless all weights are float32 on a GPU, with gradients of one dtype
+                 and an equal number of updates.
         """
         gradients = [slot.weights.grad for slot in slots]
         data = [slot.weights.data for slot in slots]
@@ -72,14 +65,12 @@ class FusedAdam:
         self.count(slots)
 
     def count(self, slots: Sequence[Slot]) -> None:
-        """Count an update here, as the device does."""
         for slot in slots:
             slot.steps += 1
         self._count += 1
 
     def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
                weight_decay: float) -> None:
-        """Make the tables of these arrays, unless those of the last step fit."""
         arrays = [*data, *moments[0], *moments[1], *(copies or ())]
         if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
             decays = [weight_decay if slot.decays else 0.0 for slot in slots]
@@ -88,14 +79,14 @@ class FusedAdam:
         self._tell_count(slots)
 
     def _tell_count(self, slots: Sequence[Slot]) -> None:
-        """Correct the device's count of updates, if a state was loaded."""
+        """Correct the device's count, if a state was loaded."""
         if self._count != slots[0].steps:
             self._count = slots[0].steps
             self._tensors.count[...] = self._count
 
 
 def _copies(data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array) -> list[Array] | None:
-    """For each master its weights, if all masters have weights of the gradients' dtype; else None."""
+    """For each master its weights, if all have the gradients' dtype; else None."""
     found = {id(master): weights for master, weights in roundings}
     copies = [found.get(id(p)) for p in data]
     fits = all(copy is not None and copy.dtype == gradient.dtype and copy.flags.c_contiguous for copy in copies)

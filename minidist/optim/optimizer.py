@@ -1,33 +1,21 @@
 """The base of all optimizers: state for each tensor, and an update that reads memory once.
 
 An update is a dozen passes of simple arithmetic. Over whole tensors, each pass would read all data from main memory
-again. So an optimizer runs all passes on one block of BLOCK elements, which stays in the cache, before the next block.
-A step allocates no array as large as a tensor.
-
-It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of many (ZeRO).
+again. So an optimizer runs all passes on one block, which stays in the cache, before the next block. A step allocates
+no array as large as a tensor. It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of many (ZeRO).
 """
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from minidist.device import account
-from minidist.device.backend import (
-    LOW_PRECISION,
-    Array,
-    array_module,
-    device_of,
-    dtype_name,
-    is_array,
-    narrow,
-    to_device,
-    to_host,
-    widen,
-)
+from minidist.device import account, backend
+from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, is_array, narrow, widen
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 
 BLOCK = 65536           # elements, 256 KiB in float32: data, gradient, two states and scratch fit the outer caches
@@ -92,8 +80,7 @@ class Optimizer(ABC):
     """Base of all optimizers. A subclass names its state (`state_names`) and updates a block (`update`).
 
     Args:    parameters: Parameters, or flat shards with .data and .grad, in a fixed order; float64 or float32.
-             lr: learning rate; `step` may give another.
-             weight_decay: strength; decay: whether it acts on a tensor.
+             lr: learning rate; weight_decay: strength; decay: whether it acts on a tensor.
     Raises:  ConfigError for a value out of range or no parameters; DtypeError for low precision.
     """
 
@@ -120,11 +107,11 @@ class Optimizer(ABC):
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
             raise DtypeError(f"{type(self).__name__}: {name} is {dtype_name(data.dtype)}; "
                              f"optimize float32 or float64 master weights instead")
-        store: StateStore | None = getattr(weights, "store", None)
-        if store is not None:
-            return Slot(weights, name, bool(decay(weights)), store.make_state(weights, self.state_names))
-        xp, memory = array_module(data), account.current()
-        state = {key: memory.hold(xp.zeros(data.shape, data.dtype), "optimizer") for key in self.state_names}
+        if (store := getattr(weights, "store", None)) is not None:
+            state = store.make_state(weights, self.state_names)
+        else:
+            new = partial(array_module(data).zeros, data.shape, data.dtype)
+            state = {key: account.current().hold(new(), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(weights)), state)
 
     def _walk(self, *, changes: bool = True) -> Iterator[Slot]:
@@ -138,8 +125,7 @@ class Optimizer(ABC):
         """Update every tensor that has a gradient, in place.
 
         Args:    lr: the learning rate of this step; default: the optimizer's.
-                 scale: a factor for every gradient, which is not overwritten: a number, or an array without dims on a
-                 GPU; the host does not wait for it.
+                 scale: a factor for every gradient, which is not overwritten: a number, or a GPU's array without dims.
                  roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
@@ -161,7 +147,6 @@ class Optimizer(ABC):
             narrow(master, weights.dtype, weights)
 
     def _check(self, slot: Slot, data: Array, gradient: Array) -> None:
-        """Raises: ShapeError, ConfigError as step."""
         if gradient.shape != data.shape or any(array.shape != data.shape for array in slot.state.values()):
             raise ShapeError(f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient {gradient.shape} and "
                              f"its state {[array.shape for array in slot.state.values()]}; they must agree")
@@ -198,15 +183,12 @@ class Optimizer(ABC):
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Host copies of all state arrays, and "<tensor>/steps" (int64, without dims), for a checkpoint."""
-        arrays = {f"{slot.name}/{key}": np.array(to_host(array)) for slot in self._walk(changes=False)
+        arrays = {f"{slot.name}/{key}": np.array(backend.to_host(array)) for slot in self._walk(changes=False)
                   for key, array in slot.state.items()}
         return arrays | {f"{slot.name}/steps": np.asarray(slot.steps, np.int64) for slot in self.slots}
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy the state from the `state_dict` of an optimizer of the same kind and tensors. On error nothing changes.
-
-        Raises:  DataError if names, shapes or dtypes differ.
-        """
+        """Copy a `state_dict`. On error nothing changes. Raises: DataError if names, shapes or dtypes differ."""
         live, steps = self.state_arrays(), {f"{slot.name}/steps": slot for slot in self.slots}
         wrong = sorted(arrays.keys() ^ (live.keys() | steps.keys()))
         if wrong:
@@ -215,12 +197,12 @@ class Optimizer(ABC):
                             f"it comes from another optimizer or model")
         for name, target in live.items():
             saved = arrays[name]
-            if saved.shape != target.shape or saved.dtype != target.dtype:
+            if (saved.shape, saved.dtype) != (target.shape, target.dtype):
                 raise DataError(f"{type(self).__name__}: saved {name} is {saved.dtype} {saved.shape}, "
                                 f"expected {target.dtype} {target.shape}")
         for slot in self._walk():
             for key, target in slot.state.items():
-                target[...] = to_device(arrays[f"{slot.name}/{key}"], device_of(target))
+                target[...] = backend.to_device(arrays[f"{slot.name}/{key}"], backend.device_of(target))
         for name, slot in steps.items():
             slot.steps = int(arrays[name])
 

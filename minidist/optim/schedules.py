@@ -16,8 +16,7 @@ def constant(step: int, *, peak: float, warmup: int = 0) -> float:
 def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
     """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along half a cosine to `floor`.
 
-    Args:    step: from 0; step 0 has the rate peak / warmup, step warmup - 1 has `peak`.
-             total: the number of steps; later ones have the rate `floor`.
+    Args:    as constant's; total: the number of steps; later ones have the rate `floor`.
     Raises:  ConfigError if the warm-up is longer than the run.
     Source:  Loshchilov & Hutter 2017 (cosine), Goyal et al. 2017 (warm-up).
     """

@@ -12,6 +12,7 @@ import tracemalloc
 import warnings
 import weakref
 
+import gpu_calls
 import numpy as np
 import pytest
 from helpers import SOON, THREADS, limit_comes, run
@@ -692,3 +693,12 @@ def test_cupy_arrays_stay_on_their_device(transport):
         assert (host == total.get()).all()
 
     run(ranks, size=2, transport=transport)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_algorithm_takes_cupy_arrays(size):
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    if not cupy.is_available():
+        pytest.skip("needs a GPU")
+    run(gpu_calls.every_algorithm, size, size=size)

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.device.backend import dtype
-from minidist.device.bytes_view import bytes_view
+from minidist.device.backend import bytes_view, dtype
 from minidist.errors import ConfigError
 
 

@@ -438,7 +438,7 @@ class NcclCommunicator:
         numbers = []
         for way, peer, ptr, nbytes in works:
             pair = (self.rank, peer) if way == "send" else (peer, self.rank)
-            number = self.sent[pair] = self.sent.get(pair, 0) + 1
+            number = self.sent[way, pair] = self.sent.get((way, pair), 0) + 1       # of what goes to itself, too
             numbers.append((pair, number))
             if way == "send":
                 self.hub.put((pair, number, "there"), self.rank, at(ptr, nbytes))

@@ -256,7 +256,7 @@ class _Function:
         return computed(self._function, args, options)
 
     def at(self, target, index, values):
-        index, values = on_host(index), on_host(values)
+        index, values = on_host(index, index=True), on_host(values)
         do(lambda: self._function.at(target.host, index, values))
 
 

@@ -1,15 +1,24 @@
 """What ranks with GPUs do: on a stand-in for CuPy in tests/comm/transports/gpu/test_nccl.py, on real ones under -m gpu.
 
-In a module of its own, so that ranks of other processes can import it.
+In a module of its own, so that ranks of other processes can import it. As a program, on ranks that are processes:
+
+    python tests/support/gpu_calls.py shm                               every algorithm, on ranks that it forks
+    minidist launch -n 2 tests/support/gpu_calls.py nccl messages       some of CALLS, or all
 """
 
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from collective_checker import REDUCING, ROOTED, Drawn, bring, call, expected, same
+from collective_checker import PAIRS, REDUCING, ROOTED, Drawn, bring, call, expected, same
 
+import minidist as md
 from minidist.comm.group import Group
+from minidist.comm.transports.gpu import nccl
+from minidist.launch import detect
 
 VERBS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
 DTYPES = ("float32", "float64", "int64", "bfloat16", "float16", "uint8", "int32")
@@ -53,8 +62,8 @@ def back(x: Any) -> Any:
     return None if x is None else x.get()
 
 
-def right(world: Group, fields: dict[str, Any]) -> None:
-    """One case: the result, where it is, and that the argument is as it was."""
+def right(world: Group, fields: dict[str, Any], *, on_gpus: bool = True) -> None:
+    """One case: the result, where it is, and that the argument is as it was. `on_gpus`: no byte goes over the host."""
     case = Drawn(**fields)
     x, want = on_device(bring(case, world.rank)), expected(case)[world.rank]
     out = None
@@ -67,7 +76,8 @@ def right(world: Group, fields: dict[str, Any]) -> None:
         assert got is out
     assert same(back(got), want), f"rank {world.rank}, {fields}: got {back(got)!r}, expected {want!r}"
     assert case.how == "in place" or same(back(x), bring(case, world.rank)), f"{fields}: the argument was changed"
-    assert {row["algorithm"] for row in world.ledger.rows() if row["verb"] == case.verb} == {"native"}
+    if on_gpus:
+        assert {row["algorithm"] for row in world.ledger.rows() if row["verb"] == case.verb} == {"native"}
 
 
 def all_cases(world: Group, size: int) -> None:
@@ -77,6 +87,46 @@ def all_cases(world: Group, size: int) -> None:
     for dtype in (np.float32, ml_dtypes.bfloat16):
         mean = world.all_reduce(on_device(np.full(5, world.rank, dtype)), op="mean")
         assert mean.get().tolist() == [(size - 1) / 2] * 5
+
+
+def every_algorithm(world: Group, size: int) -> None:
+    """Each case by each algorithm of its verb: arrays of the GPU that are staged through the host."""
+    for fields in cases(size):
+        for algorithm in (algorithm for verb, algorithm in PAIRS if verb == fields["verb"]):
+            right(world, {**fields, "algorithm": algorithm}, on_gpus=False)
+
+
+class _Alone:
+    """The one rank's place to meet the others."""
+
+    world_rank = 0
+
+    def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
+        return [info]
+
+
+def one_rank(world: Group) -> None:
+    """NCCL itself, which a group of one rank never asks: each of its calls, dtypes and operations."""
+    device: Any = nccl.connect(_Alone(), world.transport).device
+    side, native = device.side(1 << 20), device.native(1 << 20, [world.world_rank])
+
+    def right(work: Any, out: Any, want: np.ndarray) -> None:
+        _, mark = side.carry_out(side.begin(), work, out)
+        side.join(mark)
+        assert same(back(out), want)
+
+    for name in DTYPES:
+        values = np.arange(1009).astype(Drawn("", "", 1, 0, dtype=name).kind())
+        x, octets = on_device(values), values.view(np.uint8)
+        for op in ("sum", "max", "min", "prod"):
+            out, again = on_device(np.zeros_like(values)), on_device(np.zeros_like(values))
+            right(lambda op=op, x=x, out=out: native.all_reduce(x, out, op), out, values)
+            right(lambda op=op, x=x, out=again: native.reduce_scatter(x, out, [1009], op), again, values)
+        out = on_device(np.zeros_like(octets))
+        right(lambda out=out, x=x: native.all_gather(x.view(np.uint8), out, [out.size]), out, octets)
+        right(lambda x=x: native.broadcast(x.view(np.uint8), 0), x, values)
+        out = on_device(np.zeros_like(octets))
+        right(lambda out=out, x=x: native.all_to_all(x.view(np.uint8), [out.size], out, [out.size]), out, octets)
 
 
 def mixed(world: Group) -> None:
@@ -171,3 +221,33 @@ def staged(world: Group) -> list[Any]:
     total = back(world.all_reduce(on_device(np.array([1.0, 2.0])), algorithm="ring"))
     device: Any = world.transport.device
     return [world.transport.name, device.gpu.device.id, total.tolist()]
+
+
+CALLS: dict[str, Callable[[Group], None]] = {
+    "every_algorithm": lambda world: every_algorithm(world, world.size), "in_order": lambda world: in_order(world, 50),
+    "all_cases": lambda world: all_cases(world, world.size), "in_a_stream_of_its_own": in_a_stream_of_its_own,
+    "messages": lambda world: messages(world, 30), "mixed": mixed}
+
+
+def main(transport: str, *names: str) -> None:
+    """As a rank of a launcher, these CALLS (all); alone, every algorithm on 2 and 3 ranks that are forked here."""
+    if not detect().alone:
+        world = md.init(transport=transport)
+        for name in names or CALLS:
+            told(world.size, transport, name, lambda name=name: CALLS[name](world), world.rank == 0)
+        return
+    for size in (2, 3):         # the parent must not use the GPU, because it forks
+        told(size, transport, "every_algorithm", lambda size=size: md.run(
+            every_algorithm, size, size=size, transport=transport, limit=120), True)
+
+
+def told(size: int, transport: str, name: str, work: Callable[[], Any], shown: bool) -> None:
+    """The work, and a line about it."""
+    begun = time.monotonic()
+    work()
+    if shown:
+        print(f"{transport}, {size} ranks: {name} right, {time.monotonic() - begun:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

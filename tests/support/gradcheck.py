@@ -8,6 +8,7 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tape import Node
 from minidist.autograd.tensor import Tensor, tensor
+from minidist.device.backend import device_of, to_device
 
 STEP = 1e-6
 
@@ -22,7 +23,8 @@ def weigh(result: Any, seed: int = 0) -> Tensor:
     rng = np.random.default_rng(seed)
     total: Any = 0.0
     for output in outputs_of(result):
-        total = ops.sum(output * rng.uniform(0.5, 1.5, output.shape).astype(output.dtype)) + total
+        weights = rng.uniform(0.5, 1.5, output.shape).astype(output.dtype)
+        total = ops.sum(output * to_device(weights, device_of(output.data))) + total
     return total
 
 

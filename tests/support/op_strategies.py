@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from minidist.autograd import ops
 from minidist.autograd.ops.experts import Placement, place_rows
+from minidist.autograd.tensor import Tensor
+from minidist.device.backend import beside
 
 CASES: dict[str, st.SearchStrategy["Case"]] = {}
 
@@ -123,8 +125,8 @@ def _(draw: Any) -> Case:
 @case("where")
 def _(draw: Any) -> Case:
     a, b = broadcast_pair(draw)
-    condition = np.random.default_rng(draw(seeds)).random(np.broadcast_shapes(a, b)) < 0.5
-    return Case(lambda x, y: ops.where(condition, x, y), [normal(draw, a), normal(draw, b)])
+    condition = np.asarray(np.random.default_rng(draw(seeds)).random(np.broadcast_shapes(a, b)) < 0.5)
+    return Case(lambda x, y: ops.where(beside(condition, x.data), x, y), [normal(draw, a), normal(draw, b)])
 
 
 @case("cast")
@@ -200,17 +202,23 @@ def placement(draw: Any) -> Placement:
     return place_rows(rng.integers(0, 3, size=shape), rng.random(shape) < 0.7, experts=3)
 
 
+def placed_beside(there: Placement, x: Tensor) -> Placement:
+    """The placement on the device of x."""
+    return Placement(there.shape, *(beside(array, x.data) for array in (there.choices, there.experts, there.counts)))
+
+
 @case("to_experts")
 def _(draw: Any) -> Case:
     there = placement(draw)
-    return Case(lambda x: ops.to_experts(x, there), [normal(draw, (there.shape[0], draw(sizes)))])
+    return Case(lambda x: ops.to_experts(x, placed_beside(there, x)), [normal(draw, (there.shape[0], draw(sizes)))])
 
 
 @case("from_experts")
 def _(draw: Any) -> Case:
     there = placement(draw)
     rows = len(there.tokens)
-    return Case(lambda x, w: ops.from_experts(x, w, there), [normal(draw, (rows, draw(sizes))), normal(draw, (rows,))])
+    return Case(lambda x, w: ops.from_experts(x, w, placed_beside(there, x)),
+                [normal(draw, (rows, draw(sizes))), normal(draw, (rows,))])
 
 
 @case("grouped_linear")
@@ -293,7 +301,7 @@ def _(draw: Any) -> Case:
 def _(draw: Any) -> Case:
     t, n = draw(sizes), draw(st.sampled_from([2, 4]))
     positions = np.random.default_rng(draw(seeds)).integers(0, 1000, size=t)
-    return Case(lambda x: ops.rotary(x, positions), [normal(draw, (*draw(shapes), t, n))])
+    return Case(lambda x: ops.rotary(x, beside(positions, x.data)), [normal(draw, (*draw(shapes), t, n))])
 
 
 @case("causal_attention")

@@ -6,7 +6,7 @@ import numpy as np
 from training import global_batch, tiny
 
 from minidist.nn import GPT
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
 from minidist.optim import AdamW
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 from minidist.parallel.pipeline.pipeline import Pipeline

@@ -1,13 +1,13 @@
 """GELU, SiLU, SwiGLU, ReLU, softmax and log-softmax.
 
 GELU and SiLU compute their slope together with their value, while the block of rows is in the cache, and save it
-instead of x. Then backward is one product, and no transcendental function runs twice.
+instead of x. Then backward is one product. On a GPU kernels keep x, as computing the slope again costs less there.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, widen
@@ -54,10 +54,8 @@ def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Arra
 def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016.
 
-    Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding and without an array for
-             the sum.
+    Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding.
     Raises:  ShapeError if the bias does not fit.
-    The backward of the kernel reads x itself: on a GPU it costs less to compute the slope again than to keep it.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ShapeError(f"gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
@@ -95,7 +93,6 @@ def _(node: Node, dy: Array) -> Array:
 def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
     """silu(gate) · up, rounded as these two ops are. Source: Shazeer 2020.
 
-    Args:    gate, up: one shape and dtype. The backward of the kernel reads both, as that of GELU reads x.
     Raises:  ShapeError if the shapes differ.
     """
     if gate.shape != up.shape:
@@ -108,10 +105,9 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
 
 
 @swiglu.gradient("gate", "up")
-def _(node: Node, dy: Array) -> tuple[Array, Array]:
+def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.slope is None:
-        dgate, dup = launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy))
-        return dgate, dup
+        return tuple(launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy)))
     wide = widen(dy)
     of_silu = narrow(wide * widen(node.up), dy.dtype)
     return narrow(widen(of_silu) * widen(node.slope), dy.dtype), narrow(wide * widen(node.silu), dy.dtype)

@@ -3,10 +3,7 @@
 Scores are computed for one block of queries at a time, and a block is multiplied only by the keys that it may see. With
 several blocks this skips nearly half of the work. Long sequences keep no scores: the forward saves only the logarithm
 of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory grows
-with the number of tokens, not with its square. Short sequences keep the probabilities, which are small then.
-
-On a GPU kernels/attention.cu computes it for float16 and bfloat16, whose products tensor cores multiply. For float32
-cuBLAS computes the products below.
+with the number of tokens, not with its square. On a GPU kernels/attention.cu does this for float16 and bfloat16.
 
 Inside, score matrices are transposed, (…, K, Q): the maximum over the keys then runs along whole rows of memory, and
 the numbers of a query, (…, 1, Q), broadcast without a copy.
@@ -66,8 +63,7 @@ def block_scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array | 
 def highest(scores: Array) -> Array:
     """The maximum over the keys: (…, K, Q) -> (…, 1, Q).
 
-    The first maximum is over K/8 rows of 8·Q numbers: NumPy's inner loop is then 8 times longer, and the whole
-    function 2 to 4 times faster.
+    The first maximum is over K/8 rows of 8·Q numbers: NumPy's inner loop is then longer, and all 2 to 4 times faster.
     """
     *lead, k, q = scores.shape
     if k % 8 == 0:
@@ -76,10 +72,7 @@ def highest(scores: Array) -> Array:
 
 
 def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array] | None) -> None:
-    """Write attention into y (…, T, D) and log(sum(exp(scores))) of each query into log_total (…, 1, T).
-
-    Appends the probabilities (…, K, Q) of each block to `kept`, if given.
-    """
+    """Write attention into y (…, T, D) and log(sum(exp(scores))) into log_total (…, 1, T); append blocks to `kept`."""
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
     for queries, keys, mask in query_blocks(q):
@@ -138,11 +131,7 @@ def sum_heads(x: Array, kv_heads: int) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
-    """Attention of a batch into y; all (B, H or H_kv, T, D).
-
-    Returns: log(sum(exp(scores))) (B, H, 1, T), and the probabilities kept for backward: those of short sequences, if
-             `keep` is set.
-    """
+    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns: log(sum(exp(scores))), kept probabilities."""
     xp, (b, heads, t, _) = array_module(q), q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
     kept: list[Array] = []
@@ -158,7 +147,7 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
     xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
     for i in sequences(q):
         own = heads == kv_heads
-        dk_all, dv_all = (dk[i], dv[i]) if own else (xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype))
+        dk_all, dv_all = (dk[i], dv[i]) if own else xp.empty((2, *q[i].shape), q.dtype)
         _attend_gradients(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
         if not own:
@@ -183,7 +172,6 @@ def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
 
 
 def _gradients_by_kernel(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array) -> tuple[Array, ...]:
-    """dq, dk, dv from the kernel."""
     q, k, v, y, dy = (array_module(q).ascontiguousarray(x) for x in (q, k, v, y, dy))
     return tuple(launcher("attention_gradient")(q, k, v, y, log_total, dy, causal=True))
 
@@ -238,8 +226,7 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
     """Causal attention on the output of one linear that makes q, k and v: (B, T, 3·H·D) -> (B, T, H·D).
 
     The last dim holds q of all heads, then k, then v. It computes on views, without transposing memory.
-    Args:    heads: H; keep: as causal_attention's.
-    Raises:  ShapeError if the shape does not fit.
+    Args, Raises: as causal_attention.
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")

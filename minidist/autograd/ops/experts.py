@@ -1,7 +1,7 @@
-"""Ops of a mixture of experts: top-k, the placement of rows, the way to the experts and back, grouped products.
+"""Ops of a mixture of experts: a token that goes to k experts is k rows.
 
-A token that goes to k experts is k rows. `to_experts` copies tokens to rows, sorted by expert. `grouped_linear`
-multiplies each run of rows by the matrix of its expert. `from_experts` weights the results and sums them per token.
+`to_experts` copies tokens to rows, sorted by expert. `grouped_linear` multiplies each run of rows by the matrix of its
+expert. `from_experts` weights the results and sums them per token.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,8 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
 def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array, Saved]:
     """Rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R, out).
 
-    Args:    counts: the number of rows of each group, 0 or more.
+    Args:    counts: the number of rows of each group. Raises: ShapeError if they or the shapes do not fit.
     Cost:    2·R·in·out FLOPs, in one product a group.
-    Raises:  ShapeError if the shapes or counts do not fit.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ShapeError(f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) and "
@@ -78,18 +77,12 @@ def _(node: Node, dy: Array) -> Array:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token.
+    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token."""
 
-    Attributes: shape    (T, k): tokens, and choices of each token
-                choices  (R,) integers: for each row, its index in the flattened (T, k) choices
-                experts  (R,) integers: the expert of each row
-                counts   (experts,) integers: the number of rows of each expert
-    """
-
-    shape: tuple[int, int]
-    choices: Array
-    experts: Array
-    counts: Array
+    shape: tuple[int, int]      # (T, k): tokens, and choices of each token
+    choices: Array              # (R,) integers: for each row, its index in the flattened (T, k) choices
+    experts: Array              # (R,) integers: the expert of each row
+    counts: Array               # (experts,) integers: the number of rows of each expert
 
     @cached_property
     def tokens(self) -> Array:
@@ -106,9 +99,8 @@ class Placement:
 
 
 def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
-    """The placement of all kept choices.
+    """The placement of all kept choices: chosen (T, k) integers, kept (T, k) bool or None, which keeps all.
 
-    Args:    chosen: (T, k) integers, experts; kept: (T, k) bool; None: all; experts: their number.
     Raises:  ShapeError if the shapes do not fit.
     """
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
@@ -128,9 +120,8 @@ def to_experts(x: Array, placement: Placement) -> tuple[Array, Saved]:
         raise ShapeError(f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
                          f"it needs shape (tokens, n)")
     fast = kernel("to_experts", x)
-    if fast is not None:
-        return fast(x, placement), saved(placement=placement)
-    return array_module(x).take(x, placement.tokens, axis=0), saved(placement=placement)
+    y = fast(x, placement) if fast is not None else array_module(x).take(x, placement.tokens, axis=0)
+    return y, saved(placement=placement)
 
 
 @to_experts.gradient("x")
@@ -162,7 +153,7 @@ def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[
 
 @from_experts.gradient("results", "weights")
 def _(node: Node, dy: Array) -> tuple[Array, Array]:
-    """With dy of the row's token: the gradient of results is weight · dy, that of a weight the dot product row · dy."""
+    """Of results: weight · dy of the row's token; of a weight: the dot product of row and dy."""
     fast = kernel("from_experts_gradient", dy)
     if fast is not None:
         dresults, dweights = fast(dy, node.results, widen(node.weights), node.placement)

@@ -19,26 +19,15 @@ _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 @dataclass(frozen=True)
 class SortedIds:
-    """Positions on a GPU, checked and sorted by the host in advance, so that no op has to do it (cuda_graph.py).
+    """Positions on a GPU, checked and sorted by the host in advance, so that no op has to do it (cuda_graph.py)."""
 
-    Attributes: ids             int64 (…)
-                order, starts   int32 (n,), (count + 1,): id t is at the positions order[starts[t]:starts[t + 1]]
-    """
-
-    ids: Array
-    order: Array
-    starts: Array
+    ids: Array          # int64 (…)
+    order: Array        # int32 (n,): id t is at the positions order[starts[t]:starts[t + 1]]
+    starts: Array       # int32 (count + 1,)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.ids.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 def check_positions(name: str, ids: Array, count: int) -> None:
@@ -76,20 +65,18 @@ def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
 
 @embedding.gradient("table")
 def _(node: Node, dy: Array) -> Array:
-    ids = node.ids
-    if isinstance(ids, SortedIds):
-        dy = array_module(dy).ascontiguousarray(dy.reshape(-1, dy.shape[-1]))
-        found = ids.order, ids.starts
-        return launcher("embedding_gradient")(ids.ids.reshape(-1), dy, node.shapes["table"][0], found=found)
-    return sum_by_id(ids.reshape(-1), dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0])
+    ids, dy, count = node.ids, dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0]
+    if not isinstance(ids, SortedIds):
+        return sum_by_id(ids.reshape(-1), dy, count)
+    dy, found = array_module(dy).ascontiguousarray(dy), (ids.order, ids.starts)
+    return launcher("embedding_gradient")(ids.ids.reshape(-1), dy, count, found=found)
 
 
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
     """Row i of the result is the sum of values[j] over all j with ids[j] == i, in a fixed order.
 
-    The host sorts values by id and sums each run, and so does the kernel on a GPU. For a dtype that the kernel does not
-    take, a product with the one-hot matrix computes it, a slice of the table at a time. Atomic additions would differ
-    from run to run.
+    The host sorts values by id and sums each run, and so does the kernel on a GPU. Otherwise a GPU multiplies by the
+    one-hot matrix, a slice of the table at a time. Atomic additions would differ from run to run.
     Args:    ids: (m,) integers; values: (m, n) floats; count: rows of the result.
     Returns: (count, n), values' dtype.
     """

@@ -65,10 +65,9 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
-    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it.
+    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it once.
 
-    So the host rounds once, after adding the bias. A GPU rounds the product, so that tensor cores can compute it, and
-    rounds again after adding the bias.
+    A GPU rounds the product, so that tensor cores can compute it, and rounds again after adding the bias.
     """
     if b is None:
         return multiply(x, w)

@@ -1,6 +1,6 @@
 """Cross-entropy of logits against token ids."""
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, beside, device_of, narrow, widen
@@ -25,12 +25,10 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
     """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
     Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l - m)). The loss is
-    log(s) + (m - t), in this order, so that log(s) is not lost beside the large logits of a diverging run. m and s
-    stay for backward, 2 numbers a token.
+    log(s) + (m - t), in this order, so that log(s) is not lost beside the large logits of a diverging run.
     Args:    logits: (…, V), floats; targets: (…), integers. They may stay on the host while logits are on a GPU; then
              their range is checked. A target on a GPU that is outside the vocabulary gives NaN.
-             divisor: default: the number of tokens. A strategy passes the global token count, so that losses and
-             gradients of the shards add up (never a mean of means).
+             divisor: default: the number of tokens. A strategy passes the global token count, so that shards add up.
     Returns: one number, in float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     """
@@ -65,11 +63,7 @@ def _(node: Node, dy: Array) -> Array:
 
 def logits_gradient(logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array,
                     divisor: float) -> Array:
-    """(exp(logits - top) / total - one-hot) dy / divisor, of the shape and dtype of the logits.
-
-    Args:    top, total: (rows, 1), a row's maximum and the sum of its exponentials; places: rows and columns of the
-             targets; dy: one number.
-    """
+    """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the targets; dy: one number."""
     xp, wide = array_module(logits), rows(widen(logits))
     dx, scale = xp.empty(wide.shape, wide.dtype), widen(dy) / wide.dtype.type(divisor)
     for where in row_blocks(wide):

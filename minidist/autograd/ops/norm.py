@@ -3,7 +3,7 @@
 On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and scale.
 """
 
-from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, widen
@@ -65,10 +65,7 @@ def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
 @rms_norm.gradient("x", "w")
 @layer_norm.gradient("x", "w", "b")
 def _(node: Node, dy: Array) -> tuple[Array, ...]:
-    """All gradients of a norm in one pass: with g = dy w,  dx = scale (g - mean(g) - hat mean(g hat)).
-
-    RMS norm has no mean(g) term. dw sums dy hat over the rows, db sums dy.
-    """
+    """With g = dy w: dx = scale (g - mean(g) - hat mean(g hat)), without mean(g) for RMS; dw = Σ dy hat, db = Σ dy."""
     xp = array_module(dy)
     if node.hat is None:
         return tuple(launcher(f"{node.op.name}_gradient")(node.x, node.w, xp.ascontiguousarray(dy), *node.sums))

@@ -9,10 +9,8 @@ exp(score - top). If a new block raises the maximum, the earlier sums are scaled
     y     = y · exp(top - now) + exp(scores - now) v
 
 At the end y / total is the attention to all keys, in whatever order the blocks arrived. No exponent is above 0.
-Backward needs no order: log(sum(exp(scores))) of each query is enough to compute the probabilities of any block again,
-and the gradients of blocks add up.
-
-The classes work on plain arrays, (B, H or H_kv, T, D), for strategies whose ranks pass blocks on.
+Backward needs only log(sum(exp(scores))) of each query to compute the probabilities of any block again, and the
+gradients of blocks add up. All arrays are plain ones, (B, H or H_kv, T, D).
 Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
@@ -20,17 +18,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minidist.autograd.ops.attention import (
-    QUERY_BLOCK,
-    QUERY_BLOCK_GPU,
-    block_scores,
-    flip,
-    highest,
-    query_blocks,
-    sequences,
-    shared,
-    sum_heads,
-)
+from minidist.autograd.ops import attention
+from minidist.autograd.ops.attention import block_scores, flip, highest, query_blocks, sequences, shared, sum_heads
 from minidist.device.backend import Array, array_module, matmul
 
 
@@ -123,7 +112,7 @@ class OnlineGradients:
 def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array | None]]:
     """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the cache."""
     length = q.shape[2]
-    height = QUERY_BLOCK if array_module(q) is np else QUERY_BLOCK_GPU
+    height = attention.QUERY_BLOCK if array_module(q) is np else attention.QUERY_BLOCK_GPU
     for i in sequences(q):
         if causal:
             yield from ((i, rows, keys, mask) for rows, keys, mask in query_blocks(q))

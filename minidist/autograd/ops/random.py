@@ -14,8 +14,7 @@ def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width
     """The global position of each element: token * width + column. Raises: ShapeError."""
     lead, n = shape[:-1], shape[-1]
     tokens = xp.arange(int(np.prod(lead)), dtype="int64").reshape(lead) if tokens is None else xp.asarray(tokens)
-    if columns is None:
-        columns = range(n)
+    columns = range(n) if columns is None else columns
     if tokens.shape != lead or len(columns) != n:
         raise ShapeError(f"dropout: x {shape} needs global tokens of shape {lead}, not {tokens.shape}, "
                          f"and {n} columns, not {len(columns)}")
@@ -28,8 +27,7 @@ def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, 
             key: Array | None = None) -> tuple[Array, Saved]:
     """Zero a share `rate` of x (…, n), scale the rest by 1 / (1 - rate), and add it to `residual` (…, n).
 
-    A hash of (name, seed, step, global token, global column) chooses the elements, so the mask of a shard is exactly
-    its slice of the whole mask.
+    A hash of (name, seed, step, global token, global column) chooses: a shard's mask is its slice of the whole one.
     Args:    tokens: (…) integers, the global index of each token here, for a shard of the batch or the sequence.
              columns, width: the global columns here (a range) and the number of all, for a shard of the width.
              key: uint64 (1,) on a GPU, read by the kernel: the key of the stream, in place of name, seed and step.
@@ -55,7 +53,7 @@ def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, 
 
 def _by_kernel(x: Array, residual: Array | None, rate: float, name: str, seed: int, step: int, tokens: Any = None,
                columns: Any = None, width: int | None = None, key: Array | None = None) -> Array:
-    """Dropout by the kernel, which draws its own numbers, in forward and again for the gradient."""
+    """The kernel draws its own numbers, in forward and again for the gradient."""
     xp = array_module(x)
     if columns is not None and len(columns) != x.shape[-1]:
         raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")

@@ -22,15 +22,8 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _stretched(node: Node, y: Array) -> Array:
     """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts against x."""
-    shape = node.shapes["x"]
-    dims = _dims(node.options.get("dim"), shape)
+    shape, dims = node.shapes["x"], _dims(node.options.get("dim"), node.shapes["x"])
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
-
-
-def _count(node: Node) -> int:
-    """How many elements of x were reduced to each element of the result."""
-    shape = node.shapes["x"]
-    return math.prod(shape[d] for d in _dims(node.options.get("dim"), shape))
 
 
 def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
@@ -55,12 +48,12 @@ def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, 
     dims = _dims(dim, x.shape)
     count = math.prod(x.shape[d] for d in dims)
     total = _total(x, dims, keepdims)
-    return narrow(total / total.dtype.type(count), x.dtype), saved()
+    return narrow(total / total.dtype.type(count), x.dtype), saved(count=count)
 
 
 @mean.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    share = narrow(widen(dy) / widen(dy).dtype.type(_count(node)), dy.dtype)
+    share = narrow(widen(dy) / widen(dy).dtype.type(node.count), dy.dtype)
     return array_module(dy).broadcast_to(_stretched(node, share), node.shapes["x"])
 
 
@@ -84,11 +77,11 @@ def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, S
     dims, wide = _dims(dim, x.shape), widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)
-    return narrow(y, x.dtype), saved(centred=centred)
+    return narrow(y, x.dtype), saved(centred=centred, count=math.prod(x.shape[d] for d in dims))
 
 
 @var.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     wide: Any = widen(dy)
-    scale = wide * wide.dtype.type(2.0 / _count(node))
+    scale = wide * wide.dtype.type(2.0 / node.count)
     return narrow(node.centred * _stretched(node, scale), dy.dtype)

@@ -45,7 +45,7 @@ def _is_basic(index: Any) -> bool:
 def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
     """x[index], with slices (a view), integer arrays or a bool array (a copy).
 
-    If an element is picked several times, a GPU adds its gradients in no fixed order; `take` adds in a fixed order.
+    A GPU adds the gradients of an element picked several times in no fixed order; `take` adds in a fixed order.
     Raises:  ShapeError if the index does not fit.
     """
     try:
@@ -93,13 +93,9 @@ def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tup
     Raises:  ShapeError if the sizes do not add up to the dim.
     """
     n = x.shape[dim]
-    if isinstance(sections, int):
-        if sections < 1 or n % sections:
-            raise ShapeError(f"split: dim {dim} of shape {x.shape} does not divide into {sections}; "
-                             f"pass a list of sizes")
-        sizes: Sequence[int] = [n // sections] * sections
-    else:
-        sizes = sections
+    if isinstance(sections, int) and (sections < 1 or n % sections):
+        raise ShapeError(f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list of sizes")
+    sizes = [n // sections] * sections if isinstance(sections, int) else sections
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise ShapeError(f"split: sizes {list(sizes)} do not add up to dim {dim} of shape {x.shape}")
     cuts = list(itertools.accumulate(sizes))[:-1]

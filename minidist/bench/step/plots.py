@@ -8,8 +8,8 @@ from minidist.bench.step.plan import plan_label
 from minidist.bench.step.ranks import STAGES
 from minidist.observe.plots import MEMORY
 
-COLOURS = {"minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c", "PyTorch eager": "#e08e3c",
-           "torch.compile": "#8172b3"}
+COLOURS = {"minidist": "#3b6fb6", "minidist, one graph": "#2a9d8f", "separate": "#9aa5b1", "PyTorch": "#e08e3c",
+           "PyTorch eager": "#e08e3c", "torch.compile": "#8172b3"}
 INK = "#1f2933"
 
 

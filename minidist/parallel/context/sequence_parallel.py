@@ -43,7 +43,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
 from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion, set_output, shared_numbers, split_gpt
+from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion, shared_numbers, split_gpt
 
 
 def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
@@ -110,7 +110,7 @@ def sequence_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT's layers as chapter 12 does, and the sequence between them. Raises: as split_gpt."""
     region = SequenceRegion(group)
     split_gpt(model, region)
-    set_output(model, SequenceOutput(model.config.vocabulary, region))
+    model.output = SequenceOutput(model.config.vocabulary, region)
     shard_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model

@@ -15,7 +15,7 @@ from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
-from minidist.nn.output import Output
+from minidist.nn.gpt import Output
 from minidist.parallel.tensor.split_model import SplitModel
 
 TOKENS = 1      # the dim of (B, T, width) that is cut

@@ -36,7 +36,7 @@ from minidist.device.backend import Array, device_of
 from minidist.device.cublas import Products
 from minidist.device.dispatch import launcher
 from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
-from minidist.nn.dropout import Dropout, DropoutKey
+from minidist.nn.layers import Dropout, DropoutKey
 from minidist.optim import Adam
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, to_host
-from minidist.device.bytes_view import bytes_view
+from minidist.device.backend import Array, bytes_view, to_host
 from minidist.errors import DiskError, TimeoutError
 from minidist.parallel.data.device_copies import host_bytes
 from minidist.parallel.memory.transfer_lanes import LIMIT, Move, Pace, TransferLane

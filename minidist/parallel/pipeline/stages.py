@@ -22,8 +22,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
-from minidist.nn.balance import BalancedOutput
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
@@ -60,8 +59,6 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
-        if isinstance(model.output, BalancedOutput):
-            cut.output = model.output.output        # each stage adds the balance loss of its own blocks
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """The mixtures of a stage's blocks."""

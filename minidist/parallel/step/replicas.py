@@ -8,8 +8,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.device.backend import to_host
-from minidist.device.bytes_view import bytes_view
+from minidist.device.backend import bytes_view, to_host
 from minidist.errors import MismatchError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.nn.dropout import DropoutKey
+from minidist.nn.layers import DropoutKey
 
 Batch = tuple[Array, Array]
 """(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""

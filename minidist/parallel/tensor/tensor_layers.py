@@ -17,15 +17,13 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives
-from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MLP, CausalSelfAttention, DropoutKey, Embedding, GPTConfig, Linear, Mixture, Module, Weight
-from minidist.nn.balance import BalancedOutput
-from minidist.nn.moe import Sequences, mixtures
-from minidist.nn.output import Output
+from minidist.nn.gpt import Output
+from minidist.nn.moe import Sequences
 from minidist.nn.shares import even_slices, head_shares, narrowest
 from minidist.nn.weight_shard import ShardIndex, WeightShard
 
@@ -184,8 +182,8 @@ class SplitOutput(Output):
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
-        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
-                                   group=self.region.group, divisor=divisor)
+        return collectives.split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
+                                               group=self.region.group, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
@@ -253,11 +251,5 @@ def split_gpt(model: GPT, region: TensorRegion) -> None:
     model.tokens = SplitEmbedding(model.tokens, region)
     if model.head is not None:
         model.head = ColumnLinear(model.head, region)       # type: ignore[assignment]
-    set_output(model, SplitOutput(config.vocabulary, region))
+    model.output = SplitOutput(config.vocabulary, region)
     model.assign_names()
-
-
-def set_output(model: GPT, output: Output) -> None:
-    """Replace a GPT's output; balance losses are still added if the model has any."""
-    layers = mixtures(model)
-    model.output = BalancedOutput(output, layers) if layers else output

@@ -50,7 +50,7 @@ from minidist.parallel.zero.replica import ShardedReplica
 
 def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
                 batches: Iterable[Batch]) -> None:
-    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of N4:298."""
+    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of N4:297."""
     flat = Flat(list(model.parameters()), group)                                     # all weights; one chunk is mine
     weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
     optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))                # states of my chunk alone

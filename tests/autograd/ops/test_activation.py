@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.autograd import ops
-from minidist.autograd.ops import blocks
+from minidist.autograd.ops import arithmetic
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.device import account, backend
 from minidist.errors import ShapeError
@@ -95,7 +95,7 @@ def test_swiglu_is_silu_times_up_to_the_bit(kind):
 def test_any_number_of_blocks_gives_the_same(name, n, monkeypatch):
     x = np.random.default_rng(0).normal(size=(n, 3))
     whole = getattr(ops, name)(x).data
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * 8)
+    monkeypatch.setattr(arithmetic, "BLOCK_BYTES", 8 * 8)
     np.testing.assert_array_equal(getattr(ops, name)(x).data, whole)
 
 

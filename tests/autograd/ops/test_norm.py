@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minidist.autograd import ops
-from minidist.autograd.ops import blocks
+from minidist.autograd.ops import arithmetic
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ShapeError
 
@@ -37,7 +37,7 @@ def test_any_number_of_blocks(height, monkeypatch):
         return y.data, x.grad, w.grad, b.grad
 
     whole = run()
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", height * 6 * 8)
+    monkeypatch.setattr(arithmetic, "BLOCK_BYTES", height * 6 * 8)
     for a, c in zip(run(), whole, strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-12, atol=1e-14)
 

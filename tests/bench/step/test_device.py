@@ -129,9 +129,11 @@ def test_contenders_stand_beside_each_other(jobs, tmp_path):
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_captured_step_stands_behind_ours(jobs, monkeypatch):
+def test_a_captured_step_stands_behind_ours(jobs, monkeypatch, tmp_path):
     """And is ours: the bench ends if it fails."""
     assert [row["name"] for row in measure(graph=True)["rows"]] == [OURS, CAPTURED, EAGER, COMPILED]
+    draw_device(tmp_path / "step.png", {"model": vars(TINY), **measure(graph=True)})
+    assert (tmp_path / "step.png").exists()
     monkeypatch.setattr(jobs, "fails", CAPTURED)
     with pytest.raises(PeerLostError, match="no triton"):
         measure(graph=True)

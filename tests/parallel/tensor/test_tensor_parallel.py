@@ -23,7 +23,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.autograd import ops
-from minidist.autograd.ops import collectives, vocabulary
+from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import tensor as leaf
 from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
@@ -298,14 +298,14 @@ def test_cross_entropy_of_slices(size: int) -> None:
     def job(world: Any) -> None:
         own = even_slices(11, size)[world.rank]
         x = leaf(logits[..., own].copy(), requires_grad=True)
-        loss = vocabulary.split_cross_entropy(x, targets, first=own.start, vocabulary=11, group=world, divisor=7)
+        loss = collectives.split_cross_entropy(x, targets, first=own.start, vocabulary=11, group=world, divisor=7)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
         loss.backward()
         np.testing.assert_allclose(x.grad, whole.grad[..., own], atol=1e-15)
         with pytest.raises(ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"):
-            vocabulary.split_cross_entropy(x, targets % 2 * 11, first=own.start, vocabulary=11, group=world)
+            collectives.split_cross_entropy(x, targets % 2 * 11, first=own.start, vocabulary=11, group=world)
         huge = leaf(np.full((1, 1, own.stop - own.start), 1e9, np.float32))
-        alike = vocabulary.split_cross_entropy(huge, targets[:1, :1], first=own.start, vocabulary=11, group=world)
+        alike = collectives.split_cross_entropy(huge, targets[:1, :1], first=own.start, vocabulary=11, group=world)
         assert alike.item() == pytest.approx(np.log(11), rel=1e-6)
 
     md.run(job, size=size)

@@ -1,5 +1,6 @@
 """The device side of transport nccl (NCCL, CUDA IPC) on a stand-in for CuPy; with real GPUs under -m gpu."""
 
+import shutil
 import sys
 import threading
 import time
@@ -518,6 +519,11 @@ def test_who_computes_on_is_not_waited_for_longer_than_the_limit(cupy):
     run_on_gpus(ranks, size=2, one_gpu=True)
 
 
+@pytest.mark.usefixtures("cupy")
+def test_nccl_of_one_rank():
+    run(gpu_calls.one_rank, size=1)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
     """Three ranks of one host with two GPUs: 0 and 2 share the first."""
@@ -572,10 +578,18 @@ def gpus() -> int:
 
 
 @pytest.mark.gpu
+def test_nccl_of_one_rank_on_a_gpu():
+    gpus()
+    run(gpu_calls.one_rank, size=1)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_verb_on_gpus(size):
     """NCCL where each rank has a GPU of its own; CUDA IPC where there is one for all."""
     count = gpus()
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun, which starts the ranks; see CALLS of gpu_calls.py")
     if 1 < count < size:
         pytest.skip(f"needs one GPU, or {size}")
     md.run(gpu_calls.all_cases, size, size=size, transport="nccl")

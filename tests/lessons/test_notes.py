@@ -1,0 +1,89 @@
+"""The index of the lecture notes covers them, and what a story quotes of them stands on the line that it cites."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from minidist import lessons
+
+ROOT = lessons.FOLDER.parent
+NOTES = sorted((ROOT.parent / "shared" / "notes").glob("*.txt"))
+"""The five documents, where they lie beside the repository: they are not part of it."""
+needs_notes = pytest.mark.skipif(len(NOTES) != 5, reason="the five documents are not in ../shared/notes")
+
+ROW = re.compile(r"^\| N(\d):(\d+)-(\d+) \| (.+?) \| (.+?) \|", re.MULTILINE)
+CITED = re.compile(r"N([0-4]):(\d+)(?:[-–](\d+))?((?:, \d+\b(?!,?\d))*)")
+
+
+def index() -> list[tuple[int, int, int, str, set[str]]]:
+    """The rows of NOTES.md: document, first and last line, section, numbers of the lessons."""
+    text = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
+    return [(int(d), int(first), int(last), section, set(re.findall(r"\d\d", taught)))
+            for d, first, last, section, taught in ROW.findall(text)]
+
+
+def sources() -> list[Path]:
+    """Every file that may cite the notes."""
+    paths = [path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")]
+    return [path for path in [ROOT / "README.md", *paths] if path.suffix in (".md", ".py") and path.name != "NOTES.md"]
+
+
+def citations(text: str) -> list[tuple[int, int, int, str]]:
+    """Document, first and last line, and the text from there to the next citation or the end of the paragraph."""
+    found = []
+    for match in CITED.finditer(text):
+        behind = re.split(r"\n\s*\n|\n *[*|] |N[0-4]:\d", text[match.end():], maxsplit=1)[0]
+        lines = [int(line) for line in re.findall(r"\d+", match[4])]
+        found += [(int(match[1]), int(match[2]), int(match[3] or match[2]), behind)]
+        found += [(int(match[1]), line, line, "") for line in lines]
+    return found
+
+
+def test_the_index_has_every_line_once_and_every_lesson() -> None:
+    rows = index()
+    for document in range(5):
+        spans = [(first, last) for d, first, last, *_ in rows if d == document]
+        assert spans[0][0] == 1
+        assert all(last + 1 == first for (_, last), (first, _) in zip(spans, spans[1:], strict=False)), document
+    taught = set().union(*(row[-1] for row in rows))
+    assert {lesson.number for lesson in lessons.every_lesson()} <= taught
+
+
+def test_a_lesson_stands_in_the_index_where_it_cites() -> None:
+    missing = []
+    for lesson in lessons.every_lesson():
+        for document, line, *_ in citations(lesson.part("README.md").read_text(encoding="utf-8")):
+            taught = next((row[-1] for row in index() if row[0] == document and row[1] <= line <= row[2]), set())
+            missing += [] if lesson.number in taught else [f"lesson {lesson.number} cites N{document}:{line}"]
+    assert not missing
+
+
+@needs_notes
+def test_the_index_ends_and_names_sections_as_the_notes_do() -> None:
+    for document, path in enumerate(NOTES):
+        text = path.read_text(encoding="utf-8")
+        rows = [row for row in index() if row[0] == document]
+        assert rows[-1][2] == len(text.splitlines())
+        for _, first, last, section, _ in rows:
+            within = "\n".join(text.splitlines()[first - 1:last])
+            for name in section.split("; "):
+                assert name in within, (document, first, name)
+
+
+@needs_notes
+def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
+    documents = [path.read_text(encoding="utf-8").splitlines() for path in NOTES]
+    checked, wrong = 0, []
+    for path in sources():
+        for document, first, last, behind in citations(path.read_text(encoding="utf-8")):
+            where = f"{path.relative_to(ROOT)} cites N{document}:{first}"
+            cited = "\n".join(documents[document][first - 1:last])
+            if not cited.strip():
+                wrong.append(f"{where}, an empty line or none")
+            for quotation in re.findall("「(.+?)」", behind, re.DOTALL):
+                checked += 1
+                if quotation not in cited.replace("**", ""):
+                    wrong.append(f"{where}, which does not say {quotation}")
+    assert not wrong
+    assert checked >= 25
