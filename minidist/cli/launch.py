@@ -15,7 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from minidist.console import fail, positive, write_json
+from minidist.comm.health.process_state import PATIENCE
+from minidist.console import fail, positive, positive_number, write_json
 from minidist.launch.spawning import Nodes, spawn
 
 
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS",
                         help="node 0's address; it listens there, and only there (default: loopback)")
     parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="its port (default: any free one)")
+    parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
+                        help="how long a rank's process may be stopped before it is lost; node 0's counts (default: "
+                             "%(default)s)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
     command = program(args.program, args.arguments, module=args.module)
     nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file))
+    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience)
     if args.json:
         write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status})
     return status

@@ -35,7 +35,7 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure, say_line
-from minidist.comm.health.process_state import exit_of, this_system
+from minidist.comm.health.process_state import PATIENCE, exit_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
@@ -52,13 +52,14 @@ class Monitor:
         size: ranks of the job.                 token: the job's secret.
         listener: where ranks connect (acceptor.listen); left out: at a free port of this host. `address` says which.
         how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
+        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
     """
 
     def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
-                 how: Callable[[Seat], str | None] | None = None) -> None:
+                 how: Callable[[Seat], str | None] | None = None, patience: float = PATIENCE) -> None:
         self.size, self._how = size, how or (lambda seat: None)
         self.listener = listener or listen("127.0.0.1", 0, size)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
@@ -71,7 +72,7 @@ class Monitor:
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._watchdog = Watchdog(size, self.present, self.lose)
+        self._watchdog = Watchdog(size, self.present, self.lose, patience)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
@@ -269,13 +270,14 @@ class Monitor:
         seat.send("noted", value=self.lose(loss))
 
 
-def main(size: int, listener: socket.socket) -> None:
+def main(size: int, listener: socket.socket, patience: float) -> None:
     """The monitor as a child of rank 0 (launch/joining.py): it watches until every rank has gone."""
     def rank_0_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.0)[0])
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
-    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid))
+    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
+                      patience=patience)
     monitor.start()
     while not monitor.wait(0.2) and monitor.loss is None:
         if rank_0_ends():
@@ -294,4 +296,4 @@ def main(size: int, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]))

@@ -26,15 +26,16 @@ class Watchdog:
     """Belongs to the monitor's thread that hears the ranks; tables, and methods about node agents, are for any thread.
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
-          lose(loss): end the job for this reason.
+          lose(loss): end the job for this reason. patience: seconds that a rank's process may be stopped.
     """
 
-    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
+    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool],
+                 patience: float) -> None:
         self._size, self._present, self._lose = size, present, lose
         self.arbiter = Arbiter(
             ask=lambda ranks, number: self._send(ranks, "ask", round=number),
             tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
-        self._looks, self._looked = ProcessLooks(), time.monotonic()
+        self._looks, self._looked = ProcessLooks(patience), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
         self._overdue: dict[int, State] = {}        # of ranks whose wait has reached its limit: as they waited
@@ -82,7 +83,7 @@ class Watchdog:
                 self.lose_agent(agent, None)
             else:
                 agent.unanswered += 1
-                agent.send("look", pids=[seat.pid for seat in self._covered(agent)])
+                agent.send("look", pids=[seat.pid for seat in self._covered(agent)], patience=self._looks.patience)
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
