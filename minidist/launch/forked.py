@@ -44,6 +44,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     flush_output()                      # or each child would print again what is still buffered here
+    transports.allow_open_files(size)
     transports.load(transport)          # once, here, rather than in every child
     job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
     try:

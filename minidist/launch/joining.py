@@ -163,7 +163,7 @@ class MonitorProcess(HelperProcess):
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
                  patience: float = PATIENCE) -> None:
-        with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
+        with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
             super().__init__(token, "monitor", size, listener.fileno(), patience, fds=[listener.fileno()])
 

@@ -76,7 +76,7 @@ class SpawnedJob:
         self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
                                                     self.children.how)
         if nodes.rank == 0:
-            self.watch = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
+            self.watch = Monitor(size * nodes.count, token, listen(host, port),
                                  how=lambda seat: self.children.how(seat.world_rank), patience=patience)
             port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)

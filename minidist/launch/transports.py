@@ -2,12 +2,14 @@
 
 import contextlib
 import difflib
+import errno
 import faulthandler
 import importlib
 import importlib.util
 import os
 import queue
 import re
+import resource
 import sys
 import threading
 import warnings
@@ -28,6 +30,7 @@ LATER = ("sim",)                                        # named in the design, n
 _MAKERS = {"auto": ("auto", "connect"), "tcp": ("auto", "connect_tcp"), "shm": ("auto", "connect_shm"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
+FILES = 8               # open files for each rank of the job: connection, shared memory, what it inherited
 HEARSAY = 2.0           # most seconds to wait for the reason of a connection that failed; milliseconds mostly
 
 
@@ -77,6 +80,7 @@ def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: i
         except BaseException:
             host.close()
             raise
+    allow_open_files(link.world_size)
     found: queue.SimpleQueue[Transport | BaseException] = queue.SimpleQueue()
     memory = account.current()
 
@@ -93,14 +97,23 @@ def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: i
     outcome = found.get()
     if isinstance(outcome, Transport):
         return outcome
-    system = isinstance(outcome, OSError) and not isinstance(outcome, CommError)
+    system = outcome if isinstance(outcome, OSError) and not isinstance(outcome, CommError) else None
     if system or isinstance(outcome, PeerLostError | HandshakeError):
         loss = link.wait_for_loss(HEARSAY)                  # the connection broke a moment before the monitor says why
         if loss is not None:
             raise loss.error() from outcome
     if system:
-        raise CommError(f"rank {link.world_rank} cannot connect to the other ranks: {outcome}") from outcome
+        remedy = f"; let `ulimit -n` be {FILES * link.world_size}" if system.errno == errno.EMFILE else ""
+        raise CommError(f"rank {link.world_rank} cannot connect to the other ranks: {system}{remedy}") from system
     raise outcome
+
+
+def allow_open_files(size: int) -> None:
+    """Have the system let this process open FILES a rank, as far as its user may decide that."""
+    count = FILES * size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < count and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
 
 
 def mpi_world(launch: Launch, limit: float) -> Any:

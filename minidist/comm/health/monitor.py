@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen, set_up
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.process_state import PATIENCE, exit_of, this_system
@@ -61,9 +61,9 @@ class Monitor:
     def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
                  how: Callable[[Seat], str | None] | None = None, patience: float = PATIENCE) -> None:
         self.size, self._how = size, how or (lambda seat: None)
-        self.listener = listener or listen("127.0.0.1", 0, size)
+        self.listener = listener or listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._acceptor = Acceptor(self.listener, token, self._admit, self._run)
+        self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor")
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
@@ -161,6 +161,7 @@ class Monitor:
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """After the handshake: give a rank that fits the job its seat, or a node agent its own."""
+        set_up(sock)
         peer = wire.address_of(sock)
         match hello:
             case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),

@@ -76,11 +76,13 @@ def state_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process behind its name: its state, …, its exit code; [""] if nothing."""
+    """What /proc says of a process, from its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return [""]
+    except OSError:                                         # this process has too many open files, say
+        return ["?"]
 
 
 def stop_of(pid: int) -> str:

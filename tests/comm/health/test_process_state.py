@@ -1,6 +1,7 @@
 """What the kernel says of processes: who is frozen, how one ended, which are seen from here."""
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -111,3 +112,13 @@ def test_how_a_process_ended_that_is_nobody_of_ours(monkeypatch):
 def test_a_system_is_told_from_its_namesakes():
     assert process_state.this_system().split()[0] == os.uname().nodename
     assert len(process_state.this_system().split()) == 3
+
+
+def test_nobody_has_ended_because_our_files_have_run_out(monkeypatch):
+    def too_many(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)
+    monkeypatch.setattr(process_state.Path, "read_text", too_many)
+    assert not process_state.has_ended(os.getpid())
+    assert process_state.exit_of(os.getpid()) is None

@@ -15,6 +15,7 @@ nothing of it can be left behind, no other user can open it, and /dev/shm does n
 cost nothing.
 """
 
+import errno
 import mmap
 import os
 import socket
@@ -70,10 +71,13 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
         for rank, sock in connections.items():
             expected = 1 if rank > world_rank else 2
             with _while_starting(world_rank, rank):
-                told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
+                told, received, flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
                 opened += received
-                if len(received) != expected or len(told) != EXHIBIT_BYTES:
+                cut = flags & socket.MSG_CTRUNC
+                if not cut and (len(received) != expected or len(told) != EXHIBIT_BYTES):
                     raise EOFError("it ended")
+            if cut:                                 # by the kernel
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             process = process_vm_read.process_of(told)
             if process is not None:
                 readable[rank] = process

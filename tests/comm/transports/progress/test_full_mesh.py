@@ -11,6 +11,7 @@ from helpers import SOON, nobodys_port
 from leftovers import open_files
 
 from minidist.comm import wire
+from minidist.comm.health import acceptor
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.tcp import dial, listen
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
@@ -132,6 +133,39 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
     assert "127.0.0.1" in caplog.text
     assert "token" in caplog.text
     assert "a token for tests" not in caplog.text
+
+
+@pytest.mark.parametrize(("listen", "dial"), [(lambda: listen("127.0.0.1"), tcp),
+                                              (full_mesh.listen_unix, unix)], ids=["tcp", "unix"])
+def test_a_crowd_of_silent_strangers_keeps_no_rank_out(listen, dial, caplog):
+    """They came first, and more of them than any room here holds; those that are sent away leave few lines."""
+    listeners = [listen() for _ in range(3)]
+    crowd = [dial({"address": listener.getsockname()}) for listener in listeners[:2] for _ in range(120)]
+    start = time.monotonic()
+    links = join_all(3, listeners, dial, limit=SOON)
+    assert time.monotonic() - start < SOON
+    assert [set(rank) for rank in links] == [{1, 2}, {0, 2}, {0, 1}]
+    for sock in [*crowd, *(sock for rank in links for sock in rank.values())]:
+        sock.close()
+    assert len(caplog.records) < 2 * acceptor.TOLD + 20, "of an earlier test perhaps; else more than a hundred"
+
+
+def test_a_rank_that_is_sent_away_by_a_crowd_calls_again(monkeypatch):
+    """The listener hangs up before it has answered, as it does when its room is full."""
+    admit, heard = wire.admit, []
+
+    def admit_the_second(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:
+        heard.append(sock)
+        if len(heard) == 1:
+            sock.close()
+            raise PeerLostError("sent away")
+        return admit(sock, token, limit)
+
+    monkeypatch.setattr(wire, "admit", admit_the_second)
+    zero, one = join_all(2, [listen("127.0.0.1") for _ in range(2)], tcp)
+    assert (set(zero), set(one)) == ({1}, {0})
+    for sock in (*zero.values(), *one.values()):
+        sock.close()
 
 
 def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so():
