@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0,
         patience: float = PATIENCE) -> list[Any]:
-    """Run `fn(world, *args)` on `size` ranks and wait for them.
+    """Run `fn(world, *args)` on `size` ranks and wait for them. On one host as many as 256 processes are tested.
 
     transport    ranks are                          fn may be             results
     threads      threads of this process            anything              anything

@@ -76,7 +76,7 @@ def state_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process, from its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
+    """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
