@@ -48,11 +48,11 @@ def arm(monkeypatch, folder, victim, begin):
     monkeypatch.setattr(failures, "encode", note)
 
 
-def check_forked(folder, transport, size, victim, *, nodes=(), everybody=False):
+def check_forked(folder, transport, size, victim, *, nodes=(), everybody=False, calls=3):
     """A job whose victim is killed. `everybody`: all others must have noticed."""
     with nothing_left(), pytest.raises(PeerLostError) as caught:
         start = time.monotonic()
-        forked.run_forked(lambda world: [world.barrier() for _ in range(3)] and None, (), size=size,
+        forked.run_forked(lambda world: [world.barrier() for _ in range(calls)] and None, (), size=size,
                           transport=transport, limit=20, nodes=nodes)
     assert time.monotonic() - start < SOON
     told = rf"rank {victim} \(process \d+ on \S+\) was killed by SIG(KILL|ALRM)"
@@ -96,7 +96,7 @@ def test_a_hundred_kills_while_ranks_join(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             arm(patch, folder, victim, begin)
-            check_forked(folder, draw.choice(("tcp", "shm", "plain-tcp")), 5, victim)
+            check_forked(folder, draw.choice(("tcp", "shm", "plain-tcp")), 5, victim, calls=10**6)
 
 
 @pytest.mark.soak
