@@ -78,6 +78,7 @@ SAMPLED = {
     "test_a_child_that_a_rank_forks_ends_without_a_word": 2,
     "test_a_death_under_mpirun_ends_the_job_and_is_named": 2, "test_a_killed_rank_is_named_everywhere_at_once": 2,
     "test_a_launcher_that_is_told_to_stop_stops_its_ranks": 2, "test_a_long_array_goes_round_the_ring_in_stretches": 2,
+    "test_a_rank_killed_in_any_phase_is_named_by_all": 2,
     "test_a_rank_that_dies_is_named_once_and_by_each_survivor": 2, "test_a_rank_that_dies_is_named_with_how_it_went": 2,
     "test_abort_ends_every_wait": 2, "test_bad_input_before_init_is_one_line_and_nobody_waits": 2,
     "test_every_survivor_of_eight_learns_it_at_once": 2, "test_mpirun_starts_a_job": 2,

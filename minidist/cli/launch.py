@@ -16,7 +16,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from minidist.console import fail, rank_count, shown, whole_number, write_json
+from minidist.comm.health.process_state import PATIENCE
+from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
 from minidist.files import check_writable
 from minidist.launch.spawning import Nodes, spawn
 
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="node 0's address; it listens there, and only there (default: loopback)")
     parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
                         help="its port (default: any free one)")
+    parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
+                        help="how long a rank's process may be stopped before it is lost; node 0's counts (default: "
+                             "%(default)s)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     command = program(args.program, args.arguments, module=args.module)
     nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file))
+    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience)
     if args.json:
         write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status})
     return status

@@ -10,6 +10,7 @@ What only ranks need is loaded when it is used: a launcher starts without NumPy.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
 from minidist.launch.spawning import spawn
@@ -28,8 +29,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'minidist.launch' has no attribute {name!r}")
 
 
-def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0) -> list[Any]:
-    """Run `fn(world, *args)` on `size` ranks and wait for them.
+def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0,
+        patience: float = PATIENCE) -> list[Any]:
+    """Run `fn(world, *args)` on `size` ranks and wait for them. On one host as many as 256 processes are tested.
 
     transport    ranks are                          fn may be             results
     threads      threads of this process            anything              anything
@@ -43,6 +45,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
                                                     arguments, too, are what wire.pack carries
     nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
 
+    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger) before it is lost.
     Returns: the results of all ranks, in rank order.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
              minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;
@@ -66,6 +69,6 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered", profile=load_profile())
     if transport in ("mpi", "nccl"):
         from minidist.launch.mpirun import run_mpi
-        return run_mpi(fn, args, size=size, limit=limit, transport=transport)
+        return run_mpi(fn, args, size=size, limit=limit, transport=transport, patience=patience)
     from minidist.launch.forked import run_forked
-    return run_forked(fn, args, size=size, transport=transport, limit=limit)
+    return run_forked(fn, args, size=size, transport=transport, limit=limit, patience=patience)

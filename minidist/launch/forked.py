@@ -22,6 +22,7 @@ from minidist.comm.group import Group
 from minidist.comm.health.failure import Failure, how_it_ended
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
@@ -34,7 +35,7 @@ _LOOK = 0.005                           # seconds between looks at the monitor
 
 
 def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float,
-               nodes: Sequence[int] = ()) -> list[Any]:
+               nodes: Sequence[int] = (), patience: float = PATIENCE) -> list[Any]:
     """`fn(world, *args)` on `size` forked ranks.
 
     Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out: all are).
@@ -43,8 +44,9 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     flush_output()                      # or each child would print again what is still buffered here
+    transports.allow_open_files(size)
     transports.load(transport)          # once, here, rather than in every child
-    job = ForkedJob(size, transport, limit, nodes or [0] * size)
+    job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
     try:
         for rank in range(size):
             job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
@@ -65,13 +67,15 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
 class ForkedJob:
     """The parent's side: the monitor, the children, and the files of their outcomes."""
 
-    def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int]) -> None:
+    def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int],
+                 patience: float) -> None:
         self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
         self.token = wire.new_token()
         self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
-        self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
+        self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank),
+                               patience=patience)
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
         self.waiting = set(range(size))         # ranks whose end has not been noted
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
 from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 from minidist.files import scratch, sweep
 from minidist.launch.launchers import Launch
@@ -83,7 +84,7 @@ class Joined:
     file: "TokenFile | None" = None
 
 
-def find_monitor(launch: Launch, limit: float) -> Joined:
+def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Joined:
     """Connect to the monitor of the job that `launch` describes, starting it where that falls to us.
 
     Raises: LaunchError, HandshakeError or TimeoutError, as md.init says.
@@ -91,7 +92,7 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
     place = place_from_environment()
     if place is not None:
         return _connect(launch, place, limit)
-    joined = _by_mpi(launch, limit) if launch.by_mpirun else _by_address(launch, limit)
+    joined = (_by_mpi if launch.by_mpirun else _by_address)(launch, limit, patience)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
         joined.helpers.append(HelperProcess(joined.token, "node_agent", *joined.link.address))  # for all of this host
     return joined
@@ -102,13 +103,14 @@ def _connect(launch: Launch, place: MonitorAddress, limit: float, *helpers: "Hel
     return Joined(link, place.token, list(helpers))
 
 
-def _by_mpi(launch: Launch, limit: float) -> Joined:
+def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
     """Rank 0 starts the monitor and tells the others by MPI, also if it could not."""
     helpers, words = [], [""]
     if launch.world_rank == 0:
         try:
             host = "127.0.0.1" if launch.one_host else outward_address()
-            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host)
+            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host,
+                                     patience=patience)
             helpers, words = [monitor], [host, str(monitor.place.port), monitor.place.token.decode()]
         except (LaunchError, OSError) as error:
             words = [str(error)[:500]]
@@ -118,13 +120,13 @@ def _by_mpi(launch: Launch, limit: float) -> Joined:
     return _connect(launch, MonitorAddress(words[0], int(words[1]), words[2].encode()), limit, *helpers)
 
 
-def _by_address(launch: Launch, limit: float) -> Joined:
+def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
     """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT."""
     host, port = "127.0.0.1" if launch.one_host else launch.master_addr, launch.master_port + 1
     token = token_from_environment()
     file = TokenFile(f"{launch.launcher} {launch.job} {host} {port}") if token is None else None
     if launch.world_rank == 0:
-        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), host=host, port=port)
+        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), host=host, port=port, patience=patience)
         if file is not None:
             file.write(monitor.place.token)
         joined = _connect(launch, monitor.place, limit, monitor)
@@ -162,10 +164,11 @@ class HelperProcess:
 class MonitorProcess(HelperProcess):
     """The monitor of a job, at `place`. Raises LaunchError if the port is taken."""
 
-    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        with listen(host, port, size) as listener:              # the kernel queues ranks until the child is there
+    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
+                 patience: float = PATIENCE) -> None:
+        with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
-            super().__init__(token, "monitor", size, listener.fileno(), fds=[listener.fileno()])
+            super().__init__(token, "monitor", size, listener.fileno(), patience, fds=[listener.fileno()])
 
     def close(self) -> None:
         """Wait until it has ended, or, under mpirun, until all have said goodbye: it watches until we have ended."""

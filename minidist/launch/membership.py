@@ -32,6 +32,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.failure import ENDING, LAUNCHER, Failure, exit_status, say_line, words
+from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, ConfigError, LaunchError
@@ -48,8 +49,8 @@ REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 class Membership:
     """This process as a rank of its job. `world` is the group of all ranks, once they have met."""
 
-    def __init__(self, launch: Launch, transport: str = "") -> None:
-        self.launch, self.transport = launch, transport
+    def __init__(self, launch: Launch, transport: str = "", patience: float = PATIENCE) -> None:
+        self.launch, self.transport, self.patience = launch, transport, patience
         self.joined: Joined | None = None
         self.world: Group | None = None
         self.status = 0             # the exit status, as far as it is known
@@ -92,7 +93,7 @@ class Membership:
         """Connect to the job's monitor; from then on the others hear of our end."""
         if self.launch.by_mpirun:
             transports.mpi_world(self.launch, limit)
-        self.joined = find_monitor(self.launch, limit)
+        self.joined = find_monitor(self.launch, limit, self.patience)
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
@@ -173,7 +174,8 @@ class Membership:
 _membership: Membership | None = None
 
 
-def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None) -> Group:
+def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None,
+         patience: float = PATIENCE) -> Group:
     """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
 
     Args:
@@ -181,6 +183,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
             "mpi" under mpirun, else "auto". The group's transport.name says what that gave: "shm", "shm+tcp", ….
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
+        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where rank 0 starts the
+            monitor: under mpirun, torchrun and srun. `minidist launch` and md.run have an option of their own.
     Returns: the Group of all ranks; the same one when called again.
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
@@ -194,7 +198,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         launch = detect()
         name = transport or launch.transport
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
-        _membership = Membership(launch, name)
+        _membership = Membership(launch, name, patience)
         if launch.alone:
             _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
             atexit.register(_membership.leave)

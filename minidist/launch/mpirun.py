@@ -18,7 +18,7 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.process_state import exit_of
+from minidist.comm.health.process_state import PATIENCE, exit_of
 from minidist.errors import LaunchError
 from minidist.files import scratch
 from minidist.launch import failures
@@ -72,14 +72,14 @@ def find_mpirun() -> Mpirun:
 
 
 def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: float,
-            transport: str = "mpi") -> list[Any]:
+            transport: str = "mpi", patience: float = PATIENCE) -> list[Any]:
     """`fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; results in rank order.
 
     Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name from another process.
     """
     mpirun, where = find_mpirun(), _name_of(fn, transport)
     token = wire.new_token()
-    monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid))
+    monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid), patience=patience)
     with scratch(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
         Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
                                                      "transport": transport}))

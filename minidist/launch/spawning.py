@@ -22,6 +22,7 @@ from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
+from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
 from minidist.launch.joining import MonitorAddress, token_from_environment
@@ -42,9 +43,11 @@ class Nodes:
     master_port: int = 0            # 0: any free port, on one machine only
 
 
-def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None) -> int:
+def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None,
+          patience: float = PATIENCE) -> int:
     """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for them.
 
+    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost; node 0's counts.
     Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
              if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the signal's number, too,
              if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the ranks on all nodes, within 2 s; a second
@@ -56,13 +59,13 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
     if nodes.count > 1 and (token is None or nodes.master_port == 0):
         raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
                           "MINIDIST_TOKEN, or give --token-file, on each of them")
-    return SpawnedJob(list(command), size, nodes, token or wire.new_token()).run()
+    return SpawnedJob(list(command), size, nodes, token or wire.new_token(), patience).run()
 
 
 class SpawnedJob:
     """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
 
-    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes) -> None:
+    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes, patience: float) -> None:
         self.command, self.size, self.nodes = command, size, nodes
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes)
@@ -73,8 +76,8 @@ class SpawnedJob:
         self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
                                                     self.children.how)
         if nodes.rank == 0:
-            self.watch = Monitor(size * nodes.count, token, listen(host, port, size * nodes.count),
-                                 how=lambda seat: self.children.how(seat.world_rank))
+            self.watch = Monitor(size * nodes.count, token, listen(host, port),
+                                 how=lambda seat: self.children.how(seat.world_rank), patience=patience)
             port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)
 

@@ -2,12 +2,16 @@
 
 import contextlib
 import difflib
+import errno
 import faulthandler
 import importlib
 import importlib.util
 import os
+import queue
 import re
+import resource
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,8 @@ from typing import Any
 
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
-from minidist.errors import LaunchError
+from minidist.device import account
+from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostError
 from minidist.launch.launchers import Launch
 
 THREADS = ("threads", "threads-unbuffered")             # ranks inside one process
@@ -25,6 +30,8 @@ LATER = ("sim",)                                        # named in the design, n
 _MAKERS = {"auto": ("auto", "connect"), "tcp": ("auto", "connect_tcp"), "shm": ("auto", "connect_shm"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
+FILES = 8               # open files for each rank of the job: connection, shared memory, what it inherited
+HEARSAY = 2.0           # most seconds to wait for the reason of a connection that failed; milliseconds mostly
 
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
@@ -60,19 +67,53 @@ def load(name: str) -> Callable[..., Transport]:
 def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: int = 0) -> Transport:
     """Connect this rank with all others; every rank calls it with the same name.
 
+    A thread connects, so that a loss elsewhere ends the joining at once, whatever it waits for.
+
     Args:   node: the machine this rank is on, as its launcher counts.
-    Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
+    Raises: LaunchError if the transport cannot work here; PeerLostError if a rank is lost meanwhile, whatever else went
+            wrong because of it; HandshakeError, TimeoutError or CommError if connecting fails for another reason.
     """
-    if name == "mpi":
-        return load(name)(limit)
-    if name != "nccl":
-        return load(name)(link, token, limit, host=link.local_host, node=node)
-    host = build("auto", link, token, limit, node=node)
-    try:
-        return load(name)(link, host)
-    except BaseException:
-        host.close()
-        raise
+    if name == "nccl":                                      # here: the GPU is chosen for each thread
+        host = build("auto", link, token, limit, node=node)
+        try:
+            return load(name)(link, host)
+        except BaseException:
+            host.close()
+            raise
+    allow_open_files(link.world_size)
+    found: queue.SimpleQueue[Transport | BaseException] = queue.SimpleQueue()
+    memory = account.current()
+
+    def connect() -> None:
+        try:
+            with account.use(memory):
+                found.put(load(name)(limit) if name == "mpi" else
+                          load(name)(link, token, limit, host=link.local_host, node=node))
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=connect, name=f"rank {link.world_rank} connecting", daemon=True).start()
+    link.on_loss(found.put)
+    outcome = found.get()
+    if isinstance(outcome, Transport):
+        return outcome
+    system = outcome if isinstance(outcome, OSError) and not isinstance(outcome, CommError) else None
+    if system or isinstance(outcome, PeerLostError | HandshakeError):
+        loss = link.wait_for_loss(HEARSAY)                  # the connection broke a moment before the monitor says why
+        if loss is not None:
+            raise loss.error() from outcome
+    if system:
+        remedy = f"; let `ulimit -n` be {FILES * link.world_size}" if system.errno == errno.EMFILE else ""
+        raise CommError(f"rank {link.world_rank} cannot connect to the other ranks: {system}{remedy}") from system
+    raise outcome
+
+
+def allow_open_files(size: int) -> None:
+    """Have the system let this process open FILES a rank, as far as its user may decide that."""
+    count = FILES * size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < count and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
 
 
 def mpi_world(launch: Launch, limit: float) -> Any:

@@ -188,3 +188,15 @@ def test_a_transport_that_is_not_there(transport, says):
 def test_a_job_has_ranks(size):
     with pytest.raises(MinidistError, match="at least one rank"):
         md.run(wait_for_the_others, size=size)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_256_ranks_join_add_up_and_leave(transport):
+    """Within 120 s on two cores; more than that are not tried."""
+    start = time.monotonic()
+    with nothing_left():
+        results = forked.run_forked(lambda world: float(world.all_reduce(float(world.rank))), (), size=256,
+                             transport=transport, limit=120)
+    assert set(results) == {256 * 255 / 2}
+    assert time.monotonic() - start < 120

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 import minidist as md
-from minidist.launch import membership
+from minidist.launch import launchers, membership
 
 
 def misbehave(mode: str) -> None:
@@ -52,6 +52,10 @@ def say(text: str) -> None:
 def main() -> None:
     mode, transport = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
+    if mode.startswith("killed "):
+        from ends import die_at
+        if launchers.detect().world_rank == victim:
+            die_at(mode.removeprefix("killed "))
     if mode == "mixed":
         transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
     if mode.startswith("after "):                       # registered first, so done last: after the goodbye

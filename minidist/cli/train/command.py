@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks:
         args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
         with run_folder(settings.out):
-            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size)
+            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
-    world = init(transport=args.transport, threads=threads)
+    world = init(transport=args.transport, threads=threads, patience=args.patience)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads)
 

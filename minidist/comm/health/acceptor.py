@@ -1,8 +1,9 @@
-"""The monitor's listening socket: how to connect to it, and which connections are let in.
+"""A listening socket of the job: how to connect to the monitor's, and which connections are let in.
 
 A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or names
-another job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest is
-closed first, so many slow strangers cannot keep a rank out.
+another job size is refused; the addresses of the first TOLD are logged. At most PENDING connections, or two for each
+rank that may come, are unproven at a time; the oldest is closed first, so many slow strangers cannot keep a rank out. A
+rank that is closed for others calls again.
 """
 
 import contextlib
@@ -18,13 +19,15 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.process_state import this_system
-from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
+from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
+QUEUE = 4096              # callers that the kernel keeps until they are accepted; a system may grant fewer
+TOLD = 10                 # refusals that are logged: strangers cannot fill a disk
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 SILENCE = 5.0             # seconds of silence after which a host is lost
 
-log = logging.getLogger("minidist.control")
+log = logging.getLogger("minidist.comm")
 
 
 @dataclasses.dataclass
@@ -71,12 +74,13 @@ class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
     Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
-          run(target, *args): start a thread.
+          size: ranks that may come. run(target, *args): start a thread. name: who listens, for the log.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],
-                 run: Callable[..., None]) -> None:
-        self.listener, self._token, self._enter, self._run = listener, token, enter, run
+                 size: int, run: Callable[..., None], name: str) -> None:
+        self.listener, self._token, self._enter, self._run, self._name = listener, token, enter, run, name
+        self._room, self._refused = max(PENDING, 2 * size), 0
         self.strangers: dict[socket.socket, None] = {}        # in order of arrival
         self._lock = threading.Lock()
         self._closed = False
@@ -93,7 +97,7 @@ class Acceptor:
                 sock.close()
                 return
             self.strangers[sock] = None
-            if len(self.strangers) > PENDING:
+            if len(self.strangers) > self._room:
                 oldest = next(iter(self.strangers))
                 del self.strangers[oldest]
                 end_connection(oldest)
@@ -109,21 +113,23 @@ class Acceptor:
     def _receive(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(True)
-            _set_up(sock)
             self._enter(sock, wire.admit(sock, self._token, HANDSHAKE_LIMIT))
         except (CommError, OSError) as error:
             sock.close()
-            if not self._closed:
-                log.warning("minidist monitor: %s", error)
+            with self._lock:
+                self._refused += not self._closed
+                told = not self._closed and self._refused <= TOLD
+            if told:
+                log.warning("%s: %s%s", self._name, error, " (no more refusals are told)" * (self._refused == TOLD))
         finally:
             with self._lock:
                 self.strangers.pop(sock, None)
 
 
-def listen(host: str, port: int, size: int) -> socket.socket:
-    """A listener for `size` ranks; port 0 takes a free one. Raises LaunchError if the port is taken."""
+def listen(host: str, port: int) -> socket.socket:
+    """A listener; port 0 takes a free one. Raises LaunchError if the port is taken."""
     try:
-        return socket.create_server((host, port), backlog=max(128, size))
+        return socket.create_server((host, port), backlog=QUEUE)
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
                           "another port with --master-port or MASTER_PORT") from error
@@ -137,21 +143,15 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
     Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
     """
     deadline = time.monotonic() + limit
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            sock = socket.create_connection(address, timeout=max(left, 0.1))
-            break
-        except OSError as error:
-            if left <= 0:
-                raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within "
-                                   f"{limit:g} s ({error})") from error
-            time.sleep(min(0.05, left))
+    who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
     try:
-        sock.settimeout(None)
-        _set_up(sock)
-        who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
-        wire.greet(sock, token, hello | who, max(deadline - time.monotonic(), 1.0))
+        sock = call(lambda: socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1)), token,
+                    hello | who, deadline, patient=True)
+    except PeerLostError as error:
+        raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within {limit:g} s "
+                           f"({error})") from error
+    try:
+        set_up(sock)
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
             raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")
@@ -161,7 +161,34 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
     return sock
 
 
-def _set_up(sock: socket.socket) -> None:
+def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any], deadline: float, *,
+         patient: bool = False) -> socket.socket:
+    """A connection that `dial()` makes and that has passed the handshake, in blocking mode.
+
+    Where an Acceptor's queue or room is full, it calls again; `patient`: also where nobody listens.
+    Raises: HandshakeError if it is refused, TimeoutError at the deadline; PeerLostError if nobody answers.
+    """
+    while True:
+        sock = None
+        try:
+            sock = dial()
+            wire.greet(sock, token, hello, max(deadline - time.monotonic(), 0.1))
+            sock.settimeout(None)
+            return sock
+        except (HandshakeError, OSError) as error:
+            if sock is not None:
+                sock.close()
+            hung_up = isinstance(error, HandshakeError) and error.__cause__ is not None
+            busy = hung_up or isinstance(error, BlockingIOError) or (patient and not isinstance(error, CommError))
+            if busy and time.monotonic() < deadline:
+                time.sleep(0.02)
+            elif isinstance(error, CommError) and not hung_up:
+                raise
+            else:
+                raise PeerLostError(str(error)) from error
+
+
+def set_up(sock: socket.socket) -> None:
     """Send at once, and end the connection SILENCE seconds after the other host fell silent.
 
     The kernels do it, whatever the processes do: while nothing is sent, each asks the other by empty packets.

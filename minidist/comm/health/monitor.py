@@ -22,6 +22,7 @@ Under mpirun a rank that is done stays until all are (`together`), because MPI_F
 loss is heard, and it hears of one. Processes are looked at until they have ended, also after the goodbye.
 """
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -36,10 +37,10 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen, set_up
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import ENDING, Failure, listed, say_line
-from minidist.comm.health.process_state import exit_of, state_of, this_system
+from minidist.comm.health.process_state import PATIENCE, exit_of, state_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
@@ -56,6 +57,7 @@ class Monitor:
         size: ranks of the job.                 token: the job's secret.
         listener: where ranks connect (acceptor.listen); left out: at a free port of this host. `address` says which.
         how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
+        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
@@ -63,11 +65,11 @@ class Monitor:
     """
 
     def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
-                 how: Callable[[Seat], str | None] | None = None) -> None:
+                 how: Callable[[Seat], str | None] | None = None, patience: float = PATIENCE) -> None:
         self.size, self._how = size, how or (lambda seat: None)
-        self.listener = listener or listen("127.0.0.1", 0, size)
+        self.listener = listener or listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._acceptor = Acceptor(self.listener, token, self._admit, self._run)
+        self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor")
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
@@ -76,7 +78,7 @@ class Monitor:
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = self.together = False
-        self._watchdog = Watchdog(size, self.present, self.staying, self.lose)
+        self._watchdog = Watchdog(size, self.present, self.staying, self.lose, patience)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
@@ -185,6 +187,7 @@ class Monitor:
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """After the handshake: give a rank that fits the job its seat, or a node agent its own."""
+        set_up(sock)
         peer = wire.address_of(sock)
         match hello:
             case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),
@@ -209,7 +212,8 @@ class Monitor:
                 reason = f"rank {rank} is already there, as process {self._seats[rank].pid} on {self._seats[rank].host}"
             else:
                 self._seats[rank] = seat
-            wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
+            with contextlib.suppress(CommError, OSError):      # that a rank is gone already is found as it is heard
+                wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
         if reason is not None:
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._hear_from(seat)
@@ -306,13 +310,14 @@ class Monitor:
         seat.send("noted", value=self.lose(loss))
 
 
-def main(size: int, listener: socket.socket) -> None:
+def main(size: int, listener: socket.socket, patience: float) -> None:
     """The monitor as a child of rank 0 (launch/joining.py): it watches until every rank has gone."""
     def rank_0_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.0)[0])
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
-    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid))
+    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
+                      patience=patience)
     monitor.start()
     while not monitor.wait(0.2) and monitor.loss is None:
         if rank_0_ends():
@@ -337,4 +342,4 @@ def main(size: int, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]))

@@ -1,14 +1,14 @@
 """A node agent on each host that the monitor is not on: only a system itself knows how its processes end.
 
     monitor -> node agent                               node agent -> monitor
-    look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
+    look     pids: what of these? patience              seen     frozen: pids; ended: [pid, how], …
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
     died     loss: of a rank without which it goes on   goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
-2 s, as on one host; a host that is silent for SILENCE seconds is lost with all its ranks. A rank learns by the kernel's
+3 s, as on one host; a host that is silent for SILENCE seconds is lost with all its ranks. A rank learns by the kernel's
 keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
@@ -111,7 +111,7 @@ class NodeAgent:
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "look":
-                pids = set(frame["pids"])
+                pids, self._looks.patience = set(frame["pids"]), frame["patience"]
                 self._send("seen", frozen=sorted(self._looks.frozen(pids)),
                            ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
             case "how":

@@ -1,9 +1,10 @@
-"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z, a debugger), and how one ended.
+"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z), and how one ended.
 
 A stopped process sends nothing and loses no connection, like one that computes in a single long call. The kernel knows
-the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks in a row is
-frozen, and lost; one more look, or the end of the job, kills it, because it cannot end by itself. If two looks lay far
-apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
+the difference: the state of the first is T, of the second R or S. A process that was stopped at every look for PATIENCE
+seconds is frozen, and lost; one more look, or the end of the job, kills it, because it cannot end by itself. So a stop
+of 1.5 s does no harm, and a frozen rank is found within 3 s. If two looks lay far apart, the observer was stopped too
+(Ctrl-Z stops a whole job), and begins anew. A process that a debugger holds (gdb, strace) is not frozen.
 
 The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
 rank's connections open. Again two looks in a row are needed: by the second, the goodbye of a rank that ended well has
@@ -23,26 +24,32 @@ from pathlib import Path
 from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
+PATIENCE = 1.7  # seconds that a process may be stopped: found at the fifth look after the first that saw it so
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
-_STOPPED = ("T", "t")
 _LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
 
 
 class ProcessLooks:
     """Remembers which processes were stopped, or had ended, at the last look. One thread."""
 
-    def __init__(self) -> None:
-        self._before: set[int] = set()
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._since: dict[int, tuple[str, float]] = {}      # of each that is stopped: its stop, and when it was found
         self._frozen: set[int] = set()
         self._gone: set[int] = set()
         self._last = time.monotonic()
 
     def frozen(self, pids: set[int]) -> set[int]:
-        """Those of `pids` that were stopped at this look and at the one before."""
+        """Those of `pids` that were stopped at this look and at all others for `patience` seconds."""
         now = time.monotonic()
-        before = self._before if now - self._last < _LATE * LOOK else set()
-        self._before, self._last = {pid for pid in pids if state_of(pid) in _STOPPED}, now
-        reported, self._frozen = self._frozen, self._before & before
+        before = self._since if now - self._last < _LATE * LOOK else {}
+        self._since, self._last, reported, self._frozen = {}, now, self._frozen, set()
+        for pid in pids:
+            if stop := stop_of(pid):
+                known, since = before.get(pid, ("", now))
+                self._since[pid] = (stop, since if known == stop else now)
+                if known == stop and now - since >= self.patience:
+                    self._frozen.add(pid)
         for pid in self._frozen & reported:
             kill_stopped(pid)
         return self._frozen
@@ -69,16 +76,31 @@ def state_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process behind its name: its state, …, its exit code; [""] if nothing."""
+    """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return [""]
+    except OSError:                                         # this process has too many open files, say
+        return ["?"]
+
+
+def stop_of(pid: int) -> str:
+    """A name for the stop that a process of this host is in; "" if none is, or a debugger holds it.
+
+    Of two stops the names differ: how often it has been given a core is part of them.
+    """
+    if state_of(pid) != "T":                                # "t": at a breakpoint or a system call that is traced
+        return ""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return status[status.find("voluntary_ctxt_switches"):] if "TracerPid:\t0\n" in status else ""
+    return ""
 
 
 def kill_stopped(pid: int) -> None:
     """End a process that is stopped: it cannot do so itself."""
-    if state_of(pid) in _STOPPED:
+    if stop_of(pid):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 

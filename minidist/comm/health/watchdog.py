@@ -27,15 +27,16 @@ class Watchdog:
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank; staying() -> the same
           and those that have said goodbye, until their process has ended. lose(loss): end the job for this reason.
+          patience: seconds that a rank's process may be stopped.
     """
 
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], staying: Callable[[], dict[int, Seat]],
-                 lose: Callable[[Failure], bool]) -> None:
+                 lose: Callable[[Failure], bool], patience: float) -> None:
         self._size, self._present, self._staying, self._lose = size, present, staying, lose
         self.arbiter = Arbiter(
             ask=lambda ranks, number: self._send(ranks, "ask", round=number),
             tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
-        self._looks, self._looked = ProcessLooks(), time.monotonic()
+        self._looks, self._looked = ProcessLooks(patience), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
         self._overdue: dict[int, State] = {}        # of ranks whose wait has reached its limit: as they waited
@@ -83,7 +84,8 @@ class Watchdog:
                 self.lose_agent(agent, None)
             else:
                 agent.unanswered += 1
-                agent.send("look", pids=[seat.pid for seat in self._covered(agent, self._staying())])
+                covered = self._covered(agent, self._staying())
+                agent.send("look", pids=[seat.pid for seat in covered], patience=self._looks.patience)
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""

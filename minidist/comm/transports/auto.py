@@ -34,7 +34,7 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's;
              kind: "tcp" shares no memory, "shm" connects ranks of one host only, whatever their nodes.
-    Raises:  HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm finds several hosts.
+    Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm finds several hosts.
     """
     me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
     memory = f"rank {me}" if kind == "tcp" else shared_by(0 if kind == "shm" else node)
@@ -45,10 +45,10 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
         others = [rank for rank in range(len(infos)) if rank not in near]
         if kind == "shm" and others:
             raise CommError(f"shm joins ranks of one host, but ranks {me} and {others[0]} are on two; take auto")
-        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial(
+        rings = full_mesh.connect(me, near, unix, lambda rank: full_mesh.dial(
             socket.socket(socket.AF_UNIX), infos[rank]["unix"], limit), token, limit)
         try:
-            far = full_mesh.connect(link, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
+            far = full_mesh.connect(me, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
         except BaseException:
             full_mesh.hang_up(rings)
             raise

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.health.acceptor import QUEUE
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
@@ -33,7 +34,7 @@ def listen(host: str) -> socket.socket:
     """A listener at a free port of `host`."""
     listener = _tcp_socket(host)
     listener.bind((host, 0))
-    listener.listen(128)
+    listener.listen(QUEUE)
     return listener
 
 

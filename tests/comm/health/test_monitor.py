@@ -335,7 +335,7 @@ def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
 
 def test_a_taken_port_is_one_line():
     with job(1) as (monitor, _), pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:\d+") as caught:
-        acceptor.listen(*monitor.address, 1)
+        acceptor.listen(*monitor.address)
     assert "\n" not in str(caught.value)
 
 

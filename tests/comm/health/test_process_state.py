@@ -1,5 +1,7 @@
 """What the kernel says of processes: who is frozen, how one ended, which are seen from here."""
 
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -11,25 +13,52 @@ from helpers import SOON
 from minidist.comm.health import process_state
 
 
-def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
-    now, state = [0.0], ["T"]
+@pytest.fixture
+def looks(monkeypatch):
+    """look(after, letter, pid=7): what is frozen at a look `after` seconds later, if the kernel says that letter."""
+    now, state, looks = [0.0], ["T"], process_state.ProcessLooks()
     monkeypatch.setattr(process_state.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(process_state, "state_of", lambda pid: state[0])
-    looks = process_state.ProcessLooks()
 
-    def look(after, letter):
+    def look(after, letter, pid=7):
         now[0], state[0] = now[0] + after, letter
-        return looks.frozen({7})
+        with monkeypatch.context() as patch:
+            if pid == 7:
+                patch.setattr(process_state, "stop_of", lambda pid: state[0].strip("S"))
+            return looks.frozen({pid})
 
-    assert [look(0.4, letter) for letter in "TRTST"] == [set()] * 5
-    assert look(0.4, "T") == {7}
-    assert look(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
-    assert look(0.4, "R") == set()
+    look.patience = lambda seconds: setattr(looks, "patience", seconds)
+    return look
+
+
+def test_frozen_if_stopped_for_the_patience_unless_we_did_not_run_either(looks):
+    assert [looks(0.4, letter) for letter in "TTTTSTTTTTUUUUUTTTTT"] == [set()] * 20, "other letters are other stops"
+    assert looks(0.4, "T") == {7}, "1.7 s hold five looks"
+    assert looks(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
+    assert [looks(0.4, letter) for letter in "TTTTTTS"] == [set()] * 4 + [{7}] * 2 + [set()]
+    looks.patience(0.1)
+    assert [looks(0.4, letter) for letter in "TT"] == [set(), {7}], "two looks at least"
+
+
+def test_what_a_debugger_holds_is_not_frozen(looks):
+    """It is stopped (t), and may stop a second time by SIGSTOP."""
+    libc = ctypes.CDLL(None)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        assert libc.ptrace(16, sleeper.pid, None, None) == 0            # PTRACE_ATTACH
+        while process_state.state_of(sleeper.pid) != "t":
+            time.sleep(0.001)
+        assert [looks(0.4, "t", sleeper.pid) for _ in range(9)] == [set()] * 9
+        process_state.kill_stopped(sleeper.pid)
+        assert process_state.state_of(sleeper.pid) == "t"
+        assert libc.ptrace(17, sleeper.pid, None, signal.SIGSTOP) == 0  # PTRACE_DETACH, and a signal
+        while process_state.state_of(sleeper.pid) != "T":
+            time.sleep(0.001)
+        assert [looks(0.4, "T", sleeper.pid) for _ in range(6)] == [set()] * 5 + [{sleeper.pid}]
+        sleeper.kill()
 
 
 @pytest.mark.parametrize("last", ["look", "close"])
 def test_what_is_frozen_is_killed_by_the_next_look_or_at_the_end(last):
-    looks = process_state.ProcessLooks()
+    looks = process_state.ProcessLooks(patience=0.0)
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         sleeper.send_signal(signal.SIGSTOP)
         while process_state.state_of(sleeper.pid) != "T":
@@ -83,3 +112,13 @@ def test_how_a_process_ended_that_is_nobody_of_ours(monkeypatch):
 def test_a_system_is_told_from_its_namesakes():
     assert process_state.this_system().split()[0] == os.uname().nodename
     assert len(process_state.this_system().split()) == 3
+
+
+def test_nobody_has_ended_because_our_files_have_run_out(monkeypatch):
+    def too_many(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)
+    monkeypatch.setattr(process_state.Path, "read_text", too_many)
+    assert not process_state.has_ended(os.getpid())
+    assert process_state.exit_of(os.getpid()) is None

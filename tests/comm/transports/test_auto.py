@@ -209,9 +209,6 @@ def test_a_network_that_is_not_reached_is_one_line():
         def meet(self, info):
             return [{**info, "memory": "elsewhere", "port": port}, info]
 
-        def on_loss(self, callback):
-            pass
-
     says = "rank 1 cannot connect to rank 0: .*refused"
     with nothing_left(), nobodys_port() as (_, port), pytest.raises(md.errors.CommError, match=says):
         auto.connect(Meeting(), b"a token for tests", 2.0, host="127.0.0.1", node=0)

@@ -15,11 +15,13 @@ nothing of it can be left behind, no other user can open it, and /dev/shm does n
 cost nothing.
 """
 
+import errno
 import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -51,7 +53,7 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
 
     Returns: the memory shared with each other rank for rings, every rank's arena, this one's included, and every rank's
              process, None unless each rank may read the memory of all others; all by world rank.
-    Raises:  CommError naming a rank that ended meanwhile.
+    Raises:  PeerLostError naming a rank that ended meanwhile.
     """
     exhibit, rings, opened = Exhibit(), {}, [nameless_file(arena_bytes)]
     arenas, readable = {world_rank: _map(opened[0], arena_bytes)}, {world_rank: os.getpid()}
@@ -64,13 +66,18 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
                 rings[rank] = _map(opened[-1], ring_bytes)
             sock.setblocking(True)
             sock.settimeout(limit)
-            socket.send_fds(sock, [exhibit.told], files)
+            with _while_starting(world_rank, rank):
+                socket.send_fds(sock, [exhibit.told], files)
         for rank, sock in connections.items():
             expected = 1 if rank > world_rank else 2
-            told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
-            opened += received
-            if len(received) != expected or len(told) != EXHIBIT_BYTES:
-                raise _ended(world_rank, rank)
+            with _while_starting(world_rank, rank):
+                told, received, flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
+                opened += received
+                cut = flags & socket.MSG_CTRUNC
+                if not cut and (len(received) != expected or len(told) != EXHIBIT_BYTES):
+                    raise EOFError("it ended")
+            if cut:                                 # by the kernel
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             process = process_vm_read.process_of(told)
             if process is not None:
                 readable[rank] = process
@@ -86,13 +93,25 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
 
 def _all_agree(world_rank: int, connections: Mapping[int, socket.socket], agrees: bool) -> bool:
     """Whether all ranks do."""
-    for sock in connections.values():
-        sock.sendall(b"y" if agrees else b"n")
-    answers = {rank: sock.recv(1) for rank, sock in connections.items()}
-    for rank, answer in answers.items():
-        if not answer:
-            raise _ended(world_rank, rank)
-    return agrees and set(answers.values()) <= {b"y"}
+    answers = {b"y" if agrees else b"n"}
+    for rank, sock in connections.items():
+        with _while_starting(world_rank, rank):
+            sock.sendall(b"y" if agrees else b"n")
+    for rank, sock in connections.items():
+        with _while_starting(world_rank, rank):
+            answers.add(sock.recv(1))
+            if b"" in answers:
+                raise EOFError("it ended")
+    return answers == {b"y"}
+
+
+@contextmanager
+def _while_starting(world_rank: int, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise PeerLostError(f"rank {world_rank} got no shared memory from rank {rank} while starting: {error}",
+                            rank) from error
 
 
 def nameless_file(nbytes: int) -> int:
@@ -108,10 +127,6 @@ def nameless_file(nbytes: int) -> int:
 
 def _map(file: int, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(file, nbytes))
-
-
-def _ended(world_rank: int, rank: int) -> CommError:
-    return CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
 
 
 class ShmTransport(PolledTransport):
