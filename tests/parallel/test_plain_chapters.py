@@ -140,11 +140,12 @@ def test_mixed_precision(name: str, dtype: str, scale: float) -> None:
     plain, real = (GPT(tiny(dtype=dtype)) for _ in range(2))
     for model in (plain, real):
         model.initialize(seed=3)
-    masters = [Parameter(p.data.astype("float32"), name=p.name) for p in plain.parameters()]
-    batches = [global_batch(step, 4, tiny()) for step in range(3)]
-    plain_mixed_precision(plain, masters, adam(masters), batches, scale)
     loss_scale = LossScale(scale) if name == "fp16" else None
     single = Single(real, precision=MixedPrecision(name, loss_scale=loss_scale))
+    drawn = single.state_dict()                 # masters begin as the draw before it was rounded
+    masters = [Parameter(drawn[p.name].copy(), name=p.name) for p in plain.parameters()]
+    batches = [global_batch(step, 4, tiny()) for step in range(3)]
+    plain_mixed_precision(plain, masters, adam(masters), batches, scale)
     optimizer = adam(single.parameters)
     for batch in batches:
         single.step(batch, optimizer)
