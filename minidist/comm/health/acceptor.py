@@ -115,12 +115,12 @@ class Acceptor:
             sock.setblocking(True)
             self._enter(sock, wire.admit(sock, self._token, HANDSHAKE_LIMIT))
         except (CommError, OSError) as error:
-            sock.close()
             with self._lock:
                 self._refused += not self._closed
                 told = not self._closed and self._refused <= TOLD
             if told:
                 log.warning("%s: %s%s", self._name, error, " (no more refusals are told)" * (self._refused == TOLD))
+            sock.close()
         finally:
             with self._lock:
                 self.strangers.pop(sock, None)
