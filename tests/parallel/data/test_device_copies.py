@@ -69,6 +69,7 @@ def test_up_goes_when_the_old_values_have_been_used(cupy: Any, held: threading.E
 def test_a_copy_has_a_stream_of_its_own(cupy: Any, held: threading.Event) -> None:
     """What holds up the stream that the thread computes on holds up no copy that needs none of it."""
     array, room = cupy.asarray(np.arange(10.0)), np.zeros(10)
+    cupy.cuda.get_current_stream().synchronize()        # it is there
 
     def work() -> None:
         cupy.cuda.get_current_stream().put(lambda: held.wait(10))
