@@ -16,8 +16,8 @@ from minidist.parallel.experts import expert_load
 from minidist.parallel.hybrid import hybrid_cut, hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import ORDERS
+from minidist.parallel.pipeline.stages import Stages
 
 LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_weight": 0.1}
 BIAS: dict[str, Any] = {"experts": 4, "capacity": 1.2, "shared": 1, "balance": "bias", "bias_rate": 0.1}
@@ -148,8 +148,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(hybrid_cut.TokenShardSequences, "joined", lambda self, chosen: chosen)
         patch.setattr(hybrid_cut.TokenShardSequences, "parted", lambda self, kept: kept)
     else:
-        patch.setattr(Pipeline, "loss_scale", 0.0)
-        patch.setattr("minidist.parallel.hybrid.hybrid_cut.DataPipeline.loss_scale", 0.0)
+        patch.setattr(Stages, "mixtures", lambda self, stage: [])
 
 
 @pytest.mark.parametrize(("bug", "plan", "mixture"), [
