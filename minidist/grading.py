@@ -6,8 +6,8 @@
 
 A check stops at the first task that fails, because later tasks would only repeat the same mistake. Then each hole is
 graded by itself: the student's answer to it, and the right code in all the others. So the hole that is wrong is named,
-and what is filled is graded before all is filled. check.py says what is right: `CUT_FROM`, the plain versions that the
-exercise is cut from, and `ANSWERS`, {hole: code}, for what it asks beyond them.
+and what is filled is graded before all is filled. The right code comes from check.py: `CUT_FROM` lists the plain
+versions that the exercise is cut from; `ANSWERS`, {hole: code}, holds what the plain versions do not have.
 
 Whatever the student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
 """

@@ -3,7 +3,7 @@
 The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
 line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130. Any other
 error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the rank and ends the job
-everywhere. A command does its work also where nobody reads what it prints.
+everywhere. When the reader of stdout has gone (`| head`), the command still does all its work.
 """
 
 import argparse

@@ -141,12 +141,18 @@ class Transport(ABC):
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
         """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
-        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
-                          f"and of nccl with arrays on the GPU: choose auto, or another")
+        raise self._without_native()
+
+    def _without_native(self) -> ConfigError:
+        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
+                           f"and of nccl with arrays on the GPU: choose auto, or another")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
-        """Its own collectives among `world_ranks`, the ranks of the group with that id; check_native() comes first."""
-        raise NotImplementedError
+        """Its own collectives among `world_ranks`, the ranks of the group with that id.
+
+        Raises ConfigError as check_native() does.
+        """
+        raise self._without_native()
 
     def abort(self, error: CommError) -> None:
         """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""

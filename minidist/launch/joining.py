@@ -168,7 +168,7 @@ class MonitorProcess(HelperProcess):
                  patience: float = PATIENCE) -> None:
         with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
-            super().__init__(token, "monitor", size, listener.fileno(), patience, fds=[listener.fileno()])
+            super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()])
 
     def close(self) -> None:
         """Wait until it has ended, or, under mpirun, until all have said goodbye: it watches until we have ended."""

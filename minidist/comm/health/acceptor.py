@@ -165,8 +165,9 @@ def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any],
          patient: bool = False) -> socket.socket:
     """A connection that `dial()` makes and that has passed the handshake, in blocking mode.
 
-    Where an Acceptor's queue or room is full, it calls again; `patient`: also where nobody listens.
-    Raises: HandshakeError if it is refused, TimeoutError at the deadline; PeerLostError if nobody answers.
+    It calls again while the listener's queue is full or the Acceptor has closed the connection to make room for
+    others. With `patient` it also calls again while the address has no listener yet.
+    Raises: HandshakeError if it is refused, TimeoutError at the deadline, PeerLostError if the peer is gone.
     """
     while True:
         sock = None

@@ -1,11 +1,11 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
 Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our launcher, or a child
-process of rank 0 where another launcher started the ranks (launch/joining.py). It moves no data.
+process of rank 0 where another launcher started the ranks (monitor_process.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
-    missing  (who has not come to the meeting?)      missing  [ranks that have not come]
+    missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     waits    round (0: unasked), state               ask      round: say what you wait for
@@ -24,13 +24,9 @@ loss is heard, and it hears of one. Processes are looked at until they have ende
 
 import contextlib
 import dataclasses
-import os
 import queue
-import select
 import selectors
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,15 +35,14 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen, set_up
 from minidist.comm.health.deadlock import Verdict
-from minidist.comm.health.failure import ENDING, Failure, listed, say_line
-from minidist.comm.health.process_state import PATIENCE, exit_of, state_of, this_system
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.process_state import PATIENCE, state_of, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
-STOP = 10.0               # seconds that the ranks of a monitor process get to end when one is lost
 
 
 class Monitor:
@@ -291,7 +286,10 @@ class Monitor:
                 raise CommError(f"unknown frame {kind!r}")
 
     def _part(self, seat: Seat, *, together: bool) -> None:
-        """A rank has said goodbye. Those that stay together leave when all have; nobody is told after a loss."""
+        """A rank has said goodbye.
+
+        Ranks that stay together leave when all have said goodbye: each is sent "over". After a loss none is sent.
+        """
         over: list[Seat] = []
         with self._changed:
             self.together, seat.done, seat.left = together, True, not together
@@ -308,38 +306,3 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))
-
-
-def main(size: int, listener: socket.socket, patience: float) -> None:
-    """The monitor as a child of rank 0 (launch/joining.py): it watches until every rank has gone."""
-    def rank_0_ends() -> bool:
-        return bool(select.select([sys.stdin], [], [], 0.0)[0])
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
-    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
-                      patience=patience)
-    monitor.start()
-    while not monitor.wait(0.2) and monitor.loss is None:
-        if rank_0_ends():
-            monitor.wait(0.5)                                   # time for its last word to arrive
-            if monitor.loss is None and not monitor.has_left(0):
-                break
-    if monitor.wait(0.0) and monitor.together:
-        os.write(1, b"over")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # rank 0 waits for this, and may end
-        monitor.hang_up_on_agents()
-        if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
-            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye; the system kills them")
-    if monitor.loss is not None:
-        if not monitor.loss.traceback:                          # it could not speak for itself
-            say_line(f"minidist: {monitor.loss}; the job ends")
-        deadline = time.monotonic() + STOP
-        while time.monotonic() < deadline and not rank_0_ends():
-            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
-                break
-        monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
-    monitor.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]))

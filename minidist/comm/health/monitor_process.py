@@ -1,0 +1,53 @@
+"""The monitor as a child process of rank 0, where another launcher started the ranks (launch/joining.py).
+
+Started as `python -m minidist.comm.health.monitor_process SIZE LISTENER PATIENCE`; the token comes in on stdin, which
+ends when rank 0 does. To stdout it writes "over" when every rank has said goodbye.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+from minidist.comm.health.failure import ENDING, listed, say_line
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.process_state import exit_of
+
+STOP = 10.0               # seconds that the ranks get to end when one is lost
+
+
+def main(size: int, listener: socket.socket, patience: float) -> None:
+    """Watch until every rank has gone."""
+    def rank_0_ends() -> bool:
+        return bool(select.select([sys.stdin], [], [], 0.0)[0])
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
+    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
+                      patience=patience)
+    monitor.start()
+    while not monitor.wait(0.2) and monitor.loss is None:
+        if rank_0_ends():
+            monitor.wait(0.5)                                   # time for its last word to arrive
+            if monitor.loss is None and not monitor.has_left(0):
+                break
+    if monitor.wait(0.0) and monitor.together:
+        os.write(1, b"over")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # rank 0 waits for this, and may end
+        monitor.hang_up_on_agents()
+        if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
+            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye; the system kills them")
+    if monitor.loss is not None:
+        if not monitor.loss.traceback:                          # it could not speak for itself
+            say_line(f"minidist: {monitor.loss}; the job ends")
+        deadline = time.monotonic() + STOP
+        while time.monotonic() < deadline and not rank_0_ends():
+            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
+                break
+        monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
+    monitor.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]))
