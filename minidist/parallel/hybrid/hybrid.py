@@ -13,7 +13,7 @@ them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 from minidist.parallel.zero.memory_formula import Each
+from minidist.survive import checkpoint
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
@@ -228,6 +229,26 @@ class Trainer:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
         return self.strategy.state_dict()
+
+    def save(self, folder: str | Path, **about: Any) -> None:
+        """Write a checkpoint (survive/checkpoint.py), which a Trainer of any plan can load. Every rank calls it.
+
+        Args:    about: further words for its manifest, as JSON; rank 0's count.
+        Raises:  CheckpointError on every rank if one cannot write; then nothing is left.
+        """
+        checkpoint.save(Path(folder), self.strategy, self.optimizer, self.world, about | {
+            "steps_done": self.steps_done, "seed": self.seed, "optimizer": type(self.optimizer).__name__,
+            "config": asdict(self.config), "plan": self.plan.as_dict()})
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the checkpoint's.
+
+        Returns: its `about`. Every rank calls it.
+        Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer.
+        """
+        about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
+        self.steps_done, self.seed = about["steps_done"], about["seed"]
+        return about
 
     def survivors(self) -> Group:
         """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers."""
