@@ -108,8 +108,8 @@ class AsyncSaver:
     """Saves one training in the background, time and again. Every rank makes one, between two steps.
 
     Args:    group: all ranks; it is split once. memory: the account of the host's memory that the copies lie in.
-             tell: called on rank 0, in the thread that writes, with a line about a save that failed; and by start()
-             with one about a save that had to wait.
+             tell: called on rank 0 with a line about each save that failed, in the thread that writes; and by start()
+             with one about the first save that had to wait.
     Raises:  MemoryLimitError if the copies do not fit.
     """
 
@@ -123,6 +123,7 @@ class AsyncSaver:
         self._places = [places[index] for index in self._mine]
         self._copies = self._room()
         self._last: PendingSave | None = None
+        self._told = False      # that a save had to wait
 
     def start(self, folder: Path, about: dict[str, Any]) -> PendingSave:
         """Copy the state, and begin to write it. Every rank calls it, between two steps.
@@ -135,7 +136,8 @@ class AsyncSaver:
         begun = time.perf_counter()
         self.wait()
         save = PendingSave(folder, self._group, time.perf_counter() - begun)
-        if save.waited > _LONG and self._group.rank == 0:
+        if save.waited > _LONG and self._group.rank == 0 and not self._told:
+            self._told = True
             self._tell(f"minidist: {folder}: training waited {save.waited:.1f} s for the save before it; "
                        f"save less often, or to a faster disk")
         begun = time.perf_counter()

@@ -17,7 +17,7 @@ from training import global_batch, tiny
 
 from minidist.errors import CheckpointError, CommError, PeerLostError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.survive import checkpoint, save_async
+from minidist.survive import checkpoint
 from minidist.survive.manifest import MANIFEST, checkpoints, step_folder
 from minidist.survive.save_async import AsyncSaver, plain_start_save
 
@@ -170,11 +170,11 @@ def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, mon
     assert drafts == [1] * 4
     assert len(checkpoints(tmp_path)) == 4
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 2, lines
+    assert len(lines) == 1, lines
     assert f"{step_folder(tmp_path, 1)}: training waited 0." in lines[0]
 
 
-# --------------------------------------------------------------------------------------------------------- how they fail
+# ------------------------------------------------------------------------------------------------------- how they fail
 
 def test_a_full_disk_on_one_rank_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                    capfd: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +286,7 @@ def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureF
     assert capfd.readouterr().err.count("\n") == 1
 
 
-# ------------------------------------------------------------------------------------------------------------- their cost
+# ---------------------------------------------------------------------------------------------------------- their cost
 
 def test_copies_are_in_the_account_and_used_again(tmp_path: Path) -> None:
     def job(world: Any) -> tuple[int, int, int, int]:
@@ -325,10 +325,11 @@ def test_a_save_sends_nothing_in_the_phase_of_a_step(tmp_path: Path) -> None:
     assert not without[1]
 
 
-def test_training_stands_still_for_the_copy_alone(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -> None:
     """Of its own processor time; on a busy machine the clock says nothing."""
     def job(world: Any) -> tuple[float, float]:
-        trainer = Trainer(Plan(), tiny(width=128, layers=4), world, seed=3)
+        trainer = Trainer(Plan(), tiny(width=384, layers=8, heads=4, dtype="float32"), world, seed=3)
         saver = AsyncSaver(trainer.strategy, trainer.optimizer, world)
         arrays = [array for slot in trainer.optimizer.slots for array in (slot.weights.data, *slot.state.values())]
         targets = [np.zeros_like(array) for array in arrays]
@@ -347,7 +348,7 @@ def test_training_stands_still_for_the_copy_alone(tmp_path: Path) -> None:
         return min(stands), min(copies)
 
     stand, copy = run(job, size=1)[0]
-    assert stand < 1.5 * copy + 0.005       # s: what a small model's save costs beside the copy
+    assert stand <= 1.5 * copy
 
 
 @pytest.mark.soak
@@ -355,6 +356,7 @@ def test_resident_memory_is_flat_over_500_saves(tmp_path: Path) -> None:
     def job(world: Any) -> list[int]:
         trainer = trainer_of(world)
         process, seen = psutil.Process(), []
+        steps(trainer, 300)         # buffers between ranks have been used to their ends
         for save in range(500):
             trainer.start_save(step_folder(tmp_path, save % 2))
             steps(trainer, 1)
