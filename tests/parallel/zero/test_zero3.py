@@ -29,6 +29,7 @@ def test_equals_one_process(size: int) -> None:
     assert md.run(lambda world: train(world, 3), size=size)[0]["digest"] == ranks[0]["digest"]
 
 
+@pytest.mark.soak
 def test_same_bits_over_tcp() -> None:
     over_threads = md.run(lambda world: train(world, 3), size=3)[0]
     assert check_equal(3, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
