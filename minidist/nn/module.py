@@ -14,7 +14,6 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -189,10 +188,12 @@ class Module(ABC):
         return HookHandle(self._hooks[kind], hook)
 
 
-@cache
+_PARTS = frozenset((Module, Parameter))
+
+
 def _is_part(kind: type) -> bool:
-    """Whether a class is of modules or parameters; kept, because an abstract class's check is written in Python."""
-    return issubclass(kind, (Module, Parameter))
+    """Whether a class is of modules or parameters; issubclass asks an abstract class, which answers in Python."""
+    return not _PARTS.isdisjoint(kind.__mro__)
 
 
 def _join(path: str, name: str) -> str:
