@@ -77,7 +77,8 @@ SAMPLED = {
     # launchers and transports
     "test_a_child_of_a_rank_may_not_use_its_group": 2, "test_a_child_that_a_rank_forks_ends_without_a_word": 2,
     "test_a_death_under_mpirun_ends_the_job_and_is_named": 2, "test_a_job_runs_and_says_nothing_else": 2,
-    "test_a_killed_rank_is_named_everywhere_at_once": 2, "test_a_launcher_that_is_told_to_stop_stops_its_ranks": 2,
+    "test_a_killed_rank_is_named_everywhere_at_once": 2,
+    "test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line": 2,
     "test_a_limit_ends_a_wait_and_the_job_goes_on": 2, "test_a_long_array_goes_round_the_ring_in_stretches": 2,
     "test_a_rank_killed_in_any_phase_is_named_by_all": 3, "test_a_rank_that_dies_is_named_once_and_by_each_survivor": 3,
     "test_a_rank_that_dies_is_named_with_how_it_went": 4, "test_a_rank_that_hangs_after_its_goodbye_ends_the_job": 2,
