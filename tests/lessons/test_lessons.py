@@ -130,7 +130,7 @@ def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
     assert tables["n = 840 KiB: the busiest rank's all-reduce"][1][:2] == [2, 2]
 
 
-@pytest.mark.parametrize("number", ["00", "03"])
+@pytest.mark.parametrize("number", ["03", "00"])
 def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run(["minidist", "lesson", number, "--figure", "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000
@@ -145,6 +145,7 @@ def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> N
     assert (tmp_path / "figure.png").stat().st_size > 20_000
 
 
+@pytest.mark.soak       # tests/launch/test_spawning.py has two nodes of its own
 def test_two_launchers_make_the_tables_of_the_notes(tmp_path: Path) -> None:
     output = run([sys.executable, str(lessons.find("01").part("lesson.py")), "--two-machines"])
     rows = re.findall(r"node(\d) +│ +GPU(\d) │ +(\d) │ +(\d) │ +(\d) ", output)
