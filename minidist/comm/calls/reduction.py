@@ -103,7 +103,7 @@ def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
     """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype does not take."""
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
-    low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
+    low = dtype.type is np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
     total = np.dtype(np.float32) if low else dtype
     taken = [name for name, ufunc in UFUNCS.items() if name != "mean" and _keeps_dtype(ufunc, total)]
     if op == "mean" and "prod" in taken and not (low or dtype.kind in "fc"):
