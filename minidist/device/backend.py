@@ -99,9 +99,9 @@ def to_device(array: Array, device: str) -> Array:
     A GPU gets the host's byte order, whatever that of `array`.
     Raises:  DeviceError, ConfigError as `module_for`.
     """
-    xp = module_for(device)
     if device_of(array) == device:
         return array
+    xp = module_for(device)
     if xp is np:
         return to_host(array)
     native = array.dtype.newbyteorder("=")
