@@ -153,7 +153,7 @@ def dtype(name: Any) -> np.dtype:
 def dtype_name(kind: Any) -> str:
     """The name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order, which `dtype` refuses."""
     found = np.dtype(kind)
-    return found.name if found.isnative else found.byteorder + found.name
+    return str(found.name) if found.isnative else f"{found.byteorder}{found.name}"
 
 
 def widen(array: Array) -> Array:
