@@ -82,7 +82,7 @@ def _run_block(xp: Any, block: _Block, near: float, far: float, x: Array, y: Arr
         few, cut = x[where], np.clip(x, -near, near)
         results = np.empty((2, len(few)), x.dtype)
         block(xp, cut, cut, True, y, slope, room)
-        block(xp, few, np.clip(few, -far, far), False, *results, room[:, :len(few)])
+        block(xp, few, np.clip(few, -far, far), False, results[0], results[1], room[:, :len(few)])
         y[where], slope[where] = results
 
 

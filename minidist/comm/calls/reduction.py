@@ -10,11 +10,11 @@ arbitrary rank.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from functools import lru_cache
 from operator import setitem
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +33,7 @@ class _Quiet(threading.local):
     def __init__(self) -> None:
         context = Context()
         context.run(np.seterr, all="ignore")
-        self.run = context.run
+        self.run: Callable[..., Any] = context.run
 
 
 _quiet = _Quiet()
