@@ -10,6 +10,7 @@ PyTorch's writer gets what makes it fast: plans that are kept from save to save,
 checksums are those of the zip files that torch.save writes, a CRC-32 of each tensor; ours are a CRC-32 of each 256 KiB.
 """
 
+import importlib
 import importlib.util
 import statistics
 import time
@@ -153,9 +154,9 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
 def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any]:
     """The same by PyTorch: tensors of as many bytes on each rank, under names of its own."""
     import torch
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+    checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
     state: dict[str, Any] = {}
     group, background = distributed.group.WORLD, distributed.new_group(backend="gloo")
     writer = checkpoint.FileSystemWriter(folder)

@@ -168,7 +168,8 @@ class AsyncSaver:
 
     def _write(self, save: PendingSave, small: dict[str, Any], about: dict[str, Any]) -> None:
         """In a thread: as a blocking save."""
-        begun, error = time.perf_counter(), None
+        begun = time.perf_counter()
+        error: BaseException | None = None
         try:
             with account.use(self._memory), self._group.ledger.aside("save"):
                 write_checkpoint(save.folder, about, self._places, self._copies, small, self._group)
