@@ -127,7 +127,7 @@ class SpawnedJob:
                     self._note(rank, process.returncode)
             if self.watch.loss is not None:
                 return self._lost(self.watch.loss)
-            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.present()):
+            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.running()):
                 return 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))

@@ -289,6 +289,22 @@ def test_a_death_under_srun_is_named(cache):
         assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO}", done[rank].stderr, re.M)
 
 
+@pytest.mark.parametrize("mode", ["stop", pytest.param("sleep", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("variables", "victim"), [(slurm, 2), pytest.param(slurm, 0, marks=pytest.mark.soak), *(
+    pytest.param(torchrun, victim, marks=pytest.mark.soak) for victim in (0, 2))])
+def test_a_rank_that_hangs_after_its_goodbye_is_ended(variables, victim, mode, cache):
+    """Rank 0 has ended when rank 2 is found; its monitor has not."""
+    if variables is torchrun:
+        variables = functools.partial(torchrun, port=free_port())
+    with nothing_left() as environment:
+        done = [finish(process, 20) for process in by_hand(environment, f"after {mode}", "shm", str(victim), size=3,
+                                                           variables=variables)]
+    assert [process.returncode for process in done] == [
+        (-9 if mode == "stop" else -14) if rank == victim else 0 for rank in range(3)]
+    assert mode == "sleep" or re.fullmatch(rf"minidist: rank {victim} .* is frozen \(stopped\); the job ends\n",
+                                           done[0].stderr)
+
+
 def test_the_job_ends_when_rank_0_is_killed():
     code = ("import os, minidist as md; w = md.init(limit=20); w.barrier()\n"
             "if w.rank == 0: os.kill(os.getpid(), 9)\n"

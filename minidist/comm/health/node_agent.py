@@ -5,6 +5,7 @@
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
     died     loss: of a rank without which it goes on   goodbye
+    over     every rank has said goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -12,11 +13,13 @@ take no part in it, so a rank may compute for long in one call that holds the in
 keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
-child of the node's first rank (launch/joining.py).
+child of the node's first rank (launch/joining.py), which waits for it until it hears "over". From then on the agent
+looks by itself, because the monitor may end with its own host's ranks.
 """
 
 import contextlib
 import dataclasses
+import os
 import platform
 import socket
 import sys
@@ -27,8 +30,8 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
-from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import ProcessLooks, exit_of
+from minidist.comm.health.failure import ENDING, Failure, say_line
+from minidist.comm.health.process_state import LOOK, ProcessLooks, exit_of, has_ended, kill_stopped
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -49,10 +52,10 @@ class NodeAgent:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._ranks, self._how = list(ranks), how or (lambda rank: None)
-        self._looks = ProcessLooks()
+        self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
-        self._closed = False
+        self._closed = self._over = False
 
     def serve(self, address: tuple[str, int], token: bytes) -> None:
         """Answer the monitor until it hangs up, or close() is called."""
@@ -68,6 +71,8 @@ class NodeAgent:
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
                     self._take(wire.recv_frame(sock, None))
+        if self._over:
+            self._look_on()
         self._looks.close()
         with self._changed:
             self._closed = True
@@ -111,9 +116,9 @@ class NodeAgent:
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "look":
-                pids, self._looks.patience = set(frame["pids"]), frame["patience"]
-                self._send("seen", frozen=sorted(self._looks.frozen(pids)),
-                           ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
+                self._pids, self._looks.patience = set(frame["pids"]), frame["patience"]
+                self._send("seen", frozen=sorted(self._looks.frozen(self._pids)),
+                           ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
             case "lost" | "died" as kind:
@@ -124,6 +129,24 @@ class NodeAgent:
                     else:
                         self.spared[loss.world_rank] = loss
                     self._changed.notify_all()
+            case "over":
+                self._over = True
+                release_parent()
+
+    def _look_on(self) -> None:
+        """The job is over and the monitor has gone: end what is frozen here."""
+        deadline = time.monotonic() + ENDING
+        while (pids := {pid for pid in self._pids if not has_ended(pid)}) and time.monotonic() < deadline:
+            for pid in self._looks.frozen(pids):
+                say_line(f"minidist: process {pid} on {platform.node()} is frozen (stopped) after its goodbye; killed")
+                kill_stopped(pid)
+            time.sleep(LOOK)
+
+
+def release_parent() -> None:
+    """The rank that waits for this process, its child, need not wait any longer (launch/joining.py)."""
+    os.write(1, b"over")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":
