@@ -8,7 +8,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
     sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a system takes for 0,
-                                  is status 1. `raise SystemExit(3)` says nothing to us: a launcher sees the status
+                                  is status 1
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
 
@@ -16,12 +16,12 @@ Under mpirun a process that fails must not reach MPI_Finalize, which waits for a
 """
 
 import atexit
-import builtins
+import ctypes
+import gc
 import os
 import platform
 import signal
 import sys
-import threading
 import time
 import traceback
 from types import TracebackType
@@ -41,6 +41,7 @@ from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
+C_EXIT = sys.exit
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
 REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
@@ -264,24 +265,24 @@ def _watch_over_the_end(membership: Membership) -> None:
             flush_output()
             os._exit(membership.status)
 
-    class Exit(SystemExit):
-        """SystemExit reaches no hook; but Python itself, with no frame above, asks for its code when it ends by it."""
-
-        @property
-        def code(self) -> Any:  # type: ignore[override]
-            code = super().code
-            if sys._getframe().f_back is None and membership.is_this_process():
-                membership.exit, membership.status = self, exit_status(code)
-                return membership.status if isinstance(code, int) else code
-            return code
+    def code(error: SystemExit) -> Any:
+        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that error."""
+        code = slot.__get__(error)
+        if sys._getframe().f_back is None and membership.is_this_process():
+            membership.exit, membership.status = error, exit_status(code)
+            return membership.status if isinstance(code, int) else code
+        return code
 
     def exit(status: Any = None, /) -> NoReturn:
-        alone = threading.current_thread() is not threading.main_thread()
-        raise SystemExit(status) if alone else Exit(status)                 # the thread alone ends
+        raise SystemExit(status)
 
     atexit.register(membership.leave)
-    sys.excepthook, sys.exit = hook, exit
-    vars(builtins).update(exit=exit, quit=exit)
+    sys.excepthook = hook
+    slot = vars(SystemExit)["code"]         # SystemExit reaches no hook, and a built-in class takes no assignment
+    gc.get_referents(vars(SystemExit))[0]["code"] = property(code, slot.__set__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    for names in (vars(sys), vars(sys.modules["__main__"])):        # before Python 3.12, sys.exit makes no SystemExit
+        names.update({name: exit for name, value in names.items() if value is C_EXIT})
 
 
 def _abort_mpi(status: int) -> NoReturn:

@@ -129,6 +129,9 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("mode", "how"), [
     ("kill", "was killed"), ("exit", "exited with status 3"),
+    pytest.param("raise exit", "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("raise exit 256", "exited with status 256", marks=pytest.mark.soak),
+    pytest.param("imported exit", "exited with status 5", marks=pytest.mark.soak),
     pytest.param("stop", "is frozen", marks=pytest.mark.soak),
     pytest.param("_exit", "exited|ended", marks=pytest.mark.soak)])
 def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
@@ -137,7 +140,7 @@ def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
         died = met(process)
         done = finish(process)
     assert time.monotonic() - died < 8
-    assert done.returncode == 3 if mode == "exit" else done.returncode > 0
+    assert done.returncode == {"exit": 3, "raise exit": 5, "imported exit": 5}.get(mode, max(1, done.returncode))
     assert re.search(f"^minidist: {WHO} .*({how}).*; the job ends$", done.stderr, re.M)
 
 

@@ -62,6 +62,9 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
 @pytest.mark.parametrize(("mode", "status", "how"), [
     ("exit", 3, "exited with status 3"),
     ("exit 256", 1, "exited with status 256"),
+    ("raise exit 256", 1, "exited with status 256"),
+    pytest.param("raise exit", 5, "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("imported exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     ("kill", 137, "was killed by SIGKILL"),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),

@@ -15,6 +15,8 @@ import minidist as md
 from minidist.comm.health.process_state import PATIENCE
 from minidist.launch import launchers, membership
 
+imported_exit = sys.exit
+
 
 def misbehave(mode: str) -> None:
     """End this rank, or this wait, in the way `mode` names."""
@@ -27,6 +29,12 @@ def misbehave(mode: str) -> None:
             sys.exit(3)
         case "exit 256":
             sys.exit(os.system("exit 1"))
+        case "raise exit":
+            raise SystemExit(5)
+        case "raise exit 256":
+            raise SystemExit(256)
+        case "imported exit":
+            imported_exit(5)
         case "_exit":
             os._exit(3)
         case "kill":
