@@ -144,8 +144,8 @@ class Transport(ABC):
         raise self._without_native()
 
     def _without_native(self) -> ConfigError:
-        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
-                           f"and of nccl with arrays on the GPU: choose auto, or another")
+        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of "
+                           f"mpi, and of nccl with arrays on the GPU: choose auto, or another")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         """Its own collectives among `world_ranks`, the ranks of the group with that id.

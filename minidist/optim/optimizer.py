@@ -114,8 +114,8 @@ class Optimizer(ABC):
             state = {key: account.current().hold(new(), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(weights)), state)
 
-    def _walk(self, *, changes: bool = True) -> Iterator[Slot]:
-        """The slots, each with its arrays in memory."""
+    def walk(self, *, changes: bool = True) -> Iterator[Slot]:
+        """The slots, each with its arrays in memory until the next is asked for; `changes`: what is written is kept."""
         return iter(self.slots) if self._store is None else self._store.walk(self.slots, changes=changes)
 
     # ------------------------------------------------------------------------------------------------ the update
@@ -130,7 +130,7 @@ class Optimizer(ABC):
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
         rate = float(self.lr if lr is None else lr)
-        for slot in self._walk():
+        for slot in self.walk():
             data, gradient = slot.weights.data, slot.weights.grad
             if gradient is None:
                 continue
@@ -183,7 +183,7 @@ class Optimizer(ABC):
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Host copies of all state arrays, and "<tensor>/steps" (int64, without dims), for a checkpoint."""
-        arrays = {f"{slot.name}/{key}": np.array(backend.to_host(array)) for slot in self._walk(changes=False)
+        arrays = {f"{slot.name}/{key}": np.array(backend.to_host(array)) for slot in self.walk(changes=False)
                   for key, array in slot.state.items()}
         return arrays | {f"{slot.name}/steps": np.asarray(slot.steps, np.int64) for slot in self.slots}
 
@@ -200,7 +200,7 @@ class Optimizer(ABC):
             if (saved.shape, saved.dtype) != (target.shape, target.dtype):
                 raise DataError(f"{type(self).__name__}: saved {name} is {saved.dtype} {saved.shape}, "
                                 f"expected {target.dtype} {target.shape}")
-        for slot in self._walk():
+        for slot in self.walk():
             for key, target in slot.state.items():
                 target[...] = backend.to_device(arrays[f"{slot.name}/{key}"], backend.device_of(target))
         for name, slot in steps.items():

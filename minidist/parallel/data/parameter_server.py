@@ -125,7 +125,7 @@ class ParameterServer(Strategy):
         else:
             self.shards = [Shard(keys) for keys in shards]
             nothing = [(key, key.data.reshape(-1)[:0]) for keys in shards for key in keys]
-            self.parameters = [Piece(key, empty, empty) for key, empty in nothing]
+            self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self._service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
@@ -251,6 +251,13 @@ class ParameterServer(Strategy):
         """As Strategy's, of the workers."""
         if not self.serves:
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
+
+    def state_replaced(self) -> None:
+        """Servers give their new weights to the workers; asynchronous ones are not waited for."""
+        if self.serves:
+            self.give_back()
+        else:
+            self.pull()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's; every server calls it. Cost: each key, broadcast among the servers, under `control`."""

@@ -52,7 +52,7 @@ class Shard:
 
     def pieces(self) -> list[Piece]:
         """The pieces of an optimizer, with this shard's gradients."""
-        return [Piece(key, key.data, grad) for key, grad in self._by_key(self.gradients)]
+        return [Piece(key, key.data, grad, range(key.size)) for key, grad in self._by_key(self.gradients)]
 
     def point(self, pieces: Iterable[Piece], gradients: Sequence[Array]) -> None:
         """Let `pieces` (of this shard) read other gradients, laid out as this shard's."""

@@ -226,6 +226,9 @@ class Hybrid(Strategy):
             return self.pipeline.state_dict()
         return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
+    def state_replaced(self) -> None:
+        self.data_axis.state_replaced()
+
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied table at both ends."""
         self.data_axis.check_replicas(self.data_axis.group, when=when)

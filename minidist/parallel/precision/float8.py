@@ -20,6 +20,7 @@ Source:  Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; delayed scal
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import ml_dtypes
@@ -138,11 +139,11 @@ class Float8:
     """
 
     def __init__(self, model: GPT, group: Group | None) -> None:
-        self.group, self.scales = group, dict[int, Scales]()
-        for module in (module for block in model.blocks for module in block.modules()):
-            if isinstance(module, Linear):
-                self.scales[id(module)] = Scales()
-                module.product = partial(linear_fp8, scales=self.scales[id(module)])
+        self.group, self.scales = group, dict[str, Scales]()        # by dotted path in the whole model
+        for path, module in model.named_modules():
+            if isinstance(module, Linear) and path.startswith("blocks."):
+                self.scales[path] = Scales()
+                module.product = partial(linear_fp8, scales=self.scales[path])
 
     def agree(self) -> None:
         """End of a step: the largest elements that any rank has seen enter every rank's history.
@@ -168,8 +169,8 @@ class Float8:
         """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""
         return np.array([[scales.history[name] for name in FORMATS] for scales in self.scales.values()])
 
-    def load(self, state: np.ndarray) -> None:
+    def load(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
         """Take over what `state` returned."""
         for scales, histories in zip(self.scales.values(), state, strict=True):
-            for name, history in zip(FORMATS, histories.tolist(), strict=True):
+            for name, history in zip(FORMATS, histories, strict=True):
                 scales.history[name].extend(history)

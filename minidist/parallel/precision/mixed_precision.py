@@ -41,6 +41,7 @@ Source:  Micikevicius et al. 2018, "Mixed Precision Training".
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,11 +49,11 @@ from minidist.autograd.backward import Surveyed, WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device import account, backend
-from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
+from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
-from minidist.parallel.precision.float8 import Float8
+from minidist.parallel.precision.float8 import FORMATS, HISTORY, Float8
 from minidist.parallel.step.precision import Precision, Span, unround
 from minidist.parallel.step.step import Batch
 
@@ -189,6 +190,23 @@ class MixedPrecision(Precision):
         """Copies on the host, by dotted path, all float32: masters, and frozen weights as they are."""
         return {name: np.array(to_host(self._masters.get(id(p), p.data)), np.float32)
                 for name, p in model.named_parameters()}
+
+    def state(self) -> dict[str, Any]:
+        """The loss scale, the steps it skipped, and fp8's histories of the linears that this rank computes."""
+        scale, float8 = self.loss_scale, self.float8
+        histories = {} if float8 is None else dict(zip(float8.scales, float8.state().tolist(), strict=True))
+        return {"skipped": self.skipped, "loss_scale": None if scale is None else [scale.value, scale.good],
+                "float8": {linear: history for linear, history in histories.items() if np.any(history)}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.skipped = state["skipped"]
+        if self.loss_scale is not None:
+            self.loss_scale.value, self.loss_scale.good = state["loss_scale"]
+        if self.float8 is not None:
+            none = np.zeros((len(FORMATS), HISTORY)).tolist()
+            self.float8.load([state["float8"].get(linear, none) for linear in self.float8.scales])
+        for master, weights in self._pairs:
+            narrow(master, weights.dtype, weights)
 
     # -------------------------------------------------------------------------------------------------- backward
 

@@ -29,11 +29,11 @@ class Piece:
 
     It keeps the parameter's number of dims, (1, …, n), since optimizers ask for it: matrices decay, biases do not.
 
-    Attributes: name, data, grad: views of the shards, so always up to date
+    Attributes: name, data, grad: views of the shards, so always up to date; part: its positions in the parameter.
     """
 
-    def __init__(self, parameter: Parameter, data: Array, grad: Array) -> None:
-        shape = (*(1 for _ in parameter.shape[1:]), -1)
+    def __init__(self, parameter: Parameter, data: Array, grad: Array, part: range) -> None:
+        self.parameter, self.part, shape = parameter, part, (*(1 for _ in parameter.shape[1:]), -1)
         self.name, self.data, self.grad = parameter.name, data.reshape(shape), grad.reshape(shape)
 
 
@@ -69,7 +69,7 @@ class Flat:
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
         """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
-        return [Piece(parameter, weights[place], gradients[place]) for parameter, place, _ in self.chunk_spans()]
+        return [Piece(p, weights[place], gradients[place], part) for p, place, part in self.chunk_spans()]
 
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""

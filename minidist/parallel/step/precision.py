@@ -55,6 +55,13 @@ class Precision:
         """Copies of a model's weights on the host, by dotted path, where this rank has all of them."""
         return model.state_dict()
 
+    def state(self) -> dict[str, Any]:
+        """What changes from step to step beside the masters, as JSON: nothing."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned; and masters are new, so round them to the weights."""
+
     def backward(self, loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
                  surveyed: Surveyed | None = None) -> list[WeightGradient]:
         """Backward from the loss, or from what a later stage gave the gradient `dy` for; as Tensor.backward."""

@@ -75,6 +75,12 @@ class Strategy(ABC):
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
         return self.precision.state_dict(self.model)
 
+    def state_replaced(self) -> None:  # noqa: B027 - where weights lie in one place, nothing follows
+        """The optimizer's tensors were written from outside: bring the weights that follow from them up to date.
+
+        Every rank calls it.
+        """
+
     def traffic(self, passes: int) -> list[Collective]:
         """The collectives of gradients and weights in a step of so many backward passes; none on one rank."""
         return []

@@ -103,3 +103,6 @@ class ShardedReplica(ZeroAxis):
         self.arrivals.settle()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
+
+    def state_replaced(self) -> None:
+        self.arrivals.start()

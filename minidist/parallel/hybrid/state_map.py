@@ -1,0 +1,206 @@
+"""Chapter 26 · Where the numbers of a training's state lie: the map from any plan to any other.
+
+Each strategy cuts weights and optimizer state in its own way. For a checkpoint, all that matters is which numbers of a
+whole tensor a rank has. So each array of state is described by runs of positions in the flattened whole tensor:
+
+    weight (4, 6), tp=2 by columns        rank 0: [0, 3) [6, 9) [12, 15) [18, 21)        rank 1: [3, 6) [9, 12) …
+    of rank 0's part, ZeRO on 2 ranks     chunk 0: [0, 3) [6, 9)                         chunk 1: [12, 15) [18, 21)
+
+Two plans need not know each other: where the runs of a saved array and of a wanted array overlap, numbers are copied
+(`overlap`). A regular run of runs is written in short as a stripe (start, length, step, count): [0, 3, 6, 4].
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.autograd.tensor import Parameter
+from minidist.device.backend import Array
+from minidist.nn.weight_shard import WeightShard
+from minidist.nn.weights import positions_of
+from minidist.optim import Optimizer
+from minidist.parallel.step.flat import Piece
+from minidist.parallel.step.strategy import Strategy
+
+WEIGHT = "weight"       # the kind of weights, in mixed precision of their masters; other kinds are the optimizer's
+
+
+class Place(NamedTuple):
+    """Which numbers of the state an array has.
+
+    Attributes: kind: WEIGHT, or the optimizer's name of a state array; name: the whole tensor's dotted path.
+                shape: of the whole tensor; runs: (n, 2) int64, [start, stop) in it, in the order of the array.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    runs: np.ndarray
+    dtype: np.dtype
+
+    @property
+    def key(self) -> str:
+        """Kind and name, as a checkpoint's tensors are called."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def size(self) -> int:
+        """How many numbers."""
+        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole tensor, in order."""
+        return len(self.runs) == 1 and self.size == int(np.prod(self.shape, dtype=np.int64))
+
+
+def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
+    """What this rank has of the state, in the order of `state_arrays`. No array is read."""
+    names = _names(strategy)
+    places = []
+    for slot in optimizer.slots:
+        owner, part = _owner_of(slot.weights)
+        name, shape, runs = _whole_name(names[id(owner)], owner), _whole_shape(owner), _runs_of(owner, part)
+        arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
+        places += [Place(kind, name, shape, runs, array.dtype) for kind, array in arrays.items()]
+    return places + [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, range(p.size)), p.dtype)
+                     for p in _frozen(strategy)]
+
+
+def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> Iterator[Array]:
+    """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is written is kept.
+
+    After changes call strategy.state_replaced().
+    """
+    for slot in optimizer.walk(changes=changes):
+        owner, _ = _owner_of(slot.weights)
+        if owner.arrival is not None:       # a gather of the old weights is still on its way
+            owner.arrival()
+        for array in (slot.weights.data, *slot.state.values()):
+            yield array.reshape(-1)
+    for parameter in _frozen(strategy):
+        yield parameter.data.reshape(-1)
+
+
+def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
+    """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
+    return {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
+                        if slot.weights.data.size},
+            "precision": strategy.precision.state()}
+
+
+def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The small_state of all ranks as one: tables are joined, the rest is equal on all."""
+    merged: dict[str, Any] = {}
+    for small in ranks:
+        for name, value in small.items():
+            merged[name] = merged_state([merged.get(name, {}), value]) if isinstance(value, dict) else value
+    return merged
+
+
+def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Take over a merged small_state."""
+    for name, slot in _slots_by_name(strategy, optimizer):
+        slot.steps = state["updates"].get(name, 0)
+    strategy.precision.load_state(state["precision"])
+
+
+def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    names = _names(strategy)
+    for slot in optimizer.slots:
+        owner, _ = _owner_of(slot.weights)
+        yield _whole_name(names[id(owner)], owner), slot
+
+
+def _names(strategy: Strategy) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in strategy.model.named_parameters()}
+
+
+def _frozen(strategy: Strategy) -> list[Parameter]:
+    """Parameters that no gradient moves and that this rank has whole, as the bias of a gate."""
+    return [p for p in strategy.model.parameters() if not p.requires_grad and (p.size <= 1 or any(p.data.strides))]
+
+
+def _owner_of(weights: Any) -> tuple[Parameter, range]:
+    """The parameter that an optimizer's tensor belongs to, and which of its elements: a Piece's, or all."""
+    if isinstance(weights, Piece):
+        return weights.parameter, weights.part
+    owner = getattr(weights, "parameter", weights)          # a Master has one
+    return owner, range(owner.size)
+
+
+def _whole_name(name: str, owner: Parameter) -> str:
+    return owner.whole_name(name) if isinstance(owner, WeightShard) else name
+
+
+def _whole_shape(owner: Parameter) -> tuple[int, ...]:
+    return tuple(owner.whole if isinstance(owner, WeightShard) else owner.shape)
+
+
+def _runs_of(owner: Parameter, part: range) -> np.ndarray:
+    """The runs of elements `part` of a parameter."""
+    if not part:
+        return np.empty((0, 2), np.int64)
+    if not isinstance(owner, WeightShard):
+        return np.array([[part.start, part.stop]], np.int64)
+    positions = np.asarray(positions_of(owner.whole, owner.parts[owner.rank])).reshape(-1)[part.start:part.stop]
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    return np.stack([positions[[0, *edges]], positions[[*edges - 1, -1]] + 1], axis=1).astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------------------------- overlaps
+
+def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """What two arrays have in common.
+
+    Args:    have, want: their runs; no run of an array overlaps another of the same.
+    Returns: (n, 3) int64: offset in the one, offset in the other, length; each row is one copy of numbers.
+    """
+    edges = np.unique(np.concatenate([have, want]))
+    starts, lengths = edges[:-1], np.diff(edges)
+    offsets = np.stack([_offsets(have, starts), _offsets(want, starts), lengths], axis=1)
+    return _joined(offsets[(offsets[:, 0] >= 0) & (offsets[:, 1] >= 0)])
+
+
+def _offsets(runs: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Where in an array of these runs the positions lie; -1 for those that it does not have."""
+    if not len(runs):
+        return np.full(len(positions), -1, np.int64)
+    begins = np.cumsum(runs[:, 1] - runs[:, 0]) - (runs[:, 1] - runs[:, 0])
+    order = np.argsort(runs[:, 0])
+    found = order[np.maximum(np.searchsorted(runs[order, 0], positions, side="right") - 1, 0)]
+    inside = (runs[found, 0] <= positions) & (positions < runs[found, 1])
+    return np.where(inside, begins[found] + positions - runs[found, 0], -1)
+
+
+def _joined(copies: np.ndarray) -> np.ndarray:
+    """Copies of which one goes on where the one before ends, as one."""
+    if len(copies) < 2:
+        return copies
+    copies = copies[np.argsort(copies[:, 0])]
+    goes_on = (np.diff(copies[:, 0]) == copies[:-1, 2]) & (np.diff(copies[:, 1]) == copies[:-1, 2])
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    copies[first, 2] = np.add.reduceat(copies[:, 2], first)
+    return copies[first]
+
+
+# -------------------------------------------------------------------------------------------------------------- stripes
+
+def stripes_of(runs: np.ndarray) -> list[list[int]]:
+    """Runs in short: [start, length, step, count] for each group of runs of one length at equal distances."""
+    stripes: list[list[int]] = []
+    for start, stop in runs.tolist():
+        if stripes and stripes[-1][1] == stop - start:
+            first, _, step, count = last = stripes[-1]
+            if count == 1 or start == first + step * count:
+                last[2], last[3] = start - first if count == 1 else step, count + 1
+                continue
+        stripes.append([start, stop - start, 0, 1])
+    return stripes
+
+
+def runs_of(stripes: Sequence[Sequence[int]]) -> np.ndarray:
+    """The inverse of stripes_of."""
+    starts = [start + step * np.arange(count)[:, None] + [0, length] for start, length, step, count in stripes]
+    return np.concatenate([np.empty((0, 2), np.int64), *starts])

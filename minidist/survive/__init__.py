@@ -1,0 +1,1 @@
+"""Chapter 26: training that survives: checkpoints that any plan can load, and what is done with them."""

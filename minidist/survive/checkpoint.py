@@ -1,0 +1,235 @@
+"""Chapter 26 · Checkpoints: each rank writes what it has, and any other plan can go on from it.
+
+The idea. A training that stops loses everything but what lies on a disk. To write it whole through one rank would take
+the memory and the time of one rank; so each writes its shards. A machine may stop while they are written; so the
+manifest, which says what the shards hold, comes last, and a folder without one is no checkpoint. The job that goes on
+may have other ranks; so the manifest says which numbers of each whole tensor a shard has, and a rank reads those that
+it needs.
+
+    rank 0 of 2   [0, 7)   -> shard 0 --+                         +-> [0, 5)    rank 0 of 3
+    rank 1 of 2   [7, 13)  -> shard 1 --+-- manifest: 0-6, 7-12 --+-> [5, 9)    rank 1: from both shards
+                                                                  +-> [9, 13)   rank 2
+
+What is state: weights or their float32 masters, the optimizer's moments and how often each was updated, the loss scale
+and fp8's histories, and the number of steps. Everything else follows from seed and step: dropout, data, learning rate.
+So a run that goes on under the same plan gives the same bits as one that never stopped.
+
+Cost, of a save: state bytes / ranks written by each rank, an fsync, and small records under `control`; of a load: the
+bytes that a rank wants, in whole blocks of 256 KiB.
+
+notes:   N2 §12.4 抢占式实例 (N2:555), 资源弹性调度 (N2:557); N2 §9.3 多租户支持 (N2:432); 实时调整并行策略 (N2:360)
+Source:  Li et al. 2024, "ByteCheckpoint" (2407.20143), resharding on load; Eisenman et al. 2022, "Check-N-Run".
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.chunks import bounds
+from minidist.comm.group import Group
+from minidist.device.backend import device_of, dtype_name, to_device, to_host
+from minidist.errors import CheckpointError
+from minidist.files import scratch
+from minidist.observe.records import share_records
+from minidist.optim import Optimizer
+from minidist.parallel.hybrid.state_map import (
+    Place,
+    merged_state,
+    overlap,
+    runs_of,
+    set_small_state,
+    small_state,
+    state_arrays,
+    state_places,
+    stripes_of,
+)
+from minidist.parallel.step.strategy import Strategy
+from minidist.survive.manifest import publish, read_manifest, shard_name, write_manifest
+from minidist.survive.shard_file import ShardReader, ShardWriter
+
+
+def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
+    """Write a vector of `size` numbers, of which each rank has its chunk; the manifest last."""
+    file = folder / f"{group.rank}.npy"
+    np.save(file, chunk)
+    digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
+    digests = group.all_gather(digest[None])                    # now all shards are written
+    if group.rank == 0:
+        (folder / "draft").write_text(json.dumps({"size": size, "sha256": [d.tobytes().hex() for d in digests]}))
+        os.replace(folder / "draft", folder / "manifest.json")  # at once: it is there or not
+
+
+def plain_load(group: Group, folder: Path) -> np.ndarray:
+    """This rank's chunk of the vector; the group may have another size than the one that wrote it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
+    start, stop = new[group.rank], new[group.rank + 1]
+    parts = []
+    for rank, digest in enumerate(manifest["sha256"]):
+        first, last = max(start, old[rank]), min(stop, old[rank + 1])
+        if first < last:                                        # this shard has some of my numbers
+            file = folder / f"{rank}.npy"
+            if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+                raise CheckpointError(f"{file}: is damaged")
+            parts.append(np.load(file)[first - old[rank]:last - old[rank]])
+    return np.concatenate(parts)
+
+
+# The real one below saves any strategy: its numbers lie in many tensors and anywhere in them (hybrid/state_map.py), and
+# of ranks that have the same numbers one writes. Checksums are of blocks, so that a rank reads and checks only what it
+# needs. Each file is on the disk before the manifest is written. If one rank cannot write, every rank is told.
+
+def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, about: dict[str, Any]) -> None:
+    """Write a checkpoint. Every rank calls it, between two steps; a folder of this name is replaced at the end.
+
+    Args:    group: all ranks; about: of rank 0: what a reader wants to know, as JSON.
+    Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older folder stays.
+    """
+    places = state_places(strategy, optimizer)
+    mine, state = _share_out(places, small_state(strategy, optimizer), group)
+    with ExitStack() as stack:
+        draft = _common_draft(stack, folder, group)
+        problem, described = "", None
+        try:
+            described = write_shard(draft / shard_name(group.rank), [places[index] for index in mine],
+                                    _chosen(state_arrays(strategy, optimizer, changes=False), mine))
+        except OSError as error:
+            problem = f"rank {group.rank} cannot write {error.filename or draft}: {error.strerror}"
+        shards = _agreed(group, problem, described, folder)
+        if group.rank == 0:
+            try:
+                write_manifest(draft, about | {"state": state, "ranks": group.size}, shards)
+                publish(draft, folder)
+            except OSError as error:
+                problem = f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
+        _agreed(group, problem, None, folder)
+
+
+def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -> dict[str, Any]:
+    """Take over the state of a checkpoint that any plan has written. Every rank calls it, between two steps.
+
+    Returns: what `save` was given as `about`.
+    Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
+             of this training is of no use.
+    """
+    problem, about = "", dict[str, Any]()
+    try:
+        manifest = read_manifest(folder)
+        about = manifest["about"]
+        state = about.pop("state")
+        read_state(folder, manifest["shards"], zip(state_places(strategy, optimizer),
+                                                   state_arrays(strategy, optimizer, changes=True), strict=True))
+        set_small_state(strategy, optimizer, state)
+    except (CheckpointError, OSError) as error:
+        problem = f"rank {group.rank}: {error}"
+    if told := [text for text in share_records(group, problem) if text]:
+        raise CheckpointError(told[0])
+    strategy.state_replaced()
+    return about
+
+
+# ----------------------------------------------------------------------------------------------------------- one rank
+
+def write_shard(file: Path, places: list[Place], arrays: Iterable[Any]) -> dict[str, Any]:
+    """Write one rank's file; returns its part of the manifest. Raises: OSError."""
+    writer = ShardWriter(file, [(place.key, place.dtype, place.shape, stripes_of(place.runs), place.size)
+                                for place in places])
+    try:
+        for index, array in enumerate(arrays):
+            writer.write(index, to_host(array))
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    return {"file": file.name, **writer.described()}
+
+
+def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tuple[Place, Any]]) -> None:
+    """Fill arrays with their numbers out of shard files, of which only those are opened that have some.
+
+    Args:    wanted: each place with its flat array.
+    Raises:  CheckpointError if a number is in no shard, has another dtype, or is damaged.
+    """
+    having: dict[str, list[tuple[int, int]]] = {}
+    for number, shard in enumerate(shards):
+        for index, array in enumerate(shard["arrays"]):
+            having.setdefault(array["key"], []).append((number, index))
+    readers: dict[int, ShardReader] = {}
+    try:
+        for place, array in wanted:
+            numbers = np.empty(place.size, place.dtype)
+            found = 0
+            for number, index in having.get(place.key, []):
+                copies = overlap(runs_of(shards[number]["arrays"][index]["stripes"]), place.runs)
+                if not len(copies):
+                    continue
+                if number not in readers:
+                    readers[number] = ShardReader(folder / shards[number]["file"], shards[number])
+                entry = readers[number].entries[index]
+                if (entry.dtype, tuple(entry.shape)) != (dtype_name(place.dtype), tuple(place.shape)):
+                    raise CheckpointError(f"{folder}: {place.key} is {entry.dtype} {tuple(entry.shape)}, this training "
+                                          f"has {dtype_name(place.dtype)} {tuple(place.shape)}; build the same model")
+                readers[number].copy(entry, copies, numbers)
+                found += int(copies[:, 2].sum())
+            if found < place.size:
+                raise CheckpointError(f"{folder}: lacks {place.size - found:,} of {place.size:,} numbers of {place.key}"
+                                      f"; it is of another model or optimizer")
+            array[...] = to_device(numbers, device_of(array))
+    finally:
+        for reader in readers.values():
+            reader.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- all ranks
+
+def _share_out(places: list[Place], small: dict[str, Any], group: Group) -> tuple[list[int], dict[str, Any]]:
+    """Which of its places this rank writes, and the small state of all ranks as one.
+
+    A place that several ranks have is written by the one that has least to write so far.
+    """
+    told = share_records(group, {"places": [[place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
+                                            for place in places], "small": small})
+    holders: dict[str, list[tuple[int, int, int]]] = {}
+    for rank, record in enumerate(told):
+        for index, (key, stripes, nbytes) in enumerate(record["places"]):
+            if nbytes:
+                holders.setdefault(json.dumps([key, stripes]), []).append((rank, index, nbytes))
+    loads, mine = [0] * group.size, []
+    for candidates in holders.values():
+        rank, index, nbytes = min(candidates, key=lambda candidate: (loads[candidate[0]], candidate[0]))
+        loads[rank] += nbytes
+        if rank == group.rank:
+            mine.append(index)
+    return sorted(mine), merged_state([record["small"] for record in told])
+
+
+def _chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:
+    wanted = set(indices)
+    return (array for index, array in enumerate(arrays) if index in wanted)
+
+
+def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
+    """A folder beside `folder` that rank 0 makes, for the length of the stack."""
+    draft, problem = "", ""
+    if group.rank == 0:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft = str(stack.enter_context(scratch(folder.parent)))
+        except OSError as error:
+            problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
+    return Path(_agreed(group, problem, draft, folder)[0])
+
+
+def _agreed(group: Group, problem: str, value: Any, folder: Path) -> list[Any]:
+    """The values of all ranks. Raises: CheckpointError on every rank if one of them has a problem."""
+    told = share_records(group, [problem, value])
+    for text, _ in told:
+        if text:
+            raise CheckpointError(f"{folder} was not saved: {text}; checkpoints before it stay")
+    return [value for _, value in told]

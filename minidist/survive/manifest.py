@@ -1,0 +1,105 @@
+"""The manifest of a checkpoint: what the files hold. It comes last, so a folder with a manifest is complete.
+
+    RUN/step-000300/
+        shard-00000.safetensors     what rank 0 wrote
+        shard-00001.safetensors
+        manifest.json               {"format", "about": {…}, "shards": [{file, nbytes, header, arrays}, …], "digest"}
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import CheckpointError
+from minidist.files import DRAFTS
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_STEP = re.compile(r"step-(\d{6,})(~?)")        # with ~: moved aside for a new one of the same step
+
+
+def shard_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"shard-{rank:05}.safetensors"
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return run / f"step-{step:06}"
+
+
+def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, Any]]) -> None:
+    """Write it, and return when it and the folder are on the disk. Raises: OSError."""
+    content = {"format": FORMAT, "about": about, "shards": shards}
+    text = json.dumps(content | {"digest": _digest(content)}, indent=1)
+    with (folder / MANIFEST).open("x", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises: CheckpointError if there is none, or it is not what was written."""
+    file = folder / MANIFEST
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        digest, kind = content.pop("digest"), content["format"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: no complete checkpoint is here: it has no {MANIFEST}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: is damaged or no manifest of a checkpoint; take an older one") from error
+    if kind != FORMAT:
+        raise CheckpointError(f"{file}: has format {kind!r}, this minidist reads {FORMAT}; use the one that wrote it")
+    if digest != _digest(content):
+        raise CheckpointError(f"{file}: is damaged: its digest is another; take an older checkpoint")
+    return content      # type: ignore[no-any-return]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The folders of a run that have a manifest, the oldest step first."""
+    found = {}
+    for folder in sorted(run.iterdir(), reverse=True) if run.is_dir() else []:      # "step-1" comes after "step-1~"
+        match = _STEP.fullmatch(folder.name)
+        if match and (folder / MANIFEST).is_file():
+            found[int(match[1])] = folder
+    return [found[step] for step in sorted(found)]
+
+
+def publish(draft: Path, place: Path) -> None:
+    """Give a complete draft its place at once; a checkpoint that was there goes after that."""
+    aside = place.with_name(place.name + "~")
+    if place.exists():
+        remove(aside)
+        place.rename(aside)
+    draft.rename(place)
+    sync_folder(place.parent)
+    remove(aside)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is there; a reader sees all of it or none."""
+    if folder.exists():
+        grave = Path(tempfile.mkdtemp(prefix=DRAFTS, dir=folder.parent))    # swept up later, if this is cut short
+        folder.rename(grave / folder.name)
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""One rank's file of a checkpoint: arrays in the format of safetensors, with a checksum for each block of BLOCK bytes.
+
+    8 bytes: length of the header | the header: JSON, {key: dtype, shape, place of its bytes} | the arrays' bytes
+
+Any reader of safetensors can open it. A reader of ours takes only the blocks that hold what it wants, and checks each.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.device.backend import dtype, dtype_name
+from minidist.errors import CheckpointError
+
+BLOCK = 1 << 18         # bytes; a multiple of every itemsize
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class Entry(NamedTuple):
+    """An array in a shard file.
+
+    Attributes: key: kind and name of the whole tensor; shape: of the whole; stripes: which of its numbers it has.
+                offset: of its first byte in the file; checksums: CRC-32 of each block.
+    """
+
+    key: str
+    dtype: str
+    shape: list[int]
+    stripes: list[list[int]]
+    offset: int
+    nbytes: int
+    checksums: list[int]
+
+
+class ShardWriter:
+    """Writes one file, an array at a time, in any order.
+
+    Args:    arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many numbers).
+    Raises:  OSError if the disk is full or fails.
+    """
+
+    def __init__(self, file: Path, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]) -> None:
+        tensors: dict[str, Any] = {}
+        self.entries, end = [], 0
+        for key, kind, shape, stripes, size in arrays:
+            whole = len(stripes) == 1 and size == int(np.prod(shape, dtype=np.int64))
+            nbytes = size * kind.itemsize
+            tensors[key if key not in tensors else f"{key}@{end}"] = {
+                "dtype": DTYPES[dtype_name(kind)], "shape": [*shape] if whole else [size],
+                "data_offsets": [end, end + nbytes]}
+            self.entries.append(Entry(key, dtype_name(kind), [*shape], stripes, end, nbytes, []))
+            end += nbytes
+        self.header = header_bytes(tensors)
+        self.nbytes = len(self.header) + end
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._write(self.header, 0)
+
+    def write(self, index: int, array: np.ndarray) -> None:
+        """The numbers of array `index`: flat, on the host."""
+        data = np.ascontiguousarray(array).view(np.uint8).data
+        entry, start = self.entries[index], len(self.header) + self.entries[index].offset
+        for at in range(0, len(data), BLOCK):
+            entry.checksums.append(zlib.crc32(data[at:at + BLOCK]))
+        self._write(data, start)
+
+    def close(self) -> None:
+        """Return when all is on the disk."""
+        os.fsync(self._file)
+        os.close(self._file)
+
+    def abandon(self) -> None:
+        """Close a file that will not be used."""
+        os.close(self._file)
+
+    def described(self) -> dict[str, Any]:
+        """For the manifest."""
+        entries = [entry._replace(offset=entry.offset + len(self.header)) for entry in self.entries]
+        return {"nbytes": self.nbytes, "header": [len(self.header), zlib.crc32(self.header)],
+                "arrays": [entry._asdict() for entry in entries]}
+
+    def _write(self, data: Any, start: int) -> None:
+        while len(data):
+            written = os.pwrite(self._file, data, start)
+            data, start = data[written:], start + written
+
+
+class ShardReader:
+    """Reads one file, as the manifest describes it.
+
+    Raises:  CheckpointError naming the file, and the array if one is damaged.
+    """
+
+    def __init__(self, file: Path, described: dict[str, Any]) -> None:
+        self.file, self.entries = file, [Entry(**array) for array in described["arrays"]]
+        try:
+            self._file = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}; take an older checkpoint") from error
+        size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
+        if size != described["nbytes"]:
+            self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
+        if zlib.crc32(self._read(0, length)) != checksum:
+            self._refuse("has another header than the one that was written")
+
+    def copy(self, entry: Entry, copies: np.ndarray, out: np.ndarray) -> None:
+        """Copy numbers into the flat array `out`.
+
+        Args:    copies: (n, 3): offset in the entry's array, offset in `out`, how many, ascending by the first.
+        """
+        kind = dtype(entry.dtype)
+        for first, last, rows in _by_blocks(copies, kind.itemsize):
+            begin, end = first * BLOCK, min(last * BLOCK, entry.nbytes)
+            numbers = np.frombuffer(self.checked(entry, begin, end), kind)
+            for source, target, count in rows.tolist():
+                source -= begin // kind.itemsize
+                out[target:target + count] = numbers[source:source + count]
+
+    def checked(self, entry: Entry, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of an array, whole blocks, which are what was written."""
+        data = self._read(entry.offset + begin, end - begin)
+        for at in range(0, len(data), BLOCK):
+            if zlib.crc32(memoryview(data)[at:at + BLOCK]) != entry.checksums[(begin + at) // BLOCK]:
+                self._refuse(f"{entry.key} is damaged in its bytes {begin + at:,} to "
+                             f"{min(begin + at + BLOCK, entry.nbytes) - 1:,}")
+        return data
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _read(self, start: int, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            piece = os.pread(self._file, count - len(data), start + len(data))
+            if not piece:
+                self._refuse(f"ends after {start + len(data):,} bytes")
+            data += piece
+        return bytes(data)
+
+    def _refuse(self, why: str) -> None:
+        raise CheckpointError(f"{self.file}: {why}; take an older checkpoint")
+
+
+def header_bytes(tensors: dict[str, Any]) -> bytes:
+    """The head of a safetensors file: its length, and what is where, filled up to a multiple of 8 bytes."""
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _by_blocks(copies: np.ndarray, itemsize: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Copies by the blocks that they need: (first block, end block, the copies), for each run of blocks."""
+    first = copies[:, 0] * itemsize // BLOCK
+    last = ((copies[:, 0] + copies[:, 2]) * itemsize - 1) // BLOCK + 1
+    apart = np.flatnonzero(first[1:] > last[:-1]) + 1
+    for rows in np.split(np.arange(len(copies)), apart):
+        yield int(first[rows[0]]), int(last[rows[-1]]), copies[rows]
