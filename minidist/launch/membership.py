@@ -206,6 +206,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
+        _let_interrupts_in()
+        if not launch.alone:
             _membership.world = _membership.join(name, limit)
     world = _membership.world
     if world is None:
@@ -243,6 +245,13 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
     """Ctrl-C reaches our launcher too, which prints the one line of the job."""
     return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
+
+
+def _let_interrupts_in() -> None:
+    """Our launcher starts ranks with SIGINT blocked: a program says 20 to 70 lines when Ctrl-C breaks off its imports."""
+    if signal.SIGINT in signal.sigpending():
+        raise SystemExit(130)                               # the launcher has said it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def limit_blas_threads(threads: int | None, local_size: int) -> int:
