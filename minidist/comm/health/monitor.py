@@ -160,8 +160,7 @@ class Monitor:
 
     def release_agents(self) -> None:
         """Every rank has said goodbye: those that wait for their node agents need not wait for the processes' ends."""
-        for agent in self._watchdog.agents():
-            agent.send("over")
+        self._watchdog.release_agents()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""

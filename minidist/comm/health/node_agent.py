@@ -35,6 +35,7 @@ from minidist.comm.health.process_state import LOOK, ProcessLooks, exit_of, has_
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
+CALL_BACK_LIMIT = 5.0   # the same where it has listened before, to the agent's parent
 ANSWER_LIMIT = 1.0      # seconds the monitor gets to say whether the job goes on after a death
 _TRY = 2.0              # seconds of one attempt
 
@@ -44,14 +45,16 @@ class NodeAgent:
 
     Args:       ranks: those that it looks after; none: every rank of this system.
                 how(rank): what the caller knows of that rank's end; None if nothing.
+                limit: seconds until the monitor must listen.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
     """
 
-    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None,
+                 limit: float = CONNECT_LIMIT) -> None:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
-        self._ranks, self._how = list(ranks), how or (lambda rank: None)
+        self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
         self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
@@ -97,7 +100,7 @@ class NodeAgent:
             end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
-        deadline = time.monotonic() + CONNECT_LIMIT
+        deadline = time.monotonic() + self._limit
         while not self._closed and time.monotonic() < deadline:
             try:
                 return connect_to_monitor(address, token, {"node_agent": self._ranks},
@@ -150,4 +153,4 @@ def release_parent() -> None:
 
 
 if __name__ == "__main__":
-    NodeAgent().serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())
+    NodeAgent(limit=CALL_BACK_LIMIT).serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())

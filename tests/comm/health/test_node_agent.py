@@ -208,6 +208,18 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
         child.close()
 
 
+def test_an_agent_that_comes_when_the_job_is_over_releases_its_rank_at_once(far, monkeypatch):
+    """A short job ends before the agent's process has started."""
+    released = []
+    monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
+    with job(NodeAgent([1])) as (monitor, _):
+        monitor.release_agents()
+        late = NodeAgent([2])
+        threading.Thread(target=late.serve, args=(monitor.address, TOKEN), daemon=True).start()
+        wait_for(lambda: len(released) == 2)
+        late.close()
+
+
 def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(far, process, monkeypatch, capfd):
     released = []
     monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
