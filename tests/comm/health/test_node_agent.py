@@ -236,6 +236,7 @@ def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(far, pr
         agent._pids, agent._looks.patience = {process.pid}, 0.1     # not this process, which plays the others
         process.send_signal(signal.SIGSTOP)
         assert process.wait(SOON) == -signal.SIGKILL
+        agent._pids = set()                                         # this test plays with what os.getpid says
         wait_for(lambda: agent._closed)
     assert f"process {process.pid} on far is frozen" in capfd.readouterr().err
 
