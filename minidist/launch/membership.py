@@ -248,7 +248,7 @@ def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
 
 
 def _let_interrupts_in() -> None:
-    """Our launcher starts ranks with SIGINT blocked: a program says 20 to 70 lines when Ctrl-C breaks off its imports."""
+    """Our launcher starts ranks with SIGINT blocked: a program whose imports Ctrl-C breaks off says up to 70 lines."""
     if signal.SIGINT in signal.sigpending():
         raise SystemExit(130)                               # the launcher has said it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
