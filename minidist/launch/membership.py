@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ from minidist.launch import transports
 from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
-from minidist.launch.mpi_init import mpi_world
+from minidist.launch.mpi_init import mpi_world, watched
 
 C_EXIT = sys.exit
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
@@ -64,14 +65,16 @@ class Membership:
 
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
-        launch, joined = self.launch, self.find_monitor(limit)
-        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
-        try:
-            infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
-                                      "profile": profile and profile.as_json()})
-        finally:
-            if joined.file is not None:
-                joined.file.remove()                        # all ranks have met, or never will
+        launch = self.launch
+        with watched(launch, limit) as initialised:
+            joined = self.find_monitor(limit, initialised)
+            profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
+            try:
+                infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+                                          "profile": profile and profile.as_json()})
+            finally:
+                if joined.file is not None:
+                    joined.file.remove()                    # all ranks have met, or never will
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
@@ -89,10 +92,11 @@ class Membership:
         """Whether this process is the rank, not a child that the rank has forked."""
         return os.getpid() == self._process
 
-    def find_monitor(self, limit: float) -> Joined:
-        """Connect to the job's monitor; from then on the others hear of our end."""
+    def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
+        """Connect to the job's monitor; from then on the others hear of our end. Calls `initialised` after MPI_Init."""
         if self.launch.by_mpirun:
-            mpi_world(self.launch, limit)
+            mpi_world(self.launch)
+        initialised()
         self.joined = find_monitor(self.launch, limit, self.patience)
         return self.joined
 
@@ -236,7 +240,8 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
                 return launch.world_rank == 0 and not _said_by_launcher(error, launch)
             _membership = Membership(launch)
             _watch_over_the_end(_membership)
-            _membership.find_monitor(REPORT_LIMIT)
+            with watched(launch, REPORT_LIMIT) as initialised:
+                _membership.find_monitor(REPORT_LIMIT, initialised)
     except (LaunchError, CommError):
         return _membership is None or _membership.launch.world_rank == 0
     return _membership.fail(error) and not _membership.quiet and not _said_by_launcher(error, _membership.launch)
