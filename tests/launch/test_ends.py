@@ -112,7 +112,8 @@ def test_behind_a_shell_a_rank_killed_early_is_named_under_mpirun(phase, victim,
         done = finish(start([*find_mpirun().command(4, patient=True), "sh", "-c", behind], environment))
     assert time.monotonic() - started < SOON
     assert done.returncode > 0
-    assert re.search(rf"^minidist: (rank \d stops: PeerLostError: )?rank {victim} (of|\()", done.stderr, re.M), done.stderr
+    named = rf"^minidist: (rank \d stops: PeerLostError: )?rank {victim} (of|\()"
+    assert re.search(named, done.stderr, re.M), done.stderr
 
 
 @pytest.mark.soak

@@ -37,7 +37,9 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
         release_parent()
         monitor.release_agents()
         if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
-            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye; the system kills them")
+            gone = sorted(set(range(size)).difference(slow))    # under mpirun the others wait for these in MPI_Finalize
+            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye"
+                     + f" ({listed(gone)} had)" * bool(gone) + "; the system kills them")
     if monitor.loss is not None:
         if not monitor.loss.traceback:                          # it could not speak for itself
             say_line(f"minidist: {monitor.loss}; the job ends")
