@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm.health.failure import listed
-from minidist.comm.health.process_state import children_of, parent_of, state_of
+from minidist.comm.health.process_state import children_of, has_ended, parent_of, state_of
 from minidist.errors import LaunchError
 from minidist.launch.children import Forked
 from minidist.launch.launchers import Launch, detect
@@ -170,10 +170,14 @@ class InitWatch:
     def _ended(self) -> list[int]:
         """The ranks of this host that have ended; or have not been started yet."""
         size = self._launch.local_size
-        if len(children_of(self._agent)) >= size:
+        if len(self._processes()) >= size:
             return []
         first, here = self._launch.world_rank - self._launch.local_rank, self._here()
         return [first + local for local in range(size) if local not in here] if here else []
+
+    def _processes(self) -> list[int]:
+        """What mpirun has started here and has not ended; mpirun may be long in clearing away what has."""
+        return [pid for pid in children_of(self._agent) if not has_ended(pid)]
 
     def _here(self) -> dict[int, int]:
         """The process that mpirun has started for each rank of this host that has not ended, by local rank.
@@ -181,7 +185,7 @@ class InitWatch:
         It is the rank itself, or a shell that has started it. Empty if mpirun's processes are not related in this way.
         """
         found = {}
-        for pid in children_of(self._agent):
+        for pid in self._processes():
             with contextlib.suppress(OSError, LaunchError):
                 variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
                 found[detect(dict(line.split("=", 1) for line in variables if "=" in line)).local_rank] = pid
