@@ -15,6 +15,7 @@ import pytest
 from helpers import SOON, run
 from training import global_batch, tiny
 
+from minidist.bench.step.ranks import Model, random_batch
 from minidist.errors import CheckpointError, CommError, PeerLostError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive import checkpoint
@@ -202,9 +203,8 @@ def test_a_full_disk_on_one_rank_is_told_once_and_training_goes_on(tmp_path: Pat
 
     assert run(job, size=2)[0][0] == run(undisturbed, size=2)[0]
     assert sorted(os.listdir(tmp_path)) == ["step-000000", "step-000002"]
-    error = capfd.readouterr().err
-    assert error == (f"minidist: {step_folder(tmp_path, 1)} was not saved: rank 1 cannot write shard-00001.safetensors: "
-                     f"No space left on device; checkpoints before it stay\n")
+    assert capfd.readouterr().err == (f"minidist: {step_folder(tmp_path, 1)} was not saved: rank 1 cannot write shard-"
+                                      f"00001.safetensors: No space left on device; checkpoints before it stay\n")
 
 
 def test_a_folder_that_cannot_be_made_is_told_and_the_next_save_does_not_raise(
@@ -348,6 +348,28 @@ def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -
 
     stand, copy = run(job, size=1)[0]
     assert stand <= 1.5 * copy
+
+
+@pytest.mark.soak
+def test_a_save_in_50_steps_costs_one_percent_of_their_processor_time_at_most(tmp_path: Path) -> None:
+    """The writer's thread counts, too: so much is lost where all cores compute."""
+    def job(world: Any) -> tuple[float, float]:
+        model = Model()
+        trainer = Trainer(Plan(), model.config(), world)
+        batch = random_batch(model.vocab, model.batch, model.context)
+        saves, computes = [], []
+        for _ in range(6):
+            begun = time.process_time()
+            trainer.step(batch)
+            computes.append(time.process_time() - begun)
+            begun = time.process_time()
+            trainer.start_save(tmp_path / "a").wait()
+            saves.append(time.process_time() - begun)
+        trainer.close()
+        return min(saves[1:]), min(computes)
+
+    save, step = run(job, size=1)[0]
+    assert save <= 0.01 * 50 * step
 
 
 @pytest.mark.soak
