@@ -23,10 +23,13 @@ Source:  Mohan et al. 2021, "CheckFreq": snapshot, then persist.
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -124,6 +127,10 @@ class AsyncSaver:
         self._copies = self._room()
         self._last: PendingSave | None = None
         self._told = False      # that a save had to wait
+        self._saves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._end = weakref.finalize(self, self._saves.put, None)
+        threading.Thread(target=_carry_out, args=[self._saves], name=f"rank {group.world_rank} save",
+                         daemon=True).start()       # once: a start waits until the system lets the thread run
 
     def start(self, folder: Path, about: dict[str, Any]) -> PendingSave:
         """Copy the state, and begin to write it. Every rank calls it, between two steps.
@@ -147,8 +154,7 @@ class AsyncSaver:
         small, about = small_state(self._strategy, self._optimizer), deepcopy(about)
         save.copied = time.perf_counter() - begun
         self._last = save
-        threading.Thread(target=self._write, args=(save, small, about), daemon=True,
-                         name=f"rank {self._group.world_rank} save").start()
+        self._saves.put(partial(self._write, save, small, about))
         return save
 
     def wait(self) -> None:
@@ -164,6 +170,7 @@ class AsyncSaver:
             self.wait()
             self._group.close()
         finally:
+            self._end()
             self._copies = []
 
     def _write(self, save: PendingSave, small: dict[str, Any], about: dict[str, Any]) -> None:
@@ -192,3 +199,10 @@ class AsyncSaver:
         room.fill(0)
         return [room[start:start + size].view(place.dtype)
                 for place, size, start in zip(self._places, sizes, [0, *ends], strict=False)]
+
+
+def _carry_out(saves: "SimpleQueue[Callable[[], None] | None]") -> None:
+    """The thread's work: save after save, until None comes."""
+    while (save := saves.get()) is not None:
+        save()
+        del save        # it holds the copies
