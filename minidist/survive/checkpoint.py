@@ -93,7 +93,7 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
     """
     places = state_places(strategy, optimizer)
     mine = share_out(places, group)
-    write_checkpoint(folder, about, [places[index] for index in mine],
+    write_checkpoint(folder, about | {"optimizer": type(optimizer).__name__}, [places[index] for index in mine],
                      chosen(state_arrays(strategy, optimizer, changes=False), mine),
                      small_state(strategy, optimizer), group)
 

@@ -151,7 +151,8 @@ class AsyncSaver:
         arrays = chosen(state_arrays(self._strategy, self._optimizer, changes=False), self._mine)
         for array, target in zip(arrays, self._copies, strict=True):
             copy(array, target, mark(array))
-        small, about = small_state(self._strategy, self._optimizer), deepcopy(about)
+        small = small_state(self._strategy, self._optimizer)
+        about = deepcopy(about) | {"optimizer": type(self._optimizer).__name__}
         save.copied = time.perf_counter() - begun
         self._last = save
         self._saves.put(partial(self._write, save, small, about))

@@ -126,7 +126,11 @@ class ShardWriter:
         self.header = header_bytes(tensors)
         self.nbytes = len(self.header) + end
         self._file = DirectFile(file)
-        self._file.write(self.header)
+        try:
+            self._file.write(self.header)
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, index: int, array: np.ndarray) -> None:
         """The numbers of array `index`, one index after the other: flat, on the host."""
