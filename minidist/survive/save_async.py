@@ -16,7 +16,7 @@ Memory: what a rank writes, once more on the host, allocated once and used from 
 Cost, in the training's thread: the first save, an exchange of what each rank has; each save, one copy of what this rank
 writes (with offload=all it reads that from its disk). In the background as checkpoint.save, in the phase "save".
 
-notes:   N2 §12.4 弹性训练, 故障恢复
+notes:   N2 §12.4 抢占式实例 (N2:555)
 Source:  Mohan et al. 2021, "CheckFreq": snapshot, then persist.
 """
 
