@@ -156,7 +156,8 @@ class ShardStore:
         if first:
             self._gradients[id(flat)][...] = chunk
         else:
-            self._gradients[id(flat)] += chunk
+            with np.errstate(over="ignore", invalid="ignore"):      # float16's that overflowed: `update` finds them
+                self._gradients[id(flat)] += chunk
 
     def before_use(self) -> None:
         """Memory on the device is about to be taken."""
