@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.device.backend import Array
+from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
@@ -56,7 +57,13 @@ class Place(NamedTuple):
 
 
 def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
-    """What this rank has of the state, in the order of `state_arrays`. No array is read."""
+    """What this rank has of the state, in the order of `state_arrays`. No array is read.
+
+    Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
+    """
+    if strategy.asynchronous:
+        raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
+                              f"of the whole job can be saved or loaded; take synchronous updates")
     names = _names(strategy)
     places = []
     for slot in optimizer.slots:

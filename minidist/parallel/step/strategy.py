@@ -44,6 +44,7 @@ class Strategy(ABC):
     """Trains a model, a step at a time.
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
+                asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
     """
 
     model: Module
@@ -51,6 +52,7 @@ class Strategy(ABC):
     precision: Precision
     recorder: Recorder
     parameters: list[Any]
+    asynchronous = False
 
     @property
     def data_axis(self) -> "Strategy":
