@@ -13,7 +13,7 @@ from minidist.nn import GPT
 from minidist.optim import SGD, AdamW
 from minidist.parallel.hybrid import state_map
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.state_map import overlap, runs_of, state_arrays, state_places, stripes_of, updates_of
+from minidist.parallel.hybrid.state_map import overlap, runs_of, small_state, state_arrays, state_places, stripes_of
 from minidist.parallel.step.single import Single
 
 
@@ -103,5 +103,6 @@ def test_kinds_frozen_weights_and_updates() -> None:
             by_name.setdefault(place.name, []).append(place.kind)
         assert by_name.pop("blocks.0.mlp.up.bias") == ["weight"]
         assert {*map(tuple, by_name.values())} == {tuple(kinds)} and "tokens.weight" in by_name
-        state_map.set_updates(strategy, rule, {name: 7 for name in by_name})
-        assert updates_of(strategy, rule) == {name: 7 for name in by_name}
+        state = {"updates": {name: 7 for name in by_name}, "precision": {"skipped": 2}}
+        state_map.set_small_state(strategy, rule, state)
+        assert small_state(strategy, rule) == state
