@@ -149,6 +149,9 @@ class OnDisk(OffDevice):
         record = self._records[id(flat)]
         return self._read_now(record, record.master)
 
+    def replace(self, flat: Flat, weights: Array) -> None:
+        self._records[id(flat)].write("weights", weights)
+
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])
         values = np.array(loan.wait().arrays[key])

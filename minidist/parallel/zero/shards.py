@@ -189,6 +189,9 @@ class ShardStore:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""
         return self._masters.get(id(flat), self._weights[id(flat)])
 
+    def replace(self, flat: Flat, weights: Array) -> None:
+        """What `master` gave for a frozen run has new numbers; here it is the run's own memory."""
+
     def disk_bytes(self) -> int:
         """Bytes on disk."""
         return 0
