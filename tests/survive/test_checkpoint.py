@@ -1,12 +1,27 @@
 """Killed and resumed under the same plan: the same bits as undisturbed, in losses, weights and what precision keeps."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from checkpoints import ended, make, same_state, steps
+from checkpoints import ended, make, same_state, saved, steps
 
 import minidist as md
+from minidist.autograd import ops
+from minidist.autograd.tensor import Parameter
+from minidist.errors import CheckpointError
+from minidist.nn import Linear, Module
+from minidist.optim import AdamW
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.memory.offload_disk import OnDisk
+from minidist.parallel.step.replicas import weights_digest
+from minidist.parallel.step.single import Single
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
+from minidist.survive import checkpoint
 
 HARD = {"layers": 3, "width": 12, "heads": 3, "tied": True, "dropout": 0.2}       # parts and shards come out uneven
 HALF = {"dtype": "float32", "dropout": 0.1}
@@ -87,3 +102,109 @@ def test_the_same_bits_as_undisturbed(plan: dict[str, Any], changes: dict[str, A
     assert same_state(tmp_path / "step-000003", tmp_path / "step-000003-again")
     if "loss_scale" in options:                 # some steps before the save and some after it were skipped
         assert 2 < ranks[0][0]["precision"]["skipped"] < 6
+
+# --------------------------------------------------------------------------- strategies that a user makes, and refusals
+
+class Regression(Module):
+    """A user's own module: two layers, one of them frozen, and a scale."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Linear(5, 7, std=0.3, dtype="float64"), Linear(7, 1, std=0.3, dtype="float64")
+        self.scale = Parameter(np.ones(()))
+        self.down.weight.requires_grad = False
+        self.assign_names()
+
+    def forward(self, x: Any) -> Any:
+        return self.down(ops.gelu(self.up(x))) * self.scale
+
+    def loss(self, inputs: Any, targets: Any, divisor: int) -> Any:
+        gap = self(inputs) - targets
+        return ops.sum(gap * gap) * (1.0 / divisor)
+
+
+STRATEGIES: dict[str, Any] = {
+    "single": lambda model, world: Single(model), "ddp": DDP, "zero-1": Zero1, "zero-2": Zero2,
+    "zero-3": lambda model, world: Zero3(model, world, units=[model.up, model.down]),
+    "on disk": lambda model, world: Zero3(model, world, store=OnDisk())}
+
+
+def regression(world: Any, name: str, seed: int) -> tuple[Any, Any]:
+    model = Regression()
+    model.initialize(seed)
+    strategy = STRATEGIES[name](model, world)
+    return strategy, AdamW([p for p in strategy.parameters if getattr(p, "requires_grad", True)], 0.1)
+
+
+def fit(strategy: Any, optimizer: Any, first: int, count: int) -> list[float]:
+    rows = np.random.default_rng(0).normal(size=(9, 6, 5))
+    return [strategy.step((x, np.sin(x.sum(axis=1, keepdims=True))), optimizer) for x in rows[first:first + count]]
+
+
+def ended_by_user(strategy: Any, optimizer: Any) -> tuple[list[float], str]:
+    losses = fit(strategy, optimizer, 3, 3)
+    digest = weights_digest(strategy.state_dict())
+    if hasattr(strategy, "store"):
+        strategy.store.close()
+    return losses, digest
+
+
+def user_saves(world: Any, name: str, folder: Path) -> tuple[list[float], str]:
+    strategy, optimizer = regression(world, name, 0)
+    fit(strategy, optimizer, 0, 3)
+    checkpoint.save(folder, strategy, optimizer, world, {"note": [1, "two"]})
+    return ended_by_user(strategy, optimizer)
+
+
+def user_loads(world: Any, name: str, folder: Path) -> tuple[list[float], str]:
+    strategy, optimizer = regression(world, name, 1)
+    assert checkpoint.load(folder, strategy, optimizer, world)["note"] == [1, "two"]
+    return ended_by_user(strategy, optimizer)
+
+
+@pytest.mark.parametrize(("first", "ranks", "second", "others"), [
+    ("single", 1, "zero-3", 3), ("ddp", 3, "zero-1", 2), ("zero-1", 3, "zero-2", 4), ("zero-2", 2, "ddp", 3),
+    ("zero-3", 4, "single", 1), ("on disk", 2, "zero-3", 3)])
+def test_a_users_own_module(first: str, ranks: int, second: str, others: int, tmp_path: Path) -> None:
+    """Strategies used directly: the same one has the same bits, another one the same losses."""
+    straight = md.run(user_saves, first, tmp_path / "a", size=ranks)
+    assert md.run(user_loads, first, tmp_path / "a", size=ranks) == straight
+    np.testing.assert_allclose(md.run(user_loads, second, tmp_path / "a", size=others)[0][0], straight[0][0],
+                               rtol=1e-12)
+
+
+def refusal(world: Any, call: str, folder: str, plan: dict[str, Any], changes: dict[str, Any],
+            options: dict[str, Any]) -> str:
+    """What a rank is told by save or load."""
+    trainer = make(world, plan, changes, options)
+    try:
+        getattr(trainer, call)(folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+@pytest.mark.parametrize(("plan", "changes", "options", "says"), [
+    ({}, {"layers": 3}, {}, "lacks .* numbers of weight/blocks.2.*another model or optimizer"),
+    ({"dp": 2}, {"width": 10}, {}, "weight/tokens.weight is float64 \\(11, 8\\), this training has .*same model"),
+    ({}, {"layers": 1}, {}, "has m/blocks.1.* that this training has not"),
+    ({"dp": 2, "zero": 3}, {"dtype": "float32"}, {}, "is float64 .*this training has float32"),
+    ({"dp": 2, "zero": 1}, {}, {"optimizer": "sgd"}, "was trained by AdamW, this training takes SGD"),
+    ({"tp": 2}, {}, {"optimizer": "adam"}, "was trained by AdamW, this training takes Adam")],
+    ids=["more layers", "wider", "fewer layers", "another dtype", "sgd", "adam"])
+def test_a_checkpoint_of_another_model_is_refused(plan: dict[str, Any], changes: dict[str, Any],
+                                                  options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """In one line, the same on every rank."""
+    md.run(saved, str(tmp_path / "a"), {"dp": 2, "zero": 1}, {}, {}, 1, size=2)
+    told = set(md.run(refusal, "load", str(tmp_path / "a"), plan, changes, options, size=md.Plan(**plan).size))
+    assert len(told) == 1 and "\n" not in (text := told.pop()) and re.search(says, text), text
+
+
+def test_asynchronous_workers_are_refused(tmp_path: Path) -> None:
+    """Their ranks are at different steps; no rank waits for another, nothing is written."""
+    plan = {"dp": 3, "strategy": "parameter-server", "asynchronous": True}
+    for call in ("save", "load"):
+        told, = set(md.run(refusal, call, str(tmp_path / "a"), plan, {}, {}, size=3))
+        assert "synchronous updates" in told and "\n" not in told
+    assert not [*tmp_path.iterdir()]
