@@ -74,14 +74,22 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Give a complete draft its place at once; a checkpoint that was there goes after that."""
+    """Give a complete draft its place at once; a checkpoint that was there goes after that, or stays if this fails."""
     aside = place.with_name(place.name + "~")
-    if place.exists():
+    replaces = place.exists()
+    if replaces:
         remove(aside)
         place.rename(aside)
-    draft.rename(place)
+    try:
+        draft.rename(place)
+    except OSError:
+        if replaces:
+            aside.rename(place)
+        raise
     sync_folder(place.parent)
-    remove(aside)
+    for old in place.parent.glob("*~"):         # of this step, and of one whose save was killed just here
+        if (old / MANIFEST).is_file() and (old.with_name(old.name[:-1]) / MANIFEST).is_file():
+            remove(old)
 
 
 def remove(folder: Path) -> None:

@@ -58,7 +58,11 @@ class ShardWriter:
         self.header = header_bytes(tensors)
         self.nbytes = len(self.header) + end
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._write(self.header, 0)
+        try:
+            self._write(self.header, 0)
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, index: int, array: np.ndarray) -> None:
         """The numbers of array `index`: flat, on the host."""
