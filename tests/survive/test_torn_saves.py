@@ -53,7 +53,7 @@ def test_killed_at_any_call(sample: int, base: Path, tmp_path: Path) -> None:
     job = subprocess.run([sys.executable, str(SUPPORT), str(base), str(tmp_path), str(sample)], check=True,
                          stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)}, timeout=1500)
     killed = json.loads(job.stdout)
-    assert len(killed) == 2 * sample or not sample and len(killed) > 100
+    assert len(killed) == 2 * sample or not sample
     for run, victim, at, call in killed:
         try:
             check(Path(run), base)
@@ -110,9 +110,9 @@ def goes_on(world: Any, folder: str, victim: int, call: str, wrong: int) -> tupl
 
 
 @pytest.mark.parametrize(("victim", "call", "wrong"), [
-    (1, "pwrite", 1), (0, "pwrite", 2), (1, "fsync", 1), (0, "fsync", 2), (0, "rename", 1), (0, "rename", 2),
-    (1, "open", 1), (0, "mkdir", 2)], ids=["header", "tensor", "fsync", "manifest", "move aside", "publish", "open",
-                                           "draft"])
+    (1, "pwrite", 1), (0, "pwrite", 1), (1, "fsync", 1), (0, "fsync", 2), (0, "rename", 1), (0, "rename", 2),
+    (1, "open", 1), (0, "mkdir", 2)],
+    ids=["shard 1", "shard 0", "fsync", "manifest", "move aside", "publish", "open", "draft"])
 def test_a_full_disk(victim: int, call: str, wrong: int, tmp_path: Path) -> None:
     """Every rank is told in the same line; the older folder of the step stays, as it was; training goes on."""
     undisturbed = md.run(saved, str(tmp_path / "other" / "a"), PLAN, CHANGES, {}, 4, size=2)
@@ -168,4 +168,4 @@ def test_the_manifest_comes_last(slow: str, tmp_path: Path) -> None:
     for rank in range(2):
         shard = f"shard-{rank:05}.safetensors"
         writes = [number for number, event in enumerate(made) if event == ("pwrite", shard)]
-        assert len(writes) > 3 and writes[-1] < made.index(("fsync", shard)) < places[0]
+        assert writes and writes[-1] < made.index(("fsync", shard)) < places[0]
