@@ -128,7 +128,8 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
-        read_state(folder, manifest["shards"], zip(places, state_arrays(strategy, optimizer, changes=True), strict=True))
+        arrays = state_arrays(strategy, optimizer, changes=True)
+        read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
         set_small_state(strategy, optimizer, state)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"

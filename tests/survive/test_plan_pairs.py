@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def any_plan(choose: random.Random, changes: dict[str, Any], precision: str, mos
                               {"strategy": "data-parallel", "replicas": choose.randint(1, 3)}])
     while True:
         axes = {axis: choose.choice([1, 1, 2, 3, 4]) for axis in ("pp", "cp", "tp")}
-        axes |= {"dp": choose.choice([1, 2, 3, 4, 5, 7, 8]), "ep": choose.choice([1, 2, 4]) if "mixture" in changes else 1}
+        axes["dp"], axes["ep"] = choose.choice([1, 2, 3, 4, 5, 7, 8]), choose.choice([1, 2, 4])
+        axes["ep"] = axes["ep"] if "mixture" in changes else 1
         plan: dict[str, Any] = {**axes, "zero": choose.randint(0, 3), "precision": precision,
                                 "bucket_bytes": choose.choice([500, 1 << 20]), "accumulate": choose.randint(1, 2),
                                 "checkpoint_blocks": choose.choice(["none", "all"])}
@@ -54,7 +56,7 @@ def any_plan(choose: random.Random, changes: dict[str, Any], precision: str, mos
         if axes["pp"] > 1 and choose.random() < 0.3:
             stages = axes["pp"] * (2 if plan["schedule"] == "interleaved" else 1)
             cuts = sorted(choose.choices(range(changes["layers"] + 1), k=stages - 1))
-            plan["stage_layers"] = ",".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, changes["layers"]]))
+            plan["stage_layers"] = ",".join(str(b - a) for a, b in pairwise([0, *cuts, changes["layers"]]))
         if plan["zero"] and choose.random() < 0.5:
             plan["shard"] = choose.choice(divisors(axes["dp"] * axes["ep"] * axes["cp"]))
         if choose.random() < 0.2:

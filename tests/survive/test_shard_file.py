@@ -3,6 +3,7 @@
 import os
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_any_copies_of_any_array(numbers: int, dtype: Any, edges: list[int], blo
         writer.close()
         reader = ShardReader(file, writer.described())
         cuts = sorted({0, numbers, *(edge for edge in edges if edge < numbers)})
-        copies = np.array([[a, a, b - a] for a, b in zip(cuts, cuts[1:])][::2], np.int64).reshape(-1, 3)
+        copies = np.array([[a, a, b - a] for a, b in pairwise(cuts)][::2], np.int64).reshape(-1, 3)
         out = np.zeros(numbers, dtype)
         if len(copies):
             reader.copy(reader.entries[0], copies, out)

@@ -82,7 +82,7 @@ def test_one_rank_of_two_processes_is_killed(victim: int, at: int, base: Path, t
 # --------------------------------------------------------------------------------------------------- disks that refuse
 
 def goes_on(world: Any, folder: str, victim: int, call: str, wrong: int) -> tuple[str, dict[str, Any], int]:
-    """A save whose call number `wrong` of this name fails on a rank: (what is told, the run after it, files it leaks)."""
+    """A save whose call number `wrong` of this name fails on a rank: (what is told, the run after it, open files)."""
     trainer = make(world, PLAN, CHANGES, {})
     losses, told, me, count = steps(trainer, 2), "", threading.current_thread(), [0]
     trainer.save(folder)

@@ -1,5 +1,6 @@
 """Where the numbers of a state lie: runs, stripes and overlaps beside a version that asks number by number."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from minidist.parallel.step.single import Single
 def any_runs(draw: Any, numbers: int = 40) -> np.ndarray:
     """Runs of some of so many numbers, in any order, perhaps none, also such that touch."""
     edges = sorted(draw(st.sets(st.integers(0, numbers), max_size=12)))
-    runs = [(start, stop) for start, stop in zip(edges, edges[1:]) if draw(st.booleans())]
+    runs = [(start, stop) for start, stop in pairwise(edges) if draw(st.booleans())]
     return np.array(draw(st.permutations(runs)), np.int64).reshape(-1, 2)
 
 
@@ -40,7 +41,7 @@ def test_overlap_is_every_number_that_both_have(have: np.ndarray, want: np.ndarr
     assert len(found) == len(expected) and set(found) == expected
     assert [source for source, _, _ in copies] == sorted(source for source, _, _ in copies)     # a file is read forward
     joined = [source + count == following and target + count == then
-              for (source, target, count), (following, then, _) in zip(copies, copies[1:])]
+              for (source, target, count), (following, then, _) in pairwise(copies)]
     assert not any(joined) and all(count > 0 for _, _, count in copies)
 
 
