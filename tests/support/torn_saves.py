@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 CALLS = ("open", "pwrite", "fsync", "close", "rename", "replace", "mkdir", "unlink", "rmdir", "stat", "scandir")
-CHANGES: dict[str, Any] = {"layers": 2}
+CHANGES: dict[str, Any] = {"layers": 1}
 PLAN: dict[str, Any] = {"dp": 2, "zero": 2}
 
 

@@ -23,22 +23,22 @@ from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 from minidist.survive import checkpoint
 
-HARD = {"layers": 3, "width": 12, "heads": 3, "tied": True, "dropout": 0.2}       # parts and shards come out uneven
-HALF = {"dtype": "float32", "dropout": 0.1}
+HARD = {"layers": 2, "width": 12, "heads": 3, "tied": True, "dropout": 0.2}       # parts and shards come out uneven
+HALF = {"layers": 2, "dtype": "float32", "dropout": 0.1}
 MOE = {"mixture": {"experts": 4, "noise": 0.05, "balance": "bias", "bias_rate": 0.01}}
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 3, "accumulate": 2}, HARD, {}),
-    ({"dp": 2, "zero": 3, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 22, 2)}),
-    ({"tp": 3, "dp": 2, "zero": 1, "sequence_parallel": True}, HARD, {}),
-    ({"pp": 2, "ep": 2, "zero": 2}, {**HARD, **MOE}, {}),
-    ({"dp": 3, "zero": 3, "offload": "all"}, HARD, {"clip": None}),
-    ({"dp": 2, "tp": 2, "precision": "fp8"}, HALF, {}),
-    ({"dp": 4, "servers": 2, "strategy": "parameter-server"}, HARD, {}),
+    ({"zero": 3, "dp": 2, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
+    ({"tp": 3, "zero": 1, "sequence_parallel": True}, HARD, {}),
+    ({"ep": 2, "zero": 2}, {**HARD, **MOE}, {}),
+    ({"dp": 2, "zero": 3, "offload": "all"}, {**HARD, "layers": 1}, {"clip": None}),
+    ({"pp": 2, "precision": "fp8", "microbatches": 2}, HALF, {}),
+    ({"dp": 3, "servers": 2, "strategy": "parameter-server"}, HARD, {}),
     # the soak takes what follows, too
     ({}, HARD, {"optimizer": "adam", "optimizer_options": {"weight_decay": 0.1}}),
     ({}, {**HARD, "dtype": "float32"}, {"optimizer": "rmsprop"}),
-    ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 22, 2)}),
+    ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
     ({"replicas": 3, "strategy": "data-parallel"}, HARD, {}),
     ({"dp": 3, "strategy": "parameter-server"}, {**HARD, "dtype": "float32"}, {"optimizer": "sgd"}),
     ({"dp": 3}, HARD, {"optimizer": "sgd", "clip": None}),
@@ -49,39 +49,44 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "zero": 3, "precision": "bf16"}, HALF, {}),
     ({"dp": 3, "zero": 1, "precision": "bf16"}, HALF, {"optimizer": "sgd"}),
     ({"dp": 3, "precision": "fp8"}, HALF, {}),
-    ({"pp": 2, "zero": 3, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 22, 2)}),
+    ({"pp": 2, "zero": 3, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
     ({"pp": 3, "precision": "fp8", "microbatches": 2}, HALF, {}),
     ({"dp": 2, "zero": 2, "offload": "optimizer"}, HARD, {}),
     ({"offload": "optimizer"}, HARD, {"optimizer": "rmsprop"}),
-    ({"zero": 3, "offload": "all", "precision": "fp16", "accumulate": 2}, HALF, {"loss_scale": (2.0 ** 22, 2)}),
+    ({"zero": 3, "offload": "all", "precision": "fp16", "accumulate": 2}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
     ({"dp": 2, "zero": 2, "offload": "optimizer", "precision": "fp16", "accumulate": 2}, HALF,
-     {"loss_scale": (2.0 ** 22, 2)}),
+     {"loss_scale": (2.0 ** 21, 2)}),
     ({"cp": 3, "zero": 3}, {**HARD, "context": 7}, {}),
     ({"cp": 3, "attention": "all-to-all", "dp": 2, "zero": 2}, {**HARD, "context": 7}, {}),
     ({"pp": 2, "schedule": "interleaved", "dp": 2, "zero": 2}, HARD, {}),
-    ({"pp": 2, "schedule": "zb-h1", "tp": 2, "stage_layers": "1,2"}, HARD, {}),
+    ({"pp": 2, "schedule": "zb-h1", "tp": 2, "stage_layers": "0,2"}, HARD, {}),
     ({"ep": 2, "dp": 2, "zero": 1}, {**HARD, **MOE}, {}),
     ({"ep": 2, "tp": 2, "cp": 2, "zero": 3, "precision": "fp16"},
-     {**HALF, **MOE}, {"loss_scale": (2.0 ** 22, 2)}),
+     {**HALF, **MOE}, {"loss_scale": (2.0 ** 21, 2)}),
     ({"tp": 4}, {**HARD, "heads": 4, "kv_heads": 2}, {"lr_schedule": "cosine", "warmup": 2, "steps": 6}),
     ({"dp": 7, "zero": 2}, HARD, {}),
+    ({"tp": 3, "dp": 2, "zero": 1, "sequence_parallel": True}, {**HARD, "layers": 3}, {}),
+    ({"pp": 2, "ep": 2, "zero": 2}, {**HARD, **MOE}, {}),
+    ({"dp": 3, "zero": 3, "offload": "all"}, {**HARD, "layers": 3}, {"clip": None}),
+    ({"dp": 2, "tp": 2, "precision": "fp8"}, HALF, {}),
+    ({"dp": 4, "servers": 2, "strategy": "parameter-server"}, {**HARD, "layers": 3}, {}),
     ({"dp": 2, "pp": 2, "tp": 2, "zero": 1, "checkpoint_blocks": "all", "accumulate": 2}, {**HARD, "norm": "rms"}, {}),
 ]
 
 
 def killed_and_resumed(world: Any, folder: str, plan: dict[str, Any], changes: dict[str, Any],
                        options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(undisturbed, saved on the way, resumed) of six steps; the resumed one begins with other weights."""
+    """(undisturbed, saved on the way, resumed) of four steps; the resumed one begins with other weights."""
     undisturbed = make(world, plan, changes, options)
-    straight = ended(undisturbed, steps(undisturbed, 6))
+    straight = ended(undisturbed, steps(undisturbed, 4))
     saving = make(world, plan, changes, options)
-    losses = steps(saving, 3)
+    losses = steps(saving, 2)
     saving.save(folder)
-    passing = ended(saving, losses + steps(saving, 3))
+    passing = ended(saving, losses + steps(saving, 2))
     resuming = make(world, plan, changes, {**options, "seed": 99})
     resuming.load(folder)
     resuming.save(f"{folder}-again")
-    again = ended(resuming, losses + steps(resuming, 3))
+    again = ended(resuming, losses + steps(resuming, 2))
     return straight, passing, again
 
 
@@ -95,13 +100,13 @@ def name_of(value: Any) -> str:
 def test_the_same_bits_as_undisturbed(plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any],
                                       tmp_path: Path) -> None:
     """A save changes nothing either, and what was loaded is saved again with the same bits."""
-    ranks = md.run(killed_and_resumed, str(tmp_path / "step-000003"), plan, changes, options,
+    ranks = md.run(killed_and_resumed, str(tmp_path / "step-000002"), plan, changes, options,
                    size=md.Plan(**plan).size)
     for straight, passing, resumed in ranks:
         assert straight == passing == resumed
-    assert same_state(tmp_path / "step-000003", tmp_path / "step-000003-again")
+    assert same_state(tmp_path / "step-000002", tmp_path / "step-000002-again")
     if "loss_scale" in options:                 # some steps before the save and some after it were skipped
-        assert 2 < ranks[0][0]["precision"]["skipped"] < 6
+        assert 1 < ranks[0][0]["precision"]["skipped"] < 4
 
 # --------------------------------------------------------------------------- strategies that a user makes, and refusals
 
