@@ -29,7 +29,7 @@ MOE = {"mixture": {"experts": 4, "noise": 0.05, "balance": "bias", "bias_rate": 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 3, "accumulate": 2}, HARD, {}),
-    ({"zero": 3, "dp": 2, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
+    ({"zero": 3, "dp": 2, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
     ({"tp": 3, "zero": 1, "sequence_parallel": True}, HARD, {}),
     ({"ep": 2, "zero": 2}, {**HARD, **MOE}, {}),
     ({"dp": 2, "zero": 3, "offload": "all"}, {**HARD, "layers": 1}, {"clip": None}),
@@ -38,7 +38,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # the soak takes what follows, too
     ({}, HARD, {"optimizer": "adam", "optimizer_options": {"weight_decay": 0.1}}),
     ({}, {**HARD, "dtype": "float32"}, {"optimizer": "rmsprop"}),
-    ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
+    ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
     ({"replicas": 3, "strategy": "data-parallel"}, HARD, {}),
     ({"dp": 3, "strategy": "parameter-server"}, {**HARD, "dtype": "float32"}, {"optimizer": "sgd"}),
     ({"dp": 3}, HARD, {"optimizer": "sgd", "clip": None}),
@@ -49,20 +49,20 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "zero": 3, "precision": "bf16"}, HALF, {}),
     ({"dp": 3, "zero": 1, "precision": "bf16"}, HALF, {"optimizer": "sgd"}),
     ({"dp": 3, "precision": "fp8"}, HALF, {}),
-    ({"pp": 2, "zero": 3, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
+    ({"pp": 2, "zero": 3, "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
     ({"pp": 3, "precision": "fp8", "microbatches": 2}, HALF, {}),
     ({"dp": 2, "zero": 2, "offload": "optimizer"}, HARD, {}),
     ({"offload": "optimizer"}, HARD, {"optimizer": "rmsprop"}),
-    ({"zero": 3, "offload": "all", "precision": "fp16", "accumulate": 2}, HALF, {"loss_scale": (2.0 ** 21, 2)}),
+    ({"zero": 3, "offload": "all", "precision": "fp16", "accumulate": 2}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
     ({"dp": 2, "zero": 2, "offload": "optimizer", "precision": "fp16", "accumulate": 2}, HALF,
-     {"loss_scale": (2.0 ** 21, 2)}),
+     {"loss_scale": (2.0 ** 19, 2)}),
     ({"cp": 3, "zero": 3}, {**HARD, "context": 7}, {}),
     ({"cp": 3, "attention": "all-to-all", "dp": 2, "zero": 2}, {**HARD, "context": 7}, {}),
     ({"pp": 2, "schedule": "interleaved", "dp": 2, "zero": 2}, HARD, {}),
     ({"pp": 2, "schedule": "zb-h1", "tp": 2, "stage_layers": "0,2"}, HARD, {}),
     ({"ep": 2, "dp": 2, "zero": 1}, {**HARD, **MOE}, {}),
     ({"ep": 2, "tp": 2, "cp": 2, "zero": 3, "precision": "fp16"},
-     {**HALF, **MOE}, {"loss_scale": (2.0 ** 21, 2)}),
+     {**HALF, **MOE}, {"loss_scale": (2.0 ** 19, 2)}),
     ({"tp": 4}, {**HARD, "heads": 4, "kv_heads": 2}, {"lr_schedule": "cosine", "warmup": 2, "steps": 6}),
     ({"dp": 7, "zero": 2}, HARD, {}),
     ({"tp": 3, "dp": 2, "zero": 1, "sequence_parallel": True}, {**HARD, "layers": 3}, {}),
@@ -106,7 +106,7 @@ def test_the_same_bits_as_undisturbed(plan: dict[str, Any], changes: dict[str, A
         assert straight == passing == resumed
     assert same_state(tmp_path / "step-000002", tmp_path / "step-000002-again")
     if "loss_scale" in options:                 # some steps before the save and some after it were skipped
-        assert 1 < ranks[0][0]["precision"]["skipped"] < 4
+        assert 1 < ranks[0][0]["precision"]["skipped"] < 4, ranks[0][0]["precision"]
 
 # --------------------------------------------------------------------------- strategies that a user makes, and refusals
 
