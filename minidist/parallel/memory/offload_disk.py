@@ -51,10 +51,10 @@ class OnDisk(OffDevice):
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Write the weights to disk; the device may forget them."""
-        self._names[id(flat)] = name
-        record = self._records[id(flat)] = self.disk.record(name)
-        record.add("weights", flat.dtype, flat.chunk_size)
-        record.write("weights", weights)
+        if id(flat) not in self._records:
+            self._names[id(flat)], self._records[id(flat)] = name, self.disk.record(name)
+            self._records[id(flat)].add("weights", flat.dtype, flat.chunk_size)
+        self._records[id(flat)].write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""
@@ -148,9 +148,6 @@ class OnDisk(OffDevice):
         """Read from disk: a copy."""
         record = self._records[id(flat)]
         return self._read_now(record, record.master)
-
-    def replace(self, flat: Flat, weights: Array) -> None:
-        self._records[id(flat)].write("weights", weights)
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])

@@ -86,8 +86,7 @@ class MemoryTraffic:
     """
 
     def __init__(self) -> None:
-        self.step: dict[str, int] = {}
-        self.other: dict[str, int] = {}
+        self.step, self.other = dict[str, int](), dict[str, int]()
         self._counted = self.other
 
     def count(self, source: str, target: str, nbytes: int) -> None:
@@ -122,7 +121,7 @@ class ShardStore:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device: (chunk_size,); `name` for errors and the timeline."""
+        """This rank's chunk of a run's weights, on the device, first or new: (chunk_size,); `name` for errors, spans."""
         self._weights[id(flat)] = weights
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
@@ -156,8 +155,7 @@ class ShardStore:
         if first:
             self._gradients[id(flat)][...] = chunk
         else:
-            with np.errstate(over="ignore", invalid="ignore"):      # float16's that overflowed: `update` finds them
-                self._gradients[id(flat)] += chunk
+            self._gradients[id(flat)] += chunk
 
     def before_use(self) -> None:
         """Memory on the device is about to be taken."""
@@ -188,9 +186,6 @@ class ShardStore:
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""
         return self._masters.get(id(flat), self._weights[id(flat)])
-
-    def replace(self, flat: Flat, weights: Array) -> None:
-        """What `master` gave for a frozen run has new numbers; here it is the run's own memory."""
 
     def disk_bytes(self) -> int:
         """Bytes on disk."""

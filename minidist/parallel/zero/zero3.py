@@ -294,7 +294,7 @@ class Zero3(ZeroAxis):
                 chunk = self.store.master(flat)
                 yield from ((parameter, part, chunk[place]) for parameter, place, part in flat.chunk_spans())
                 if changes:
-                    self.store.replace(flat, chunk)
+                    self.store.keep(flat, chunk, "frozen weights")
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
         """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered (default: each pass)."""
