@@ -121,7 +121,7 @@ class ShardStore:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device, first or new: (chunk_size,); `name` for errors, spans."""
+        """This rank's chunk of a run's weights, on the device, old or new: (chunk_size,); `name` for errors, spans"""
         self._weights[id(flat)] = weights
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
