@@ -129,18 +129,26 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
              of this training is of no use.
     """
-    problem, about = "", dict[str, Any]()
+    problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     try:
+        places = state_places(strategy, optimizer)
         manifest = read_manifest(folder)
-        about = manifest["about"]
+        about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")
-        read_state(folder, manifest["shards"], zip(state_places(strategy, optimizer),
-                                                   state_arrays(strategy, optimizer, changes=True), strict=True))
+        if about["optimizer"] != type(optimizer).__name__:
+            raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
+                                  f"{type(optimizer).__name__}; take the same optimizer")
+        arrays = state_arrays(strategy, optimizer, changes=True)
+        read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
         set_small_state(strategy, optimizer, state)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
-    if told := [text for text in share_records(group, problem) if text]:
-        raise CheckpointError(told[0])
+    told = share_records(group, [problem, sorted({place.key for place in places if place.size})])
+    if problems := [text for text, _ in told if text]:
+        raise CheckpointError(problems[0])
+    if unknown := sorted(there.difference(*(keys for _, keys in told))):
+        raise CheckpointError(f"{folder}: has {unknown[0]} and {len(unknown) - 1} other tensors that this training has "
+                              f"not; it is of another model")
     strategy.state_replaced()
     return about
 
