@@ -5,6 +5,7 @@
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
     died     loss: of a rank without which it goes on   goodbye
+    saves    ranks that end by themselves at a SIGTERM
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -43,11 +44,13 @@ class NodeAgent:
                 how(rank): what the caller knows of that rank's end; None if nothing.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
+                savers  ranks that save their work and end by themselves when their process is sent SIGTERM
     """
 
     def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None) -> None:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
+        self.savers: set[int] = set()
         self._ranks, self._how = list(ranks), how or (lambda rank: None)
         self._looks = ProcessLooks()
         self._sock: socket.socket | None = None
@@ -116,6 +119,8 @@ class NodeAgent:
                            ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
+            case "saves":
+                self.savers = set(frame["ranks"])
             case "lost" | "died" as kind:
                 loss = Failure(**frame["loss"])
                 with self._changed:
