@@ -131,8 +131,8 @@ class Saver:
 
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
-        newest = str(step_folder(self.settings.out, self.steps[-1])) if self.steps else None
-        return {"folder": newest, "steps": self.steps, "seconds": self.seconds, "failed": self.failed}
+        there = checkpoints(self.settings.out)
+        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds, "failed": self.failed}
 
     def _remove_old(self) -> None:
         """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
