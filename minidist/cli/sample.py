@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with (default: a new line)")
     parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="symbols to add (default: 200)")
     parser.add_argument("--temperature", type=not_negative, default=TEMPERATURE, metavar="T",
-                        help="1: the model's probabilities; lower: likelier symbols more often; 0: always the likeliest "
-                             "(default: %(default)s)")
+                        help="1: the model's probabilities; lower: likelier symbols more often; 0: always the "
+                             "likeliest (default: %(default)s)")
     parser.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the text, its source and the options as JSON")
 
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         writer = open_run(Path(args.run))
     except CheckpointError as error:
         fail(str(error))
-    prompt = args.prompt if args.prompt is not None else "\n" if "\n" in writer.text.symbols else writer.text.symbols[0]
+    symbols = writer.text.symbols
+    prompt = args.prompt or ("\n" if "\n" in symbols else symbols[0])
     ids = writer.model.generate(writer.text.encode(prompt), args.tokens, temperature=args.temperature, seed=args.seed)
     written = writer.text.decode(ids)
     sys.stdout.write(written.lstrip("\n") + "\n")
@@ -77,10 +78,10 @@ def open_run(place: Path) -> Writer:
     finished = _finished(place)
     if finished is not None and (not newest or len(finished["losses"]) >= (step_of(newest[0]) or 0)):
         return _from_results(place, finished)
-    if newest:
-        return _from_checkpoint(newest[0])
-    fail(f"{place}: no run that can write text is here: neither metrics.json nor a checkpoint; "
-         "name a folder that minidist train has written")
+    if not newest:
+        fail(f"{place}: no run that can write text is here: neither metrics.json nor a checkpoint; "
+             "name a folder that minidist train has written")
+    return _from_checkpoint(newest[0])
 
 
 def _finished(run: Path) -> dict[str, Any] | None:

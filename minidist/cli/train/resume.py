@@ -7,13 +7,14 @@ it are the defaults again.
 
 import argparse
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minidist.comm.health.failure import say_line
 from minidist.console import fail, plural
-from minidist.data.text import Text
+from minidist.data.text import NAMED, Text
 from minidist.errors import CheckpointError
 from minidist.launch import Launch
 from minidist.launch.transports import THREADS
@@ -104,8 +105,9 @@ def resumed(args: argparse.Namespace) -> Resumption | None:
     options = found.about["options"]
     if wrong := sorted(given - {*MAY_CHANGE}):
         was = options.get(wrong[0])
-        fail(f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has" +
-             ("" if was is None else f" ({was})") + "; leave the option out, or start a new run")
+        was = "off" if was is False else "on" if was is True else "none" if was is None else was
+        fail(f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has ({was}); leave the option out, or start "
+             "a new run")
     if "steps" in given and args.steps < options["steps"]:
         fail(f"--steps {args.steps}: the run is to make {options['steps']}, and may make more, but not fewer")
     stays = {name: value for name, value in options.items() if name not in given and hasattr(args, name)}
@@ -117,9 +119,10 @@ def resumed(args: argparse.Namespace) -> Resumption | None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that define a run, as its checkpoints keep them."""
-    return {name: value for name, value in vars(args).items()
-            if name not in NEVER_KEPT and (value is None or isinstance(value, str | int | float))}
+    """The options that define a run, as its checkpoints keep them; data by a path that holds in any folder."""
+    options = {name: value for name, value in vars(args).items()
+               if name not in NEVER_KEPT and (value is None or isinstance(value, str | int | float))}
+    return options | {"data": args.data if args.data in NAMED else os.path.abspath(args.data)}
 
 
 def text_digest(text: Text) -> str:
@@ -142,7 +145,7 @@ def _find(place: Path) -> Resumption:
     except OSError as error:
         fail(f"{asked}: {error.strerror}")
     problems: list[str] = []
-    for number, folder in enumerate(folders):
+    for folder in folders:
         try:
             about = read_manifest(folder)["about"]
         except CheckpointError as error:
@@ -150,5 +153,7 @@ def _find(place: Path) -> Resumption:
             continue
         if not {"options", "metrics", "data"} <= about.keys():
             fail(f"{asked}: {folder} was saved by another program than minidist train; load it with Trainer.load")
-        return Resumption(folder.parent, folders[number:], about, problems)
-    fail(f"{asked}: {problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}")
+        break
+    else:
+        fail(f"{asked}: {problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}")
+    return Resumption(folder.parent, folders[len(problems):], about, problems)

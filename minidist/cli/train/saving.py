@@ -84,7 +84,8 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved."""
-        return step % self.settings.args.save_every == 0 or step == self.settings.args.steps
+        args = self.settings.args
+        return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
         """The signal by which any rank was told to stop, or 0; the same on every rank. Cost: an all-reduce."""
@@ -132,7 +133,8 @@ class Saver:
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
         there = checkpoints(self.settings.out)
-        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds, "failed": self.failed}
+        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds,
+                "failed": self.failed}
 
     def _remove_old(self) -> None:
         """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
