@@ -93,7 +93,7 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
     from minidist.console import Parser
 
     parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
-                    epilog="`minidist COMMAND --help` lists a command's options")
+                    formatter_class=_help_formatter, epilog="`minidist COMMAND --help` lists a command's options")
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, what in COMMANDS.items():
@@ -103,3 +103,10 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
         else:
             commands.add_parser(name, help=what)
     return parser
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    """With room for the longest command: argparse counts its letters, but not how far it is indented."""
+    formatter = argparse.HelpFormatter(prog)
+    formatter._action_max_length = max(map(len, COMMANDS)) + 4
+    return formatter

@@ -17,8 +17,8 @@ from minidist.survive.shard_file import BLOCK, ShardReader
 AT_ONCE = 64 * BLOCK        # bytes that `verify` reads at a time
 
 
-class Shard(NamedTuple):
-    """One file of a checkpoint, verified.
+class VerifiedShard(NamedTuple):
+    """One file of a checkpoint, of which every byte was read.
 
     Attributes: arrays: how many it has; problems: each damaged array's, or the file's; none: every byte is as written.
     """
@@ -44,10 +44,10 @@ def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
     return {place.name: array.reshape(place.shape) for place, array in zip(places, arrays, strict=True)}
 
 
-def verify(folder: Path) -> Iterator[Shard]:
+def verify(folder: Path) -> Iterator[VerifiedShard]:
     """Read every byte of a checkpoint; a record of each shard. Raises: CheckpointError if the manifest is damaged."""
     for shard in read_manifest(folder)["shards"]:
-        yield Shard(shard["file"], shard["nbytes"], len(shard["arrays"]), [*_problems(folder, shard)])
+        yield VerifiedShard(shard["file"], shard["nbytes"], len(shard["arrays"]), [*_problems(folder, shard)])
 
 
 def _problems(folder: Path, shard: dict[str, Any]) -> Iterator[str]:
