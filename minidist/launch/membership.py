@@ -41,6 +41,7 @@ from minidist.launch import transports
 from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
+from minidist.launch.mpi_init import mpi_world
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
@@ -72,8 +73,6 @@ class Membership:
         finally:
             if joined.file is not None:
                 joined.file.remove()                        # all ranks have met, or never will
-        if launch.by_mpirun:
-            transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
@@ -100,7 +99,7 @@ class Membership:
     def find_monitor(self, limit: float) -> Joined:
         """Connect to the job's monitor; from then on the others hear of our end."""
         if self.launch.by_mpirun:
-            transports.mpi_world(self.launch, limit)
+            mpi_world(self.launch, limit)
         self.joined = find_monitor(self.launch, limit, self.patience)
         return self.joined
 
@@ -197,7 +196,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
         or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
-        TimeoutError (naming the missing ranks) if joining fails.
+        TimeoutError (naming the missing ranks) if joining fails. Under mpirun a rank that ends before md.init, or does
+        not come within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
     """
     global _membership
     if transport is not None:
@@ -293,15 +293,11 @@ def _watch_over_the_end(membership: Membership) -> None:
 
 
 def _abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said.
-
-    Shared memory still has its name where ranks end before they have met; each has mapped it in MPI_Init.
-    """
-    transports.unlink_mpi_segments()
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
     flush_output()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    from mpi4py import MPI
-    MPI.COMM_WORLD.Abort(status)
+    if "mpi4py.MPI" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
     os._exit(status)
 
 

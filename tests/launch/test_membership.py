@@ -336,11 +336,3 @@ def test_a_wrong_command_line_under_mpirun_is_one_line():
         done = finish(start([*find_mpirun().command(2), sys.executable, "-m", "minidist", "trian"], environment))
     assert done.returncode == 2
     assert re.fullmatch("minidist: .* did you mean train.*\n", done.stderr)
-
-
-def test_mpi_init_has_a_limit():
-    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=0.7)")
-    with nothing_left() as environment:
-        done = finish(start([*find_mpirun().command(2), sys.executable, "-c", code], environment))
-    assert done.returncode != 0
-    assert "in mpi_world" in done.stderr

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen, set_up
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen, set_up
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import PATIENCE, state_of, this_system
@@ -154,9 +154,8 @@ class Monitor:
         return []
 
     def hang_up_on_agents(self) -> None:
-        """All ranks have left: the node agents may end, too."""
-        for agent in self._watchdog.agents():
-            end_connection(agent.sock)
+        """All ranks have left: the node agents may end, too, also one that is yet to come."""
+        self._watchdog.hang_up()
 
     @property
     def savers(self) -> set[int]:

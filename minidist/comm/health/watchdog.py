@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minidist.comm.health import deadlock
-from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
+from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat, end_connection
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
 from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
@@ -39,6 +39,7 @@ class Watchdog:
         self._looks, self._looked = ProcessLooks(patience), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
+        self._over = False                                    # every rank has said goodbye
         self._overdue: dict[int, State] = {}        # of ranks whose wait has reached its limit: as they waited
 
     def due(self) -> float:
@@ -113,6 +114,14 @@ class Watchdog:
         with self._news:
             self._agents.append(agent)
             self._news.notify_all()
+        if self._over:
+            end_connection(agent.sock)
+
+    def hang_up(self) -> None:
+        """Tell every node agent that it may end."""
+        self._over = True
+        for agent in self.agents():
+            end_connection(agent.sock)
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
         """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame that is not in it."""

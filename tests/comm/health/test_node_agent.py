@@ -208,6 +208,22 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
         child.close()
 
 
+def test_an_agent_that_comes_when_every_rank_has_left_ends_too(far):
+    """A short job ends before the process of the agent has started; a rank of its host waits for it."""
+    with nothing_left():
+        monitor = Monitor(1, TOKEN)
+        monitor.start()
+        MonitorClient(monitor.address, TOKEN, 0, 1).goodbye()
+        assert monitor.wait(SOON)
+        monitor.hang_up_on_agents()
+        late = threading.Thread(target=NodeAgent().serve, args=(monitor.address, TOKEN), daemon=True)
+        late.start()
+        late.join(SOON)
+        assert not late.is_alive()
+        assert monitor.loss is None
+        monitor.close()
+
+
 def test_an_agent_that_nobody_lets_in_gives_up():
     monitor = Monitor(1, TOKEN)
     monitor.start()
