@@ -95,7 +95,8 @@ def test_export_is_the_model_that_the_run_wrote(saved: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("plan", "options", "ranks"), [
-    ("pp=2,tp=2", [], 4), pytest.param("dp=3", ["--zero", "3"], 3, marks=pytest.mark.soak),
+    ("pp=2", [], 2), pytest.param("pp=2,tp=2", [], 4, marks=pytest.mark.soak),
+    pytest.param("dp=3", ["--zero", "3"], 3, marks=pytest.mark.soak),
     pytest.param("dp=1", [], 1, marks=pytest.mark.soak)])
 def test_resharding_keeps_every_bit(plan: str, options: list[str], ranks: int, saved: Path, tmp_path: Path,
                                     capsys: pytest.CaptureFixture[str]) -> None:

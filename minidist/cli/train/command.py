@@ -4,6 +4,7 @@
     minidist train -n 4                       # four ranks, started here
     minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
     minidist train                            # one process
+    minidist train --resume RUN               # goes on from the newest checkpoint that --save-every wrote
 """
 
 import argparse

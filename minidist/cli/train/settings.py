@@ -119,12 +119,18 @@ def check(args: argparse.Namespace) -> Settings:
         writable(args.offload_dir)
     elif args.offload_dir:
         fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
-    out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    out = out_folder(args.out, resume)
+    check_writable("--json", args.json)
+    return Settings(args, data, config, out, resume)
+
+
+def out_folder(name: str | None, resume: Resumption | None) -> Path:
+    """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
+    out = Path(name or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_folder("--out", out)
     if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
         fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
-    check_writable("--json", args.json)
-    return Settings(args, data, config, out, resume)
+    return out
 
 
 def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:

@@ -60,7 +60,7 @@ def soak(*options: str) -> Any:
 @pytest.mark.parametrize("options", [
     ("-n", "2", "--plan", "tp=2", "--dropout", "0.1"),
     ("--dtype", "float32", "--precision", "fp16", "--tied"),
-    ("--strategy", "data-parallel", "--replicas", "2"),
+    soak("--strategy", "data-parallel", "--replicas", "2"),
     soak("-n", "4", "--plan", "dp=2,tp=2", "--zero", "1"), soak(), soak("-n", "3"),
     soak("-n", "2", "--zero", "2", "--accumulate", "2"),
     soak("-n", "3", "--strategy", "parameter-server", "--servers", "2"),
@@ -140,7 +140,10 @@ def test_on_another_plan_and_for_more_steps(saved: Path, book: Path, tmp_path: P
 
 def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.MonkeyPatch,
                                              capsys: pytest.CaptureFixture[str]) -> None:
-    """They are told what was given anew, and take the rest from the checkpoint. Threads stand for the processes."""
+    """They are told what was given anew, and take the rest from the checkpoint. Threads stand for the processes.
+
+    A save that takes long is shown.
+    """
     def threads(command: list[str], size: int, patience: float) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
@@ -151,8 +154,11 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
         return max(md.run(rank, size=size))
 
     monkeypatch.setattr(command_module, "spawn", threads)
+    monkeypatch.setattr(saving, "LONG", 0.0)
     assert main(["train", "--resume", str(run), "-n", "2", "--steps", "8"]) == 0
-    assert f"going on from step 6 of 8, as 1 rank saved it in {run}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"going on from step 6 of 8, as 1 rank saved it in {run}" in printed
+    assert f"saved {run}/step-000008 in " in printed
     metrics = metrics_of(run)
     assert (metrics["size"], len(metrics["losses"]), metrics["checkpoint"]["steps"]) == (2, 8, [8])
 
@@ -189,6 +195,32 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(file: str, at:
     for key in ("losses", "weights_sha256"):
         assert metrics_of(run)[key] == whole[key]
     assert main(["checkpoint", str(run)]) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [("--offload", "all"), ("--zero", "3"), ("--zero", "2", "--offload", "optimizer")])
+def test_stopped_in_validation_and_then_damaged(options: tuple[str, ...], book: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    """The state of the last step is saved already; where it cannot be read, what was read of it does no harm."""
+    words = [*options, "-n", "2", "--transport", "threads", "--data", book, "--steps", 4]
+    assert train(*words, "--out", tmp_path / "whole") == 0
+    run, calls = tmp_path / "run", list[int]()
+
+    def stopping(self: saving.Saver) -> int:
+        calls.append(self.trainer.steps_done)
+        return 15 if calls.count(4) > 4 else 0              # two of each rank: after the step, before the first batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.Saver, "stopping", lambda self: self.trainer.world.all_reduce(
+            np.array([stopping(self) * (self.trainer.world.rank == 0)]), op="max")[0])
+        assert train(*words, "--out", run, "--save-every", 2) == 75
+    assert steps_in(run) == [2, 4] and "after step 4 of 4, saved in" in capfd.readouterr().err
+    flip(run / "step-000004" / "shard-00001.safetensors", -9)
+    assert main(["train", "--resume", str(run), "--quiet"]) == 0
+    assert "taking step-000002" in capfd.readouterr().err
+    for key in ("losses", "weights_sha256", "validation_loss"):
+        assert metrics_of(run)[key] == metrics_of(tmp_path / "whole")[key]
 
 
 def test_no_checkpoint_is_whole(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -248,12 +280,3 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(book: Path, tmp_path: Pat
     assert "File too large; checkpoints before it stay; the run goes on" in error
     assert steps_in(tmp_path / "run") == [2, 6]
     assert metrics_of(tmp_path / "run")["checkpoint"]["failed"] == 1
-
-
-def test_a_save_that_takes_long_is_shown(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(saving, "LONG", 0.0)
-    assert main([*TINY[:1], *TINY[2:], "--data", str(book), "--steps", "1", "--save-every", "1", "--out",
-                 str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out
-    assert f"saved {tmp_path}/run/step-000001 in " in printed
