@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:    argv: its words (default: those of this process).
-    Returns: the exit status: 0 good, 1 failed, 2 bad input, 130 interrupted.
+    Returns: the exit status: 0 good, 1 failed, 2 bad input, 75 try again, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
