@@ -1,9 +1,10 @@
 """The `minidist` command: one file a command, loaded when it is asked for.
 
 The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
-line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130. Any other
-error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the rank and ends the job
-everywhere. When the reader of stdout has gone (`| head`), the command still does all its work.
+line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130; a training
+that was told to stop and has saved its state is 75. Any other error is left to Python, or, on a rank of a larger job,
+to minidist.launch, which names the rank and ends the job everywhere. When the reader of stdout has gone (`| head`),
+the command still does all its work.
 """
 
 import argparse

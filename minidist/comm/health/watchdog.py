@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minidist.comm.health import deadlock
-from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat, end_connection
+from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
 from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
@@ -115,13 +115,13 @@ class Watchdog:
             self._agents.append(agent)
             self._news.notify_all()
         if self._over:
-            end_connection(agent.sock)
+            agent.send("over")
 
-    def hang_up(self) -> None:
-        """Tell every node agent that it may end."""
+    def release_agents(self) -> None:
+        """Tell every node agent, also one that is yet to come, that every rank has said goodbye."""
         self._over = True
         for agent in self.agents():
-            end_connection(agent.sock)
+            agent.send("over")
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
         """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame that is not in it."""
