@@ -33,6 +33,12 @@ def step_folder(run: Path, step: int) -> Path:
     return run / f"step-{step:06}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step whose checkpoint a folder is, by its name; None for another folder."""
+    match = _STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
 def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, Any]]) -> None:
     """Write it, and return when it and the folder are on the disk. Raises: OSError."""
     content = {"format": FORMAT, "about": about, "shards": shards}
@@ -68,9 +74,9 @@ def checkpoints(run: Path) -> list[Path]:
     """The folders of a run that have a manifest, the oldest step first."""
     found = {}
     for folder in sorted(run.iterdir(), reverse=True) if run.is_dir() else []:      # "step-1" comes after "step-1~"
-        match = _STEP.fullmatch(folder.name)
-        if match and (folder / MANIFEST).is_file():
-            found[int(match[1])] = folder
+        step = step_of(folder)
+        if step is not None and (folder / MANIFEST).is_file():
+            found[step] = folder
     return [found[step] for step in sorted(found)]
 
 

@@ -167,11 +167,15 @@ class ShardReader:
             self._file = os.open(file, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}; take an older checkpoint") from error
-        size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
-        if size != described["nbytes"]:
-            self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
-        if zlib.crc32(self._read(0, length)) != checksum:
-            self._refuse("has another header than the one that was written")
+        try:
+            size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
+            if size != described["nbytes"]:
+                self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
+            if zlib.crc32(self._read(0, length)) != checksum:
+                self._refuse("has another header than the one that was written")
+        except BaseException:
+            self.close()
+            raise
 
     def copy(self, entry: Entry, copies: np.ndarray, out: np.ndarray) -> None:
         """Copy numbers into the flat array `out`.

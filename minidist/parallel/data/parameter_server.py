@@ -105,7 +105,7 @@ class ParameterServer(Strategy):
     def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
                  staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.asynchronous, self.staleness = model, group, asynchronous, staleness
-        self.workers, self.servers = group.size - servers, servers
+        self.workers, self.servers, self.precision = group.size - servers, servers, Precision()
         if self.workers < 1:
             raise ConfigError(f"{servers} parameter servers in a job of {group.size} ranks leave no worker; start "
                               f"more ranks, or take fewer servers")

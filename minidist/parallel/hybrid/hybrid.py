@@ -94,6 +94,7 @@ class Trainer:
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
+                steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
@@ -112,7 +113,7 @@ class Trainer:
         tune_allocator()
         self.config, self.world, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
-        self.seed, self.steps_done = seed, 0
+        self.seed, self.steps_done, self.steps_before = seed, 0, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self._device, self._offload_dir = device, offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
@@ -192,6 +193,11 @@ class Trainer:
         """Steps whose update was made: all of them, but for float16's that overflowed."""
         return self.steps_done - self.precision.skipped
 
+    @property
+    def steps_here(self) -> int:
+        """Steps that this job has made, without those of a checkpoint: its ledger and its account are of them."""
+        return self.steps_done - self.steps_before
+
     def learning_rate(self, step: int) -> float:
         """The rate of update number `step`, counted from 0. A skipped step is no update, here as in the optimizer."""
         if self.lr_schedule == "constant":
@@ -251,7 +257,8 @@ class Trainer:
         Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer.
         """
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
-        self.steps_done, self.seed = about["steps_done"], about["seed"]
+        self.steps_done = self.steps_before = about["steps_done"]
+        self.seed = about["seed"]
         return about
 
     def change_plan(self, plan: Plan) -> None:
