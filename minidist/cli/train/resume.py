@@ -27,8 +27,8 @@ NEVER_KEPT = ("command", "given", "json", "out", "patience", "quiet", "ranks", "
 OF_THE_PLAN = ("plan", "zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
                "sequence_parallel", "strategy", "replicas", "servers")
 MAY_CHANGE = (*OF_THE_PLAN, "ranks", "transport", "device", "graph", "threads", "patience", "accumulate",
-              "checkpoint_blocks", "offload", "offload_dir", "device_memory", "data", "steps", "save_every", "keep",
-              "resume", "out", "json", "quiet")
+              "checkpoint_blocks", "offload", "offload_dir", "device_memory", "data", "steps", "save_every",
+              "save_async", "keep", "resume", "out", "json", "quiet")
 
 
 @dataclass

@@ -24,6 +24,7 @@ from minidist.launch.membership import current
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch
 from minidist.survive.manifest import checkpoints, remove, step_folder, step_of
+from minidist.survive.save_async import PendingSave
 
 LONG = 2.0      # seconds after which a save is told of while it lasts
 
@@ -73,6 +74,7 @@ class Saver:
         self.steps: list[int] = []
         self.seconds: list[float] = []
         self.failed = 0
+        self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
         if self._speaks:
@@ -103,19 +105,41 @@ class Saver:
             yield batch
 
     def save(self, losses: Sequence[float], step_seconds: float) -> None:
-        """Write a checkpoint, then remove the oldest; a failure is told in one line, and the run goes on."""
+        """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
+        self.settle()
         step, start = self.trainer.steps_done, time.perf_counter()
         folder = step_folder(self.settings.out, step)
-        try:
-            with self._shown(folder), self.trainer.recorder.span("checkpoint", step=step - 1):
-                self.trainer.save(folder, **self._about, metrics={"losses": [*losses], "step_seconds": step_seconds})
-        except CheckpointError as error:
-            self.failed += 1
-            if self._speaks:
-                say_line(f"minidist train: {error}; the run goes on")
+        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds}}
+        with self.trainer.recorder.span("checkpoint", step=step - 1):
+            if self.settings.args.save_async:
+                self._pending = step, self.trainer.start_save(folder, **about)
+                return
+            try:
+                with self._shown(folder):
+                    self.trainer.save(folder, **about)
+            except CheckpointError as error:
+                self.failed += 1
+                if self._speaks:
+                    say_line(f"minidist train: {error}; the run goes on")
+                return
+        self._saved(step, time.perf_counter() - start)
+
+    def settle(self) -> None:
+        """Wait for a save that goes on behind the steps; if it fails, that is told already."""
+        if self._pending is None:
             return
+        (step, pending), self._pending = self._pending, None
+        try:
+            pending.wait()
+        except CheckpointError:
+            self.failed += 1
+        else:
+            self._saved(step, pending.seconds)
+
+    def _saved(self, step: int, seconds: float) -> None:
+        """A checkpoint is there: the oldest goes."""
         self.steps.append(step)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(seconds)
         if self._speaks:
             self._remove_old()
 

@@ -115,6 +115,8 @@ def check(args: argparse.Namespace) -> Settings:
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.save_async and not args.save_every:
+        fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:

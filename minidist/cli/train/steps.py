@@ -74,7 +74,10 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
                     read()
                     saver.save(course.losses, course.step_seconds)
                 if stop:
+                    saver.settle()
                     raise Stopped
+        if saver is not None:
+            saver.settle()
     finally:
         report.close()
     return course
