@@ -40,13 +40,14 @@ from minidist.observe.records import share_records
 from minidist.optim import Optimizer
 from minidist.parallel.hybrid.state_map import (
     Place,
+    merged_state,
     overlap,
     runs_of,
-    set_updates,
+    set_small_state,
+    small_state,
     state_arrays,
     state_places,
     stripes_of,
-    updates_of,
 )
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive.manifest import publish, read_manifest, shard_name, write_manifest
@@ -91,8 +92,7 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
     Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older folder stays.
     """
     places = state_places(strategy, optimizer)
-    own = {"updates": updates_of(strategy, optimizer), "precision": strategy.precision.state()}
-    mine, merged = _share_out(places, own, group)
+    mine, state = _share_out(places, small_state(strategy, optimizer), group)
     with ExitStack() as stack:
         draft = _common_draft(stack, folder, group)
         problem, described = "", None
@@ -104,7 +104,7 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
         shards = _agreed(group, problem, described, folder)
         if group.rank == 0:
             try:
-                write_manifest(draft, about | {"state": merged, "ranks": group.size}, shards)
+                write_manifest(draft, about | {"state": state, "ranks": group.size}, shards)
                 publish(draft, folder)
             except OSError as error:
                 problem = f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
@@ -125,8 +125,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         state = about.pop("state")
         read_state(folder, manifest["shards"], zip(state_places(strategy, optimizer),
                                                    state_arrays(strategy, optimizer, changes=True), strict=True))
-        set_updates(strategy, optimizer, state["updates"])
-        strategy.precision.load_state(state["precision"])
+        set_small_state(strategy, optimizer, state)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
     if told := [text for text in share_records(group, problem) if text]:
@@ -189,13 +188,13 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
 
 # ---------------------------------------------------------------------------------------------------------- all ranks
 
-def _share_out(places: list[Place], own: dict[str, Any], group: Group) -> tuple[list[int], dict[str, Any]]:
+def _share_out(places: list[Place], small: dict[str, Any], group: Group) -> tuple[list[int], dict[str, Any]]:
     """Which of its places this rank writes, and the small state of all ranks as one.
 
     A place that several ranks have is written by the one that has least to write so far.
     """
     told = share_records(group, {"places": [[place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
-                                            for place in places], "own": own})
+                                            for place in places], "small": small})
     holders: dict[str, list[tuple[int, int, int]]] = {}
     for rank, record in enumerate(told):
         for index, (key, stripes, nbytes) in enumerate(record["places"]):
@@ -207,14 +206,7 @@ def _share_out(places: list[Place], own: dict[str, Any], group: Group) -> tuple[
         loads[rank] += nbytes
         if rank == group.rank:
             mine.append(index)
-    updates: dict[str, int] = {}
-    for record in told:
-        updates |= record["own"]["updates"]
-    precision = dict(told[0]["own"]["precision"])
-    for name, value in precision.items():
-        if isinstance(value, dict):
-            precision[name] = {key: part for record in told for key, part in record["own"]["precision"][name].items()}
-    return sorted(mine), {"updates": updates, "precision": precision}
+    return sorted(mine), merged_state([record["small"] for record in told])
 
 
 def _chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:

@@ -14,6 +14,7 @@ them blocks may be checkpointed (activations.py).
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
+from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.memory.offload_costs import require_memory
@@ -108,25 +110,30 @@ class Trainer:
         if lr_schedule not in LR_SCHEDULES or (lr_schedule == "cosine" and steps is None):
             raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
         tune_allocator()
-        self.plan, self.config, self.world = plan, config, world
-        self.mesh = Mesh(world, **plan.axes)
-        self.recorder = recorder or Silent()
+        self.config, self.world, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done = seed, 0
-        self._survivors: Group | None = None
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
+        self._device, self._offload_dir = device, offload_dir
+        self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
+        self._build(plan)
+
+    def _build(self, plan: Plan) -> None:
+        """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
+        self.plan, self.mesh = plan, Mesh(self.world, **plan.axes)
+        self._survivors: Group | None = None
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
-        self.store = make_store(plan, offload_dir, device=device, recorder=self.recorder)
+        self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
             self._require_disk()
-            self.strategy: Strategy = self._make_strategy(device)
+            self.strategy: Strategy = self._make_strategy(self._device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
             if plan.zero == 3:
                 zero3: Any = self.strategy.data_axis
                 require_memory(plan.device_memory, zero3.units, zero3.root)
-            self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
+            self.optimizer: Optimizer = self._make_optimizer(self.strategy.parameters)
         except BaseException:
             self.store.close()
             self.account.limit = None
@@ -249,6 +256,20 @@ class Trainer:
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
         self.steps_done, self.seed = about["steps_done"], about["seed"]
         return about
+
+    def change_plan(self, plan: Plan) -> None:
+        """Go on under another plan of as many ranks, between two steps; model and optimizer are made anew.
+
+        Cost:    as state_exchange.restore; nothing touches the disk. Every rank calls it.
+        Raises:  PlanError, ConfigError for what cannot work; after another error than PlanError the state is gone.
+        """
+        plan.require(self.world.size, self.config)
+        plan.require_model(self.config)
+        snapshot = take_snapshot(self.strategy, self.optimizer)
+        self.close()
+        del self.strategy, self.optimizer, self.model, self.loads
+        self._build(plan)
+        restore([snapshot], self.strategy, self.optimizer, self.world)
 
     def survivors(self) -> Group:
         """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers."""

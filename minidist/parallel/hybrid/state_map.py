@@ -83,15 +83,27 @@ def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> 
         yield parameter.data.reshape(-1)
 
 
-def updates_of(strategy: Strategy, optimizer: Optimizer) -> dict[str, int]:
-    """How often each tensor of this rank was updated, by the whole tensor's name."""
-    return {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)}
+def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
+    """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
+    return {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
+                        if slot.weights.data.size},
+            "precision": strategy.precision.state()}
 
 
-def set_updates(strategy: Strategy, optimizer: Optimizer, updates: dict[str, int]) -> None:
-    """The inverse of updates_of."""
+def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The small_state of all ranks as one: tables are joined, the rest is equal on all."""
+    merged: dict[str, Any] = {}
+    for small in ranks:
+        for name, value in small.items():
+            merged[name] = merged_state([merged.get(name, {}), value]) if isinstance(value, dict) else value
+    return merged
+
+
+def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Take over a merged small_state."""
     for name, slot in _slots_by_name(strategy, optimizer):
-        slot.steps = updates[name]
+        slot.steps = state["updates"].get(name, 0)
+    strategy.precision.load_state(state["precision"])
 
 
 def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
