@@ -16,8 +16,9 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
+from minidist.cli.train.elastic import check_elastic, elastic_steps, start_elastic
 from minidist.cli.train.metrics import run_metrics
-from minidist.cli.train.progress import ProgressReport, make_console, make_report
+from minidist.cli.train.progress import ProgressReport, make_console, make_report, sent_bytes
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
@@ -29,6 +30,7 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
+from minidist.launch.generations import Generations, warm_up
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
@@ -37,6 +39,7 @@ from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
+from minidist.survive.elastic import Survivor, describe, go_on
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
+    check_elastic(args)
+    place = Generations.from_environment() if args.elastic else None
+    if place is not None:
+        return _train_elastic(place, check(args))
     launch = detect()
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
@@ -77,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks:
         args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
         with run_folder(settings.out):
+            if args.elastic:
+                return start_elastic(settings, size)
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
@@ -90,7 +99,19 @@ def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
     return train(settings, world, threads)
 
 
-def train(settings: Settings, world: Group, threads: int) -> int:
+def _train_elastic(place: Generations, settings: Settings) -> int:
+    """Run a process of an elastic job, which is a rank of one generation after another."""
+    args, survivor = settings.args, Survivor(place, every=settings.args.peer_copies or 1)
+    warm_up(args.transport)
+
+    def work(world: Group) -> int:
+        with run_folder(settings.out) if world.rank == 0 else nullcontext():
+            return train(settings, world, args.threads or 1, survivor)
+
+    return go_on(place, work, transport=args.transport, threads=args.threads)
+
+
+def train(settings: Settings, world: Group, threads: int, survivor: Survivor | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -100,10 +121,14 @@ def train(settings: Settings, world: Group, threads: int) -> int:
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
-    if speaks:
+    if speaks and (survivor is None or not survivor.job.begun):
         announce(console, settings, world, stage_layers(trainer))
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    losses, seconds, early = train_steps(trainer, settings, report)
+    if survivor is None:
+        losses, seconds, early = train_steps(trainer, settings, report)
+    else:
+        elastic_steps(trainer, settings, report, survivor)
+        losses, seconds, early = survivor.losses, survivor.seconds, None
     world = trainer.survivors()
     trainer.check_replicas()
     validation_loss = trainer.evaluate(report.validating(settings.validation_batches()))
@@ -118,6 +143,8 @@ def train(settings: Settings, world: Group, threads: int) -> int:
     problem = None
     if world.rank == 0:
         assert timelines is not None
+        if survivor is not None:
+            metrics["elastic"] = describe(survivor.job.records())
         try:
             write_folder(settings.out, metrics, timelines, weights)
             if args.json:
@@ -164,9 +191,7 @@ def train_steps(trainer: Trainer, settings: Settings,
                 losses.append(late.wait())
                 start, last = max(start, last), time.perf_counter()
                 seconds.append(last - start)
-                sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items()
-                           if axis != "control")
-                report.step(len(losses), losses[-1], tokens / seconds[-1], sent)
+                report.step(len(losses), losses[-1], tokens / seconds[-1], sent_bytes(ledger))
             if args.verify and step + 1 == min(STEPS, args.steps):
                 early = trainer.state_dict()
     finally:
