@@ -145,6 +145,8 @@ class ElasticJob:
                 worker.send("record", value=self.records)
             case "done":
                 worker.state = DONE
+                if generation is not None and "done" not in generation.record:
+                    self._note("done", generation)
             case "give_up":
                 self._give_up(str(frame["why"]))
             case kind if generation is not None and worker in generation.members and generation.broken is None:
@@ -248,6 +250,7 @@ class ElasticJob:
         monitor.start()
         number = 1 if last is None else last.number + 1
         record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
+                  "pids": [worker.process.pid for worker in members],
                   "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost}
         self.records.append(record)
         for rank, worker in enumerate(members):
@@ -322,7 +325,7 @@ class ElasticJob:
     def _note(self, event: str, generation: Generation, **content: Any) -> None:
         """An event of a generation, to its record and to the file; times are seconds since the job began."""
         generation.record |= {event: self._clock(), **({"step": content["step"]} if event == "formed" else {})}
-        told = {"processes": generation.record["processes"]} if event == "forming" else {}
+        told = {key: generation.record[key] for key in ("processes", "pids")} if event == "forming" else {}
         self._write({"event": event, "seconds": generation.record[event], "time": time.time(),
                      "generation": generation.number, **told, **content})
 
