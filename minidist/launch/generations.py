@@ -9,6 +9,7 @@ The launcher's side is elastic_job.py; what the two say to each other, workers.p
 """
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -196,5 +197,7 @@ class Generations:
 
 
 def warm_up(transport: str | None) -> None:
-    """Load what joining needs, so that a spare need not when it is called."""
+    """Before the first generation: load what joining needs, and have later collections of garbage pass over modules."""
     transports.load(transport or "auto")
+    gc.collect()
+    gc.freeze()
