@@ -3,9 +3,9 @@
     a segment:   work for `interval` seconds | save | work | save | …        an interruption loses the segment so far
 
 A save of δ seconds every τ seconds costs the part δ / τ of the time. An interruption every M seconds on average loses
-half a segment, τ / 2, so it costs τ / (2 M). The sum is smallest where both are equal: τ = √(2 δ M), and costs √(2 δ / M)
-of the time. More exactly, with interruptions at random moments (exponential times between them), a segment with its save
-and R seconds for each restart takes M exp(R / M) (exp((τ + δ) / M) - 1) seconds on average.
+half a segment, τ / 2, so it costs τ / (2 M). The sum is smallest where both are equal: τ = √(2 δ M), and then it is
+√(2 δ / M) of the time. More exactly, with interruptions at random moments (exponential times between them), a segment
+with its save and R seconds for each restart takes M exp(R / M) (exp((τ + δ) / M) - 1) seconds on average.
 
 Source:  Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order
          estimate of the optimum checkpoint interval for restart dumps".

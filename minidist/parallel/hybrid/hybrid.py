@@ -26,8 +26,8 @@ from minidist.device import backend
 from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
-from minidist.device.backend import Array, device_of
-from minidist.errors import ConfigError, MemoryLimitError
+from minidist.device.backend import Array
+from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.experts.expert_load import ExpertLoad
@@ -36,8 +36,8 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
-from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
-from minidist.parallel.memory.offload_costs import require_memory
+from minidist.parallel.memory.activations import checkpoint_blocks
+from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -45,7 +45,6 @@ from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
-from minidist.parallel.zero.memory_formula import Each
 from minidist.survive import checkpoint
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
@@ -127,7 +126,8 @@ class Trainer:
         self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
-            self._require_disk()
+            if plan.offload == "all":
+                require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
             if plan.zero == 3:
@@ -172,28 +172,9 @@ class Trainer:
         return make_data_axis(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
                               precision=self.precision, **options)
 
-    def _require_disk(self) -> None:
-        """Raise DiskError, before training, unless this rank's share of all that lasts, with Adam, fits on its disk."""
-        if self.plan.offload == "all":
-            parameters = [*self.model.parameters()]
-            each = Each.of(parameters[0].dtype.itemsize, masters=self.plan.precision != "fp32")
-            self.store.require(sum(p.size for p in parameters) * each.together // self.plan.dp,
-                               f"rank {self.world.rank}")
-
     def require_room(self, sequences: int) -> None:
         """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
-        plan = self.plan
-        if plan.device_memory is None or plan.composed or self.config.mixture is not None:
-            return
-        at_once = -(-sequences // (plan.dp * plan.accumulate))
-        kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
-                          device=device_of(next(self.model.parameters()).data))
-        held = self.account.now["total"]
-        if held + kept > plan.device_memory:
-            rows = f"{at_once} sequence{'s' * (at_once > 1)}"
-            raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {kept:,} of activations, of {rows} at "
-                                   f"once, need {held + kept:,} bytes and the limit is {plan.device_memory:,}; "
-                                   f"{plan.savings}")
+        require_room(self.plan, self.model, self.account, sequences)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

@@ -1,4 +1,4 @@
-"""What offloading costs (chapter 20): what must be there before training, and what will move.
+"""What offloading costs (chapter 20): what must be there before training, on device and disk, and what will move.
 
 The formulas stand in offload.py; here they are numbers, for a rank's own shards to the byte.
 """
@@ -6,7 +6,11 @@ The formulas stand in offload.py; here they are numbers, for a rank's own shards
 from collections.abc import Sequence
 from typing import Any
 
+from minidist.device.account import MemoryAccount
+from minidist.device.backend import device_of
 from minidist.errors import MemoryLimitError
+from minidist.nn import GPT
+from minidist.parallel.memory.activations import pass_bytes
 from minidist.parallel.zero.memory_formula import Each
 
 
@@ -47,3 +51,24 @@ def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
         raise MemoryLimitError(f"device memory: two units at work ({one.name}, {other.name}: {weights:,} bytes), the "
                                f"gradients of one ({gradients:,}) and the root with its own ({2 * root.nbytes:,}) need "
                                f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")
+
+
+def require_room(plan: Any, model: GPT, account: MemoryAccount, sequences: int) -> None:
+    """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
+    if plan.device_memory is None or plan.composed or model.config.mixture is not None:
+        return
+    at_once = -(-sequences // (plan.dp * plan.accumulate))
+    kept = pass_bytes(model.config, at_once, plan.checkpoint_blocks, device=device_of(next(model.parameters()).data))
+    held = account.now["total"]
+    if held + kept > plan.device_memory:
+        rows = f"{at_once} sequence{'s' * (at_once > 1)}"
+        raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {kept:,} of activations, of {rows} at "
+                               f"once, need {held + kept:,} bytes and the limit is {plan.device_memory:,}; "
+                               f"{plan.savings}")
+
+
+def require_disk(plan: Any, model: GPT, store: Any, who: str) -> None:
+    """Raise DiskError unless a rank's share of all that lasts, with Adam, fits on its disk. who: the rank, in words."""
+    parameters = [*model.parameters()]
+    each = Each.of(parameters[0].dtype.itemsize, masters=plan.precision != "fp32")
+    store.require(sum(p.size for p in parameters) * each.together // plan.dp, who)
