@@ -74,6 +74,7 @@ class Generation:
     begun: float = field(default_factory=time.monotonic)
     broken: float | None = None     # when; None while it works
     asked: float | None = None      # when its rank 0 was asked for a step to stop after
+    boundary: int = 0               # that step
     agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
 
 
@@ -161,7 +162,7 @@ class ElasticJob:
                 self.useless = 0
                 self._note("stepped", generation, step=int(frame["step"]))
             case "boundary":
-                generation.agreed = {worker.number}
+                generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
                 for other in generation.members[1:]:
                     other.send("stop", number=generation.number, step=int(frame["step"]))
             case "agreed":
@@ -177,7 +178,7 @@ class ElasticJob:
             return
         if tidy:
             generation.broken = time.monotonic()
-            self._note("left", generation)
+            self._note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:               # its rank is alive: a connection broke
             generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, why))
 
@@ -230,7 +231,8 @@ class ElasticJob:
         starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
         size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
         patience = self.elastic.wait if generation is not None else START_LIMIT
-        if size == wanted or (size and not (starting and now - since < patience)):
+        first = [worker for worker in starting if generation is None and worker.number < wanted]
+        if not first and (size == wanted or (size and not (starting and now - since < patience))):
             self._form(size, ready)
         elif not starting:
             self._give_up(f"{len(ready)} processes are left, and the job needs {self.elastic.sizes[0]}; give more "

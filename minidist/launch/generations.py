@@ -123,6 +123,11 @@ class Generations:
             member.world.transport.close()
         member.world = member.joined = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether the launcher has asked this rank, rank 0, for a step to stop after, and has no answer yet."""
+        return self._regroup
+
     # --- inside a generation -----------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:

@@ -136,6 +136,7 @@ class Workforce:
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(10.0)
+        self._listener.close()
 
     def _accept(self) -> None:
         while not self._closed:

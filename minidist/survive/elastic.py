@@ -24,10 +24,14 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device import account
 from minidist.errors import CheckpointError
 from minidist.launch.generations import Generations
 from minidist.observe.records import share_records
-from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0      # seconds of one wait inside a generation
@@ -114,6 +118,20 @@ def go_on(job: Generations, work: Callable[[Group], int], *, transport: str | No
                 raise
             job.leave(error)
         gc.collect()        # the old trainer's arrays
+
+
+def rehearse(zero: int = 0) -> None:
+    """Train a tiny model alone: what is loaded at its first use is there before this process is needed."""
+    world = Group(loopback(0, WAIT_LIMIT), Ledger(0), (0,))
+    tokens, copies = np.zeros((1, 4), np.int64), PeerCopies()
+    with account.use(account.MemoryAccount()):
+        trainer = Trainer(Plan(zero=zero), GPTConfig(vocabulary=4, context=4, layers=1, width=8, heads=1), world)
+        copies.begin(trainer, 0)
+        trainer.step((tokens, tokens))
+        copies.keep(trainer)
+        copies.restore(trainer)
+        trainer.close()
+    world.close()
 
 
 def describe(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class Layout:
     def __init__(self, places: Sequence[Place], alone: Sequence[bool]) -> None:
         self.places = list(places)
         self.order = sorted(range(len(places)), key=lambda index: not alone[index])
-        self.pieces = {piece_of(place) for place in places}
+        self.pieces = {piece_of(place) for place in places if place.size}
         self.lone = {piece_of(place) for place, lone in zip(places, alone, strict=True) if lone}
         self.starts, self.nbytes, self.lone_bytes = [0] * len(places), 0, 0
         for index in self.order:

@@ -39,7 +39,7 @@ from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
-from minidist.survive.elastic import Survivor, describe, go_on
+from minidist.survive.elastic import Survivor, describe, go_on, rehearse
 
 __all__ = ["add_arguments", "run"]
 
@@ -102,6 +102,7 @@ def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
 def _train_elastic(place: Generations, settings: Settings) -> int:
     """Run a process of an elastic job, which is a rank of one generation after another."""
     args, survivor = settings.args, Survivor(place, every=settings.args.peer_copies or 1)
+    rehearse(args.zero or 0)
     warm_up(args.transport)
 
     def work(world: Group) -> int:
