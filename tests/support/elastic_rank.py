@@ -1,14 +1,16 @@
 """A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the settings as JSON.
 
-    zero    the ZeRO stage                      plan   further axes, as {"tp": 2}
-    steps   of the training                     deaths {process: [step, when]}, when it kills itself:
-    wait    step at which rank 0 waits for               "before" the step, "within" it, "copying" after it
-            more ranks to be ready                       "stop": before it, by SIGSTOP; "joining": before it has joined
+    zero     the ZeRO stage; plan: further axes, as {"tp": 2}
+    steps    of the training
+    wait     the step at which rank 0 waits until the launcher has more ranks
+    deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, or
+             "joining" a generation; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor: "deaf"
 """
 
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,12 +19,13 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.launch import membership
 from minidist.launch.generations import Generations, warm_up
 from minidist.nn import GPTConfig
 from minidist.survive import peer_copies
 from minidist.survive.elastic import Survivor, describe, go_on
 
-CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=2, dtype="float64")
+CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
 
 
@@ -43,9 +46,15 @@ def die(number=signal.SIGKILL):
     time.sleep(60)
 
 
+def cut(file):
+    """Shut down a connection of this process, as a broken network would."""
+    with socket.socket(fileno=os.dup(file)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def train(world, job, survivor, settings, folder):
     """All steps; rank 0 writes what came of it."""
-    death, when = settings.get("deaths", {}).get(str(job.process), (-1, ""))
+    death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
     trainer = make_trainer(world, settings)
     survivor.begin(trainer)
     while trainer.steps_done < settings["steps"]:
@@ -55,6 +64,9 @@ def train(world, job, survivor, settings, folder):
             time.sleep(0.01)
         if step == death and when in ("before", "stop"):
             die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
+        if step == death and when in ("cut", "deaf"):
+            links = world.transport._polled
+            cut(links[min(links)].fileno() if when == "cut" else membership.current().joined.link._sock.fileno())
         if step == death and when == "within":
             Group.all_gather = Group._start = lambda *_, **__: die()
         if step == death and when == "copying":

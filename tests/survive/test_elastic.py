@@ -87,6 +87,8 @@ CASES = {
     "stopped": {"zero": 1, "deaths": {"1": (3, "stop")}},
     "the replacement, too": {"zero": 1, "deaths": {"1": (3, "before"), "4": (0, "joining")}},
     "one after another": {"zero": 1, "deaths": {"1": (3, "before"), "2": (4, "within"), "4": (5, "copying")}},
+    "a connection cut over tcp": {"zero": 1, "transport": "tcp", "deaths": {"1": (3, "cut")}},
+    "its monitor out of reach": {"zero": 1, "deaths": {"1": (3, "deaf")}},
     "two at once": {"zero": 1, "deaths": {"0": (3, "before"), "2": (3, "before")}},
 }
 
