@@ -55,16 +55,18 @@ class Module(ABC):
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
         """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
-        return ((name, part) for name, part in self._parts() if isinstance(part, Module))
+        return ((name, part) for name, part in self._parts() if not isinstance(part, Parameter))
 
     def named_modules(self, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, "Module"]]:
         """(dotted path, module) of this module (its path is the prefix) and of all below, each once."""
         seen = set() if seen is None else seen
-        if id(self) not in seen:
-            seen.add(id(self))
-            yield prefix, self
-            for name, child in self.children():
-                yield from child.named_modules(_join(prefix, name), seen)
+        ahead: list[tuple[str, Module]] = [(prefix, self)]      # the next one last
+        while ahead:
+            path, module = ahead.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                ahead.extend(reversed([(_join(path, name), child) for name, child in module.children()]))
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below, each once."""
@@ -83,14 +85,16 @@ class Module(ABC):
         """Each parameter once, in the order of named_parameters, which is the same on every rank."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def _parts(self) -> Iterator[tuple[str, Any]]:
+    def _parts(self) -> list[tuple[str, Any]]:
         """(name, Module or Parameter) of the direct parts, also those in lists, tuples and dicts."""
+        parts: list[tuple[str, Any]] = []
         for name, value in vars(self).items():
-            if isinstance(value, (Module, Parameter)):
-                yield name, value
+            if _is_part(type(value)):
+                parts.append((name, value))
             elif isinstance(value, (list, tuple, dict)):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{name}.{key}", part) for key, part in items if isinstance(part, (Module, Parameter)))
+                parts += [(f"{name}.{key}", part) for key, part in items if _is_part(type(part))]
+        return parts
 
     # -------------------------------------------------------------------------------------------------- its state
 
@@ -182,6 +186,14 @@ class Module(ABC):
             self._hooks = defaultdict(list)
         self._hooks[kind].append(hook)
         return HookHandle(self._hooks[kind], hook)
+
+
+_PARTS = frozenset((Module, Parameter))
+
+
+def _is_part(kind: type) -> bool:
+    """Whether a class is of modules or parameters; issubclass asks an abstract class, which answers in Python."""
+    return not _PARTS.isdisjoint(kind.__mro__)
 
 
 def _join(path: str, name: str) -> str:

@@ -20,6 +20,7 @@ def _clean():
         yield
 
 
+@pytest.mark.soak       # tests/parallel/test_over_mpi.py has results of four ranks
 def test_results_come_in_rank_order():
     for rank, result in enumerate(md.run(work, [1.0, 2.0], size=3, transport="mpi", limit=30)):
         assert result[0] == rank

@@ -41,6 +41,7 @@ def test_a_job_runs_and_says_nothing_else(transport):
                                                 *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
 
 
+@pytest.mark.soak       # tests/comm/transports/test_auto.py has it of forked ranks
 def test_the_name_of_before_is_told_once_a_job():
     with nothing_left() as environment:
         done = finish(by_launch(environment, "ok", "sockets", size=2))
@@ -60,10 +61,10 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
 
 
 @pytest.mark.parametrize(("mode", "status", "how"), [
+    ("kill", 137, "was killed by SIGKILL"),
     ("exit", 3, "exited with status 3"),
     ("exit 256", 1, "exited with status 256"),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
-    ("kill", 137, "was killed by SIGKILL"),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):

@@ -66,6 +66,7 @@ def test_what_each_axis_sends_is_the_formula(lab: Any) -> None:
         assert result["sent"] == lab.formula(plan)
 
 
+@pytest.mark.soak
 def test_the_same_with_experts_divided(lab: Any) -> None:
     """Equal to one process, and each axis as the formula has it: experts are added up over dp, the rest over ep too."""
     alone, = md.run(lambda world: lab.train(world, md.Plan(), steps=1, config=lab.MIXED), size=1)

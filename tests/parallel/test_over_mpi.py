@@ -1,4 +1,4 @@
-"""Every strategy on one start of mpirun: the same bits as among threads. Each strategy's own tests have the rest.
+"""Every strategy on one start of mpirun: the same bits as among threads. Each strategy's own soak tests have tcp.
 
 A start of four ranks takes two seconds of processor time, a job of one strategy a tenth of that.
 """

@@ -9,6 +9,7 @@ from minidist.cli import main
 from minidist.errors import LaunchError
 
 
+@pytest.mark.soak       # test_plan.py measures the same of two ranks and of one
 def test_step_measures_ours(tmp_path, monkeypatch):
     """A tiny model: tokens/s are batch × context × ranks over the median step. With PyTorch: the soak tests."""
     monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)

@@ -32,6 +32,8 @@ from minidist.errors import ConfigError, MismatchError, ShapeError
 
 SHARED = [verb for verb, algorithm in ALL_PAIRS if algorithm == "shared"]
 LENDING = ("all_gather", "all_to_all")
+PIECE = 8192
+"""Bytes shown at a time, in place of SHOWN_BYTES, where no test needs megabytes."""
 
 on_both_ways = pytest.mark.parametrize("lends", [True, False])
 
@@ -92,11 +94,23 @@ def test_full_count_in_small_pieces(verb, lends, data):
 
 
 @on_both_ways
-@pytest.mark.parametrize(("size", "length"), [(2, SHOWN_BYTES + 1), *(
-    pytest.param(size, length, marks=pytest.mark.soak) for size in (2, 3, 5)
-    for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7))])
-def test_pieces(size, length, lends):
+@pytest.mark.parametrize("length", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 7])
+def test_pieces_of_a_few_kilobytes(length, lends):
     """Arrays of several pieces, cut anywhere."""
+    with pieces_of(PIECE):
+        check_pieces(2, length, lends)
+
+
+@pytest.mark.soak
+@on_both_ways
+@pytest.mark.parametrize(("size", "length"), [(2, SHOWN_BYTES + 1), *(
+    (size, length) for size in (2, 3, 5) for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7))])
+def test_pieces(size, length, lends):
+    check_pieces(size, length, lends)
+
+
+def check_pieces(size, length, lends):
+    """Every verb on arrays of `length` bytes."""
     way = partial(run_shm, lends=lends)
     if not lends:       # else these are the same
         for verb in ("all_reduce", "reduce_scatter"):

@@ -313,6 +313,7 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
     check_job(context, elements_sent, size, changes, options, steps=3)
 
 
+@pytest.mark.soak
 def test_same_bits_over_tcp() -> None:
     check_same_bits(context, "tcp")
 

@@ -46,6 +46,7 @@ def test_more_ranks_than_tokens() -> None:
     check_job(5, {"context": 3}, {"sequences": 2, "checkpoint": "all"}, steps=2)
 
 
+@pytest.mark.soak
 def test_same_bits_in_processes() -> None:
     """Over sockets; over mpirun in the long run."""
     check_same_bits(sequence, "tcp")

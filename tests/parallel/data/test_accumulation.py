@@ -56,6 +56,7 @@ def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
     check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
 
 
+@pytest.mark.soak
 def test_same_bits_over_tcp() -> None:
     over_threads = run(3, accumulate=2)[0]
     assert check_equal(3, "tcp", accumulate=2)[0]["digest"] == over_threads["digest"]

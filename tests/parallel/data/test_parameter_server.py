@@ -353,8 +353,8 @@ def test_a_lost_worker_ends_a_synchronous_job() -> None:
 
 # -------------------------------------------------------------------------------------------------------- what it costs
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 1), (2, 3), (7, 2)])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_bytes_and_messages_are_the_formula(workers: int, servers: int, asynchronous: bool) -> None:
     steps = 2
     ranks = run(workers, servers, steps=steps, sequences=7, asynchronous=asynchronous)

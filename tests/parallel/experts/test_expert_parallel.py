@@ -82,6 +82,7 @@ def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: 
     assert kind != "capacity" or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
 
 
+@pytest.mark.soak
 def test_same_bits_over_tcp() -> None:
     over_threads = run(3, {}, {}, steps=2)[0]
     over_processes = md.run(in_processes, {}, {}, {"steps": 2}, size=3, transport="tcp")[0]

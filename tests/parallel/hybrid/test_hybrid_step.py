@@ -22,8 +22,9 @@ from minidist.parallel.pipeline.pipeline import Pipeline
 @pytest.mark.parametrize("plan", [
     {"dp": 2, "tp": 2, "zero": 3}, {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2}, {"pp": 3, "tp": 2},
     {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 3, "checkpoint_blocks": "0,2"},
+    {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
     {"dp": 4, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved", "accumulate": 2},
-    {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"}, {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
+    {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
     {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "zero": 1},
     {"cp": 2, "tp": 2, "attention": "all-to-all", "checkpoint_blocks": "scores"}],
     ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))

@@ -56,6 +56,7 @@ def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
 
 
+@pytest.mark.soak
 def test_same_bits_over_tcp() -> None:
     check_same_bits(tensor, "tcp")
 

@@ -1,0 +1,46 @@
+"""Exercise 26: filled rightly it passes, each wrong filling fails under its name; the clock agrees with a formula."""
+
+from pathlib import Path
+
+import pytest
+from filling import assert_named, graded, right
+
+from minidist import lessons
+from minidist.grading import load_module
+from minidist.survive.interval import best_interval, goodput
+
+RIGHT = right("26")
+WRONG = {
+    "numbers are lost": {1: "np.save(file, chunk[:-1])"},
+    "not every shard's digest": {2: "digest[None]"},
+    "a torn manifest can be seen": {3: '(folder / "draft").rename(folder / "draft2")\n'
+                                       '(folder / "manifest.json").write_text((folder / "draft2").read_text())'},
+    "no manifest": {3: "None"},
+    "other ranks' numbers": {5: "np.load(file)"},
+    "not the best interval": {6: "(save * between) ** 0.5"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("26", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    assert_named("26", mistake, WRONG[mistake], tmp_path)
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("26", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_26.py line" in result.results[-1].line()
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+def test_the_clock_that_jumps_keeps_what_the_formula_says(factor: float) -> None:
+    lab = load_module(lessons.find("26").part("experiments.py"), "26")
+    interval, seconds = factor * best_interval(10.0, 3600.0), 3e6
+    spans = lab.replay(interval, lab.interruptions(3600.0, seconds, 3), save=10.0, restart=30.0, seconds=seconds)
+    assert lab.kept(spans) == pytest.approx(goodput(interval, save=10.0, between=3600.0, restart=30.0), rel=0.03)
+    assert all(one.stop == pytest.approx(other.start) for one, other in zip(spans, spans[1:], strict=False))
