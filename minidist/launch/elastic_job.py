@@ -17,21 +17,19 @@ A process that does not leave in time is killed, so no generation has ranks of t
 the launcher does not know: the ranks hold it (survive/elastic.py).
 """
 
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import Seat
-from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, listed, say_line
+from minidist.comm.health.failure import Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
+from minidist.launch.generation import Elastic, EventLog, Generation
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
@@ -41,41 +39,6 @@ START_LIMIT = 300.0     # seconds that a process may take to start
 AGREE_LIMIT = 20.0      # seconds until all ranks must know the step to stop after
 ENDING = 60.0           # seconds that the others may take to end when the first is done
 USELESS = 3             # failures one after another, no step between them, that end the job
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """The bounds of an elastic job.
-
-    Attributes: sizes     numbers of ranks that the plan allows, the last is what the job wants
-                restarts  processes that may be started in place of others
-                spares    processes that wait, started, beside those that work
-                wait      seconds to wait for a replacement that is starting, before going on with fewer ranks
-    """
-
-    sizes: tuple[int, ...]
-    restarts: int = 0
-    spares: int = 0
-    wait: float = 0.0
-
-    def size_of(self, count: int) -> int:
-        """The most ranks that so many processes can be; 0 if they are too few."""
-        return max((size for size in self.sizes if size <= count), default=0)
-
-
-@dataclass
-class Generation:
-    """Ranks that work together, by rank, and what became of them."""
-
-    number: int
-    members: list[Worker]
-    monitor: Monitor
-    record: dict[str, Any]
-    begun: float = field(default_factory=time.monotonic)
-    broken: float | None = None     # when; None while it works
-    asked: float | None = None      # when its rank 0 was asked for a step to stop after
-    boundary: int = 0               # that step
-    agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
@@ -93,16 +56,15 @@ class ElasticJob:
     """The launcher's side of an elastic job."""
 
     def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float) -> None:
-        self.elastic, self.patience, self.file = elastic, patience, record
+        self.elastic, self.patience, self.log = elastic, patience, EventLog(record)
         self.workforce = Workforce(command, wire.new_token())
         self.generation: Generation | None = None
-        self.records: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
         self.begun = False                          # some generation has had a state
         self.status: int | None = None              # of the job, once it is known
         self.told: list[int] = []
-        self.start, self.finishing = time.monotonic(), 0.0     # finishing: since when
+        self.start, self.finishing = time.monotonic(), 0.0     # since when
 
     def run(self) -> int:
         """Start, serve, clean up; the exit status."""
@@ -143,11 +105,11 @@ class ElasticJob:
             case "waiting":
                 self._left(worker, str(frame["why"]), tidy=bool(frame["tidy"]))
             case "record":
-                worker.send("record", value=self.records)
+                worker.send("record", value=self.log.records)
             case "done":
                 worker.state = DONE
                 if generation is not None and "done" not in generation.record:
-                    self._note("done", generation)
+                    self.log.note("done", generation)
             case "give_up":
                 self._give_up(str(frame["why"]))
             case kind if generation is not None and worker in generation.members and generation.broken is None:
@@ -157,10 +119,10 @@ class ElasticJob:
         match kind:
             case "formed":
                 self.begun = True
-                self._note("formed", generation, step=int(frame["step"]))
+                self.log.note("formed", generation, step=int(frame["step"]))
             case "stepped":
                 self.useless = 0
-                self._note("stepped", generation, step=int(frame["step"]))
+                self.log.note("stepped", generation, step=int(frame["step"]))
             case "boundary":
                 generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
                 for other in generation.members[1:]:
@@ -178,7 +140,7 @@ class ElasticJob:
             return
         if tidy:
             generation.broken = time.monotonic()
-            self._note("left", generation, step=generation.boundary)
+            self.log.note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:               # its rank is alive: a connection broke
             generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, why))
 
@@ -187,7 +149,7 @@ class ElasticJob:
     def _break(self, generation: Generation, loss: Failure) -> None:
         """One of its ranks is lost: the others leave."""
         generation.broken = time.monotonic()
-        self._note("broken", generation, rank=loss.world_rank, how=loss.how.splitlines()[0])
+        self.log.note("broken", generation, rank=loss.world_rank, how=loss.how.splitlines()[0])
         if loss.status == 2:                                # bad input, which its rank has told
             self.status = 2
         elif loss.traceback:
@@ -254,14 +216,14 @@ class ElasticJob:
         record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
                   "pids": [worker.process.pid for worker in members],
                   "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost}
-        self.records.append(record)
+        self.log.records.append(record)
         for rank, worker in enumerate(members):
             worker.state, worker.rank = MEMBER, rank
             worker.send("generation", number=number, world_rank=rank, world_size=size, token=token.decode(),
                         host=monitor.address[0], port=monitor.address[1], begun=self.begun)
             worker.tells = True
         self.generation, self.lost = Generation(number, members, monitor, record), []
-        self._note("forming", self.generation)
+        self.log.note("forming", self.generation)
         if last is not None:
             threading.Thread(target=last.monitor.close, daemon=True).start()
             say_line(f"minidist: generation {number} goes on with {size} ranks")
@@ -317,25 +279,4 @@ class ElasticJob:
         self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
         if self.generation is not None:
             self.generation.monitor.close()
-        self._write({"event": "end", "seconds": self._clock(), "status": self.status})
-
-    # --- the record --------------------------------------------------------------------------------------------------
-
-    def _clock(self) -> float:
-        return round(time.monotonic() - self.start, 4)
-
-    def _note(self, event: str, generation: Generation, **content: Any) -> None:
-        """An event of a generation, to its record and to the file; times are seconds since the job began."""
-        generation.record |= {event: self._clock(), **({"step": content["step"]} if event == "formed" else {})}
-        told = {key: generation.record[key] for key in ("processes", "pids")} if event == "forming" else {}
-        self._write({"event": event, "seconds": generation.record[event], "time": time.time(),
-                     "generation": generation.number, **told, **content})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.file is not None:
-            try:
-                with self.file.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(line) + "\n")
-            except OSError as error:                        # a full disk does not end the job
-                say_line(f"minidist: {self.file}: {error.strerror}; what follows is not recorded there")
-                self.file = None
+        self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})

@@ -79,7 +79,7 @@ class Workforce:
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._listener = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._acceptor = Acceptor(self._listener, token, self._enter, 1, start_thread, "minidist launcher")
+        self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
         start_thread(self._accept)
 
@@ -119,7 +119,7 @@ class Workforce:
         return gone
 
     def end(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Hang up, which ends those that wait or will; SIGTERM after `grace` seconds, and SIGKILL after as long again."""
+        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after as long again."""
         self._closed = True
         self._acceptor.close()
         for worker in self.workers.values():
@@ -159,3 +159,7 @@ class Workforce:
                 self.events.put((worker, wire.recv_frame(sock, None)))
         worker.ended()
         self.events.put(None)                                # so that the launcher looks
+
+
+def _run(target: Callable[..., None], *args: Any) -> None:
+    start_thread(target, *args)

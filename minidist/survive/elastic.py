@@ -29,15 +29,15 @@ from minidist.comm.transports.progress.mailbox import loopback
 from minidist.device import account
 from minidist.errors import CheckpointError
 from minidist.launch.generations import Generations
-from minidist.observe.records import share_records
 from minidist.nn import GPTConfig
+from minidist.observe.records import share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0      # seconds of one wait inside a generation
 
 
-class Regrouping(Exception):    # noqa: N818 - nothing is wrong
+class Regrouping(Exception):
     """All ranks stop between two steps, because more of them can take part."""
 
 

@@ -9,7 +9,8 @@ from elastic_rank import batch_of, make_trainer
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.launch.elastic_job import Elastic, spawn_elastic
+from minidist.launch.elastic_job import spawn_elastic
+from minidist.launch.generation import Elastic
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
 

@@ -27,9 +27,9 @@ Add = Callable[..., Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
-    groups = {"the job": _job, "ranks that die and join": _elastic, "the plan": _division, "other strategies": _strategy, "device memory": _memory,
-              "the data": _data, "the model": _model, "a mixture of experts": _experts, "the training": _training,
-              "the result": _result}
+    groups = {"the job": _job, "an elastic job": _elastic, "the plan": _division, "other strategies": _strategy,
+              "device memory": _memory, "the data": _data, "the model": _model, "a mixture of experts": _experts,
+              "the training": _training, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 

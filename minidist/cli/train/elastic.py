@@ -8,7 +8,8 @@ from minidist.cli.train.progress import ProgressReport, sent_bytes
 from minidist.cli.train.settings import Settings, as_arguments
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
-from minidist.launch.elastic_job import Elastic, spawn_elastic
+from minidist.launch.elastic_job import spawn_elastic
+from minidist.launch.generation import Elastic
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.survive.elastic import Survivor
 

@@ -11,8 +11,8 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
-from minidist.console import size_text
 from minidist.comm.ledger import Ledger
+from minidist.console import size_text
 from minidist.parallel.step.step import Batch
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
