@@ -84,6 +84,7 @@ class Survivor:
             self.job.tell("stepped", step=trainer.steps_done)
         self._fresh = False
         if self.job.stops(trainer.steps_done):
+            trainer.world.barrier()     # no rank leaves while another still takes its copies
             raise Regrouping
 
     def _share_history(self, trainer: Trainer) -> None:
