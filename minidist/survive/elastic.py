@@ -18,6 +18,7 @@ Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.device import account
-from minidist.errors import CheckpointError
+from minidist.errors import CheckpointError, MinidistError
 from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
 from minidist.observe.records import share_records
@@ -55,12 +56,14 @@ class Survivor:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self._fresh = True
+        self._trainer: Trainer | None = None
 
     def begin(self, trainer: Trainer) -> None:
         """Before the first step of a generation: give a new Trainer the state that the ranks hold.
 
         Raises: CheckpointError if they do not hold it whole, and there is no checkpoint.
         """
+        self._trainer = trainer
         if not self._copies.restore(trainer) and self.job.begun:
             folder = self._newest()
             if folder is None:
@@ -87,6 +90,15 @@ class Survivor:
             trainer.world.barrier()     # no rank leaves while another still takes its copies
             raise Regrouping
 
+    def release(self) -> None:
+        """After a generation: let its trainer's threads, files and arrays go."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            with suppress(MinidistError, OSError):
+                trainer.close()
+            del trainer
+        gc.collect()
+
     def _share_history(self, trainer: Trainer) -> None:
         """Losses and seconds of the steps so far, from the first rank that knows most of them."""
         done, world = trainer.steps_done, trainer.world
@@ -98,12 +110,13 @@ class Survivor:
         self.losses, self.seconds = losses.tolist(), seconds.tolist()
 
 
-def go_on(job: Generations, work: Callable[[Group], int], *, transport: str | None, threads: int | None) -> int:
+def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | None, threads: int | None) -> int:
     """Do `work(world)` in one generation after another, until it is done in one; returns what it returned.
 
     A process that the job no longer needs returns 0.
     Raises: what the work raises for another reason than a lost rank or connection.
     """
+    job = survivor.job
     while True:
         try:
             world = job.next_world(transport, WAIT_LIMIT, threads)
@@ -118,7 +131,7 @@ def go_on(job: Generations, work: Callable[[Group], int], *, transport: str | No
             if not job.breaks(error):
                 raise
             job.leave(error)
-        gc.collect()        # the old trainer's arrays
+        survivor.release()
 
 
 def rehearse(zero: int = 0) -> None:

@@ -89,7 +89,7 @@ def main(folder, settings):
     warm_up(settings.get("transport"))
     if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
         survivor.begin = lambda trainer: die()
-    return go_on(job, lambda world: train(world, job, survivor, settings, folder),
+    return go_on(survivor, lambda world: train(world, job, survivor, settings, folder),
                  transport=settings.get("transport"), threads=1)
 
 

@@ -1,11 +1,14 @@
 """Elastic jobs: ranks are killed, and the losses are those of a training without them, or with its changes of plan."""
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from elastic_rank import batch_of, make_trainer
+from jobs import finish, start
 from leftovers import nothing_left
 
 import minidist as md
@@ -102,3 +105,38 @@ def test_any_death(case, tmp_path):
     result, _ = run_job(tmp_path, Elastic((4,), restarts=4, spares=1, wait=60.0), **settings)
     assert len(result["elastic"]) > 1
     assert replay(tmp_path, settings, [(4, 0)]) == (result["losses"], result["sha256"])
+
+
+@pytest.mark.soak
+def test_a_job_that_cannot_go_on_says_why(tmp_path, capfd):
+    """The rank and its partner are lost, and with them the only copies of a part of the state."""
+    settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "before"), "2": (3, "before")}}
+    with nothing_left():
+        status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((1, 2, 3)))
+    assert status == 1
+    assert "minidist: ranks were lost with the only copies of their state, and there is no checkpoint; give " \
+        "--save-every, or more nodes; the job ends" in capfd.readouterr().err.splitlines()
+    status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((2, 3)))
+    assert (status, "1 processes are left, and the job needs 2" in capfd.readouterr().err) == (1, True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_told_to_stop_or_killed(number, tmp_path):
+    """No process of the job stays."""
+    script = ("import sys; from pathlib import Path; from minidist.launch.elastic_job import spawn_elastic; "
+              "from minidist.launch.generation import Elastic; "
+              "sys.exit(spawn_elastic(sys.argv[2:], Elastic((2, 3), spares=1), record=Path(sys.argv[1])))")
+    settings = json.dumps({"steps": 10**6, "deaths": {}})
+    with nothing_left() as environment:
+        log = tmp_path / "log"
+        job = start([sys.executable, "-c", script, str(log), sys.executable, RANK, str(tmp_path), settings],
+                    environment)
+        while not log.exists() or "stepped" not in log.read_text():
+            time.sleep(0.05)
+        job.send_signal(number)
+        done = finish(job)
+    assert done.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert "Traceback" not in done.stderr
+    if number == signal.SIGTERM:
+        assert "was told to stop by SIGTERM; its 4 processes ended" in done.stderr

@@ -109,7 +109,7 @@ def _train_elastic(place: Generations, settings: Settings) -> int:
         with run_folder(settings.out) if world.rank == 0 else nullcontext():
             return train(settings, world, args.threads or 1, survivor)
 
-    return go_on(place, work, transport=args.transport, threads=args.threads)
+    return go_on(survivor, work, transport=args.transport, threads=args.threads)
 
 
 def train(settings: Settings, world: Group, threads: int, survivor: Survivor | None = None) -> int:
