@@ -103,6 +103,8 @@ class ElasticJob:
         generation = self.generation
         match frame["kind"]:
             case "waiting":
+                if generation is not None and worker in generation.members:
+                    generation.reached = max(generation.reached, int(frame["steps"]))
                 self._left(worker, str(frame["why"]), tidy=bool(frame["tidy"]))
             case "record":
                 worker.send("record", value=self.log.records)
@@ -222,6 +224,8 @@ class ElasticJob:
             worker.send("generation", number=number, world_rank=rank, world_size=size, token=token.decode(),
                         host=monitor.address[0], port=monitor.address[1], begun=self.begun)
             worker.tells = True
+        if last is not None:
+            self.log.note("reached", last, step=last.reached)
         self.generation, self.lost = Generation(number, members, monitor, record), []
         self.log.note("forming", self.generation)
         if last is not None:

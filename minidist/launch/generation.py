@@ -4,6 +4,7 @@
     {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
     {"event": "stepped", …, "step": 42}     the first step of this generation that counts
     {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to be joined by more
+    {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
     {"event": "done", …}                    the work is
     {"event": "end", …, "status": 0}        of the job
 """
@@ -51,6 +52,7 @@ class Generation:
     broken: float | None = None     # when; None while it works
     asked: float | None = None      # when its rank 0 was asked for a step to stop after
     boundary: int = 0               # that step
+    reached: int = 0                # the most steps that one of its ranks had made when it left
     agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
 
 

@@ -28,7 +28,7 @@ from minidist.launch.membership import Membership, adopt, limit_blas_threads
 REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
 AGREE_LIMIT = 10.0      # seconds that rank 0 waits until all ranks know the step to stop after
 LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
-HEARSAY = 1.0           # most seconds until the monitor says which rank was lost, when a connection has failed
+HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
 ANSWER_LIMIT = 10.0     # seconds for the launcher's record
 
 
@@ -39,11 +39,13 @@ class Generations:
     Attributes: number      of the present generation, from 1; 0: none yet
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
+                steps       how many this process has made, as it says itself
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
         self.stop_at: int | None = None
+        self.steps = 0
         self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
@@ -73,7 +75,7 @@ class Generations:
         Args:   transport, limit, threads: as of md.init.
         Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
         """
-        self._tell("waiting", why=self._why, tidy=self._tidy)
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
         told = self._wait("generation", None)
         if told is None:
             return None

@@ -1,8 +1,8 @@
 """The processes of an elastic job, and the launcher's connection to each: they outlive the generations of the job.
 
     process -> launcher                                       launcher -> process
-    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is, what to
-              nothing                                                      know of the job so far
+    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
+              nothing; steps that it has made                              the job has begun
     formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
     stepped   step: the first step after that was made        stop         step: leave the generation after it
     boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step

@@ -81,6 +81,7 @@ class Survivor:
     def after_step(self, trainer: Trainer, loss: float, seconds: float) -> None:
         """After a step: note it and keep the state. Raises: Regrouping if all ranks are to stop here."""
         self.losses.append(loss)
+        self.job.steps = trainer.steps_done
         self.seconds.append(seconds)
         self._copies.keep(trainer)
         if self._fresh and trainer.world.rank == 0:

@@ -77,8 +77,8 @@ def test_a_job_shrinks_and_grows_again(tmp_path):
     left = next(event for event in events if event["event"] == "left")
     assert left["step"] == result["elastic"][2]["step"] >= 7    # the step that rank 0 named was made, and not again
     assert [event["event"] for event in events] == [
-        "forming", "formed", "stepped", "broken", "forming", "formed", "stepped", "left", "forming", "formed",
-        "stepped", "done", "end"]
+        "forming", "formed", "stepped", "broken", "reached", "forming", "formed", "stepped", "left", "reached",
+        "forming", "formed", "stepped", "done", "end"]
 
 
 CASES = {
