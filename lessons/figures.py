@@ -3,6 +3,8 @@
 A colour means the same in every lesson; colour-blind readers can tell all of them apart.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +74,22 @@ def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path
     Raises:  ConfigError if it cannot be written.
     """
     path = Path(folder) / name
+    with _written(path) as draft:
+        figure.savefig(draft, dpi=150, facecolor=PAPER, metadata={"Software": None})
+    return path
+
+
+def save_mermaid(diagram: str, folder: Path | str) -> None:
+    """Write figure.mmd. Raises ConfigError if it cannot be written."""
+    with _written(Path(folder) / "figure.mmd") as draft:
+        draft.write_text(diagram, encoding="utf-8")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """The draft of a file (files.whole)."""
     try:
         with whole(path) as draft:
-            figure.savefig(draft, dpi=150, facecolor=PAPER, metadata={"Software": None})
+            yield draft
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place with --out DIR") from error
-    return path

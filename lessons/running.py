@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.console import folder_to_write
 from minidist.errors import MinidistError
-from minidist.files import DISK_FAILED
+from minidist.files import DISK_FAILED, whole
 from minidist.launch import init, run, speaks_first
 from minidist.streams import standard_output
 
@@ -100,4 +100,5 @@ def insert_mermaid(readme: Path, diagram: str) -> None:
     text = readme.read_text(encoding="utf-8")
     fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
     if fresh != text:
-        readme.write_text(fresh, encoding="utf-8")
+        with whole(readme) as draft:
+            draft.write_text(fresh, encoding="utf-8")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from minidist.lessons.figures import save_mermaid
+from minidist.lessons.running import insert_mermaid
 
 from minidist.errors import ConfigError
 from minidist.files import DRAFTS, check_writable, scratch, sweep, whole
@@ -106,3 +108,13 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     for file in (tmp_path / "new", tmp_path / "there", "/dev/null", None):
         check_writable("--json", file)
     assert os.listdir(tmp_path) == ["there"] and (tmp_path / "there").read_text() == "old"
+
+
+@pytest.mark.parametrize("write", [lambda file, text: save_mermaid(text, file.parent), insert_mermaid])
+def test_a_lessons_diagram_is_the_old_one_until_the_new_one_is_whole(
+        write: Callable[[Path, str], None], tmp_path: Path, small_files: None) -> None:
+    file = tmp_path / "figure.mmd"
+    file.write_text("```mermaid\nold```")
+    with pytest.raises((OSError, ConfigError), match="File too large"):
+        write(file, "x" * 5000)
+    assert file.read_text() == "```mermaid\nold```" and os.listdir(tmp_path) == ["figure.mmd"]

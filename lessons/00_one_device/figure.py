@@ -32,7 +32,7 @@ def draw(record: list[dict[str, Any]], folder: Path) -> None:
             ("Measured here, at the peak", {name: peak[name] / 2**20 for name in LAYERS}, "MiB"))):
         _pie(figure.add_axes((0.645, 0.60 - 0.285 * index, 0.17, 0.25)), title, shares, unit)
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(mermaid(record), encoding="utf-8")
+    look.save_mermaid(mermaid(record), folder)
 
 
 def _mountain(ax: Any, record: list[dict[str, Any]]) -> None:

@@ -11,7 +11,6 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -19,6 +18,7 @@ import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
 from minidist.console import folder_to_write  # noqa: E402
+from minidist.files import scratch  # noqa: E402
 from minidist.grading import load_module  # noqa: E402
 from minidist.observe.records import gather_records  # noqa: E402
 
@@ -53,8 +53,8 @@ def record(file: Path) -> None:
 def record_two_machines() -> dict[str, Any]:
     """Run this file as 2 x 4 ranks and read what they wrote; `began` is when the launchers were started."""
     lesson = load_module(HERE / "lesson.py", "01")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "moments.json"
+    with scratch(prefix="minidist-lesson-") as folder:
+        file = folder / "moments.json"
         began = time.time()
         status = lesson.two_machines([sys.executable, str(Path(__file__).resolve()), "--record", str(file)])
         if status:

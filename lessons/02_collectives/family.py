@@ -8,7 +8,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.files import scratch, whole
 from minidist.grading import load_module
 from minidist.launch import init, run
 from minidist.observe.machine import machine
@@ -93,8 +93,8 @@ def measure() -> Figures:
 
 def _under_mpirun() -> list[list[Any]]:
     """measured_calls on ranks that mpirun starts."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
+    with scratch(prefix="minidist-lesson-") as folder:
+        file = folder / "figures.json"
         program = [sys.executable, str(Path(__file__).resolve()), "--ranks", str(file)]
         subprocess.run(["mpirun", "-n", str(RANKS), *program], check=True, timeout=120)
         return json.loads(file.read_text())
@@ -128,8 +128,8 @@ def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str,
 
 def libraries() -> dict[str, Any]:
     """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bench.json"
+    with scratch(prefix="minidist-lesson-") as folder:
+        file = folder / "bench.json"
         subprocess.run([sys.executable, "-m", "minidist", *LIBRARIES, "--json", str(file)], check=True,
                        stdout=subprocess.DEVNULL, timeout=300)
         return json.loads(file.read_text())["seconds"]
@@ -188,7 +188,8 @@ def write_page(figures: Figures, beside: dict[str, Any], out: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     fresh = "\n".join([heading(), spread(figures)]) + tables(figures) + libraries_table(beside)
-    out.write_text(before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    with whole(out) as draft:
+        draft.write_text(before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8")
     print(f"{out}: {len(FORMULAS)} algorithms, measured on {RANKS} ranks over {' and '.join(TRANSPORTS)}")
 
 

@@ -39,7 +39,7 @@ def draw(messages: list[dict[str, Any]], folder: Path) -> None:
     _shades(figure.add_axes((0.025, 0.02, 0.68, 0.06)))
     _bars(figure.add_axes((0.755, 0.145, 0.225, 0.62)), bytes_by_size())
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(mermaid(messages), encoding="utf-8")
+    look.save_mermaid(mermaid(messages), folder)
 
 
 def _space_time(ax: Any, messages: list[dict[str, Any]]) -> None:

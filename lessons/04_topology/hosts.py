@@ -14,7 +14,6 @@ import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from minidist.lessons.namespaces import joined_hosts, missing
 from minidist.lessons.page import page_console
 
 from minidist.console import folder_to_write, size_text
+from minidist.files import scratch
 from minidist.launch import init
 
 HERE = Path(__file__).resolve().parent
@@ -58,8 +58,8 @@ def measure(rate: str) -> dict[str, Any]:
     Raises: LaunchError if this machine does not let us; CalledProcessError if the job fails.
     """
     environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
-    with joined_hosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
+    with joined_hosts(rate) as hosts, scratch(prefix="minidist-lesson-") as folder:
+        file = folder / "figures.json"
         launch = [sys.executable, "-m", "minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
                   hosts[0].address, "--master-port", str(PORT)]
         program = [str(Path(__file__).resolve()), "--ranks", str(file)]

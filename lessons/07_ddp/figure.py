@@ -48,7 +48,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     _apart(figure.add_axes((0.735, 0.545, 0.25, 0.235)), recorded["drift"])
     _loss(figure.add_axes((0.735, 0.12, 0.25, 0.235)), recorded["drift"])
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(mermaid(recorded["all"]), encoding="utf-8")
+    look.save_mermaid(mermaid(recorded["all"]), folder)
 
 
 def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:

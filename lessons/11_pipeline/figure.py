@@ -45,7 +45,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
         _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name],
                   max(36.0, 1.01 * longest) if name != "naive" else 1.01 * _length(recorded[name]))
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(gantt(), encoding="utf-8")
+    look.save_mermaid(gantt(), folder)
 
 
 def _length(spans: list[Any]) -> float:

@@ -102,7 +102,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     _traffic(figure.add_axes((0.07, 0.08, 0.44, 0.20)), recorded["calls"])
     _memory(figure.add_axes((0.61, 0.08, 0.36, 0.20)), recorded["memory"])
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(mermaid(recorded["graph"]), encoding="utf-8")
+    look.save_mermaid(mermaid(recorded["graph"]), folder)
 
 
 def _matrices(ax: Any, held: dict[str, np.ndarray]) -> None:

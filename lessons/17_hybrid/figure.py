@@ -65,7 +65,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     _layouts(figure.add_axes((0.765, 0.56, 0.22, 0.28)), recorded["crossings"])
     _timeline(figure.add_axes((0.125, 0.09, 0.86, 0.33)), recorded["timelines"])
     look.save(figure, folder)
-    (Path(folder) / "figure.mmd").write_text(mermaid(recorded["links"]), encoding="utf-8")
+    look.save_mermaid(mermaid(recorded["links"]), folder)
     _draw_five(recorded["five"], folder)
 
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from minidist.kernels.attention import attention_reference
 from minidist.kernels.loader import Source, launch
 
 from minidist.errors import KernelError
+from minidist.files import scratch
 from minidist.grading import Result, expect, load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
@@ -58,8 +58,8 @@ def _run(exercise: ModuleType, name: str, replaced: dict[str, Any], grid: Any, b
     for word, code in replaced.items():
         text = re.sub(word, partial(_written, code), text)
     text = f'#line {before.count(chr(10)) + 1} "{file.name}"\n{text}'
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / file.name                # so that errors name the student's own file
+    with scratch(prefix="minidist-lesson-") as folder:
+        source = folder / file.name                # so that errors name the student's own file
         source.write_text(text, encoding="utf-8")
         with on_cpu.watch(seed=3, count=True) as seen:
             launch(Source(source, [name]), name, grid=grid, block=block, args=args)

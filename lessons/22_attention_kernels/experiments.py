@@ -1,7 +1,6 @@
 """Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a stated GPU allows."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from minidist.kernels import on_cpu
 from minidist.kernels.attention import SOURCE, attention
 from minidist.kernels.loader import Source, launch
 from minidist.kernels.matmul import matmul, read_bytes
+
+from minidist.files import scratch
 
 HERE = Path(__file__).resolve().parent
 ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
@@ -132,14 +133,14 @@ PLANTED = {
 @contextmanager
 def tiled(mistake: str | None) -> Iterator[Source]:
     """Version 2 of attention as it is, or with one of the PLANTED mistakes."""
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch(prefix="minidist-lesson-") as folder:
         for name in ("attention.cu", "attention.cuh"):
             shutil.copy(SOURCE.path.with_name(name), folder)
         if mistake is not None:
             name, old, new = PLANTED[mistake]
-            file = Path(folder) / name
+            file = folder / name
             file.write_text(file.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
-        yield Source(Path(folder) / "attention.cu", [f"attention_v2<float, {HEAD}>"])
+        yield Source(folder / "attention.cu", [f"attention_v2<float, {HEAD}>"])
 
 
 def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False) -> np.ndarray:

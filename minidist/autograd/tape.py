@@ -207,6 +207,9 @@ class Op(Generic[Result]):
         for i in places:
             if not is_array(arrays[i]):
                 continue
+            if not arrays[i].dtype.isnative:
+                raise DtypeError(f"{self.name}: {self._describe(arrays)}; {self.argument_name(i)} is not in this "
+                                 f"machine's byte order; pass x.astype({arrays[i].dtype.name!r})")
             if first is None:
                 first = arrays[i]
             elif arrays[i].dtype != first.dtype:

@@ -48,7 +48,7 @@ class Tensor:
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
             raise DtypeError(f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
-                             f"cast to float32 or leave requires_grad off")
+                             f"cast to float32 in this machine's byte order, or leave requires_grad off")
         self.data, self.requires_grad, self.grad = data, requires_grad, None
         self.node: Any = None                   # the tape.Node that made this Tensor, as its output `index`; or None
         self.index = 0

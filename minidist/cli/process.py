@@ -27,6 +27,7 @@ def interrupts_wait() -> Iterator[None]:
         yield
     finally:
         if here:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # our launcher blocks it (launch/spawning.py)
             signal.signal(signal.SIGINT, signal.default_int_handler)
     if told:
         raise KeyboardInterrupt

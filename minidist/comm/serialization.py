@@ -119,6 +119,9 @@ def _array(dtype: "np.dtype[Any]", shape: list[int], raw: bytes) -> "np.ndarray"
 def _dtype_text(dtype: "np.dtype[Any]") -> str:
     """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
     if _is_extra(dtype.name):
+        if not dtype.isnative:
+            raise DtypeError(f"an array of dtype {dtype} in the other byte order cannot travel between processes; "
+                             f"send x.astype({dtype.name!r})")
         return dtype.name
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
         raise DtypeError(f"an array of dtype {dtype} cannot travel between processes; send its fields one by one")

@@ -38,12 +38,12 @@ def dtype_code(dtype: "np.dtype") -> str:
     if dtype.hasobject or dtype.itemsize == 0:
         raise DtypeError(f"arrays of dtype {dtype} cannot be sent: their values are references or have no bytes; "
                          f"convert to numbers or fixed-length strings first")
-    if getattr(ml_dtypes, dtype.name, None) is dtype.type:
-        return dtype.name
-    code = npy_format.dtype_to_descr(dtype) if dtype.names else dtype.str
+    extra = getattr(ml_dtypes, dtype.name, None) is dtype.type
+    code = dtype.name if extra else npy_format.dtype_to_descr(dtype) if dtype.names else dtype.str
     text = code if isinstance(code, str) else repr(code)
-    if dtype_of(text) != dtype:
-        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know")
+    if dtype_of(text) != dtype:         # of ml_dtypes also those in the other byte order
+        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know; "
+                         f"convert to one that has, in this machine's byte order")
     return text
 
 

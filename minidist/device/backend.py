@@ -25,7 +25,8 @@ _DTYPES = {name: np.dtype(name) for name in (
     "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")}
 _DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 FLOATS = frozenset(_DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16"))
-LOW_PRECISION = frozenset(_DTYPES[name] for name in ("float16", "bfloat16"))
+_TWO_BYTES = frozenset(_DTYPES[name] for name in ("float16", "bfloat16"))
+LOW_PRECISION = _TWO_BYTES | {kind.newbyteorder() for kind in _TWO_BYTES}       # in either byte order
 _SIGNIFICANT_BITS = {_DTYPES["float64"]: 53, _DTYPES["float32"]: 24, _DTYPES["float16"]: 11, _DTYPES["bfloat16"]: 8}
 
 
@@ -95,15 +96,17 @@ _PINNED = 1         # cudaMemoryTypeHost
 def to_device(array: Array, device: str) -> Array:
     """`array` on `device`; itself if it is there already. The caller may change a host array after the return.
 
+    A GPU gets the host's byte order, whatever that of `array`.
     Raises:  DeviceError, ConfigError as `module_for`.
     """
-    xp = module_for(device)
     if device_of(array) == device:
         return array
+    xp = module_for(device)
     if xp is np:
         return to_host(array)
-    result = xp.empty(array.shape, array.dtype)
-    source = np.asarray(array, order="C")               # ascontiguousarray would give an array without dims one
+    native = array.dtype.newbyteorder("=")
+    result = xp.empty(array.shape, native)
+    source = np.asarray(array, native, order="C")               # ascontiguousarray would give an array without dims one
     result.set(source)
     if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:    # the GPU may still have to read it
         xp.cuda.get_current_stream().synchronize()
@@ -148,8 +151,9 @@ def dtype(name: Any) -> np.dtype:
 
 
 def dtype_name(kind: Any) -> str:
-    """The name of a dtype, as `dtype` takes it; "bfloat16" for the type of ml_dtypes."""
-    return str(np.dtype(kind).name)
+    """The name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order, which `dtype` refuses."""
+    found = np.dtype(kind)
+    return str(found.name) if found.isnative else f"{found.byteorder}{found.name}"
 
 
 def widen(array: Array) -> Array:

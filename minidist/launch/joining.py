@@ -145,7 +145,7 @@ class HelperProcess:
     """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
 
     A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
-    monitor hangs up on it: when every rank has said goodbye.
+    monitor hangs up on it.
     """
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:
@@ -157,8 +157,15 @@ class HelperProcess:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Wait until it has ended: so a rank of each host stays until every rank has said goodbye."""
-        self._process.communicate()
+        """Wait until every rank has said goodbye, or it has ended: it looks at the processes until they have ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+        with stdout:
+            if stdout.read():
+                self._process.returncode = 0                    # not awaited: it outlives this process
+        self._process.wait()
 
 
 class MonitorProcess(HelperProcess):
@@ -169,17 +176,6 @@ class MonitorProcess(HelperProcess):
         with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
             super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()])
-
-    def close(self) -> None:
-        """Wait until it has ended, or, under mpirun, until all have said goodbye: it watches until we have ended."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            stdin.close()
-        with stdout:
-            if stdout.read():
-                self._process.returncode = 0                    # not awaited: it outlives this process
-        self._process.wait()
 
 
 # --- how a rank learns where the monitor is ---------------------------------------------------------------------------

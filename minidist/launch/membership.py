@@ -8,7 +8,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
     sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a system takes for 0,
-                                  is status 1. `raise SystemExit(3)` says nothing to us: a launcher sees the status
+                                  is status 1
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
 
@@ -16,14 +16,15 @@ Under mpirun a process that fails must not reach MPI_Finalize, which waits for a
 """
 
 import atexit
-import builtins
+import ctypes
+import gc
 import os
 import platform
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -40,7 +41,9 @@ from minidist.launch import transports
 from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
+from minidist.launch.mpi_init import mpi_world, watched
 
+C_EXIT = sys.exit
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
 REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
@@ -62,16 +65,16 @@ class Membership:
 
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
-        launch, joined = self.launch, self.find_monitor(limit)
-        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
-        try:
-            infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
-                                      "profile": profile and profile.as_json()})
-        finally:
-            if joined.file is not None:
-                joined.file.remove()                        # all ranks have met, or never will
-        if launch.by_mpirun:
-            transports.unlink_mpi_segments()
+        launch = self.launch
+        with watched(launch, limit) as initialised:
+            joined = self.find_monitor(limit, initialised)
+            profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
+            try:
+                infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+                                          "profile": profile and profile.as_json()})
+            finally:
+                if joined.file is not None:
+                    joined.file.remove()                    # all ranks have met, or never will
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
@@ -89,10 +92,11 @@ class Membership:
         """Whether this process is the rank, not a child that the rank has forked."""
         return os.getpid() == self._process
 
-    def find_monitor(self, limit: float) -> Joined:
-        """Connect to the job's monitor; from then on the others hear of our end."""
+    def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
+        """Connect to the job's monitor; from then on the others hear of our end. Calls `initialised` after MPI_Init."""
         if self.launch.by_mpirun:
-            transports.mpi_world(self.launch, limit)
+            mpi_world(self.launch)
+        initialised()
         self.joined = find_monitor(self.launch, limit, self.patience)
         return self.joined
 
@@ -189,7 +193,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
         or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
-        TimeoutError (naming the missing ranks) if joining fails.
+        TimeoutError (naming the missing ranks) if joining fails. Under mpirun a rank that ends before md.init, or does
+        not come within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
     """
     global _membership
     if transport is not None:
@@ -205,6 +210,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
+        _let_interrupts_in()
+        if not launch.alone:
             _membership.world = _membership.join(name, limit)
     world = _membership.world
     if world is None:
@@ -241,7 +248,8 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
                 return launch.world_rank == 0 and not _said_by_launcher(error, launch)
             _membership = Membership(launch)
             _watch_over_the_end(_membership)
-            _membership.find_monitor(REPORT_LIMIT)
+            with watched(launch, REPORT_LIMIT) as initialised:
+                _membership.find_monitor(REPORT_LIMIT, initialised)
     except (LaunchError, CommError):
         return _membership is None or _membership.launch.world_rank == 0
     return _membership.fail(error) and not _membership.quiet and not _said_by_launcher(error, _membership.launch)
@@ -250,6 +258,13 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
     """Ctrl-C reaches our launcher too, which prints the one line of the job."""
     return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
+
+
+def _let_interrupts_in() -> None:
+    """Our launcher starts ranks with SIGINT blocked: a program whose imports Ctrl-C breaks off says up to 70 lines."""
+    if signal.SIGINT in signal.sigpending():
+        raise SystemExit(130)                               # the launcher has said it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def limit_blas_threads(threads: int | None, local_size: int) -> int:
@@ -272,36 +287,32 @@ def _watch_over_the_end(membership: Membership) -> None:
             flush_output()
             os._exit(membership.status)
 
-    class Exit(SystemExit):
-        """SystemExit reaches no hook; but Python itself, with no frame above, asks for its code when it ends by it."""
-
-        @property
-        def code(self) -> Any:  # type: ignore[override]
-            code = super().code
-            if sys._getframe().f_back is None and membership.is_this_process():
-                membership.exit, membership.status = self, exit_status(code)
-                return membership.status if isinstance(code, int) else code
-            return code
+    def code(error: SystemExit) -> Any:
+        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that error."""
+        code = slot.__get__(error)
+        if sys._getframe().f_back is None and membership.is_this_process():
+            membership.exit, membership.status = error, exit_status(code)
+            return membership.status if isinstance(code, int) else code
+        return code
 
     def exit(status: Any = None, /) -> NoReturn:
-        alone = threading.current_thread() is not threading.main_thread()
-        raise SystemExit(status) if alone else Exit(status)                 # the thread alone ends
+        raise SystemExit(status)
 
     atexit.register(membership.leave)
-    sys.excepthook, sys.exit = hook, exit
-    vars(builtins).update(exit=exit, quit=exit)
+    sys.excepthook = hook
+    slot = vars(SystemExit)["code"]         # SystemExit reaches no hook, and a built-in class takes no assignment
+    gc.get_referents(vars(SystemExit))[0]["code"] = property(code, slot.__set__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    for names in (vars(sys), vars(sys.modules["__main__"])):        # before Python 3.12, sys.exit makes no SystemExit
+        names.update({name: exit for name, value in names.items() if value is C_EXIT})
 
 
 def _abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said.
-
-    Shared memory still has its name where ranks end before they have met; each has mapped it in MPI_Init.
-    """
-    transports.unlink_mpi_segments()
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
     flush_output()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    from mpi4py import MPI
-    MPI.COMM_WORLD.Abort(status)
+    if "mpi4py.MPI" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
     os._exit(status)
 
 

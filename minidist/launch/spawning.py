@@ -3,6 +3,9 @@
 Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK,
 MASTER_ADDR, MASTER_PORT) and where our monitor is. What the ranks print to stdout, and rank 0 to stderr, goes straight
 to the terminal; stderr of the other ranks comes line by line as `[rank 2] …`.
+
+A copy starts with SIGINT blocked: Ctrl-C, which a terminal sends to all of them, reaches a program from md.init on. One
+that has not come so far, or never calls it, is ended by the launcher.
 """
 
 import os
@@ -99,12 +102,15 @@ class SpawnedJob:
             if self.told:
                 return
             rank = self.nodes.rank * self.size + local_rank
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # the copy inherits it
             try:
                 process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
                                            stdin=None if rank == 0 else subprocess.DEVNULL,
                                            stderr=None if rank == 0 else subprocess.PIPE)
             except OSError as error:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.processes[rank] = process
             if process.stderr is not None:
                 self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
@@ -127,7 +133,7 @@ class SpawnedJob:
                     self._note(rank, process.returncode)
             if self.watch.loss is not None:
                 return self._lost(self.watch.loss)
-            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.present()):
+            if not running and (isinstance(self.watch, NodeAgent) or not self.watch.running()):
                 return 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))

@@ -1,27 +1,19 @@
 """From a transport's name to a transport; each module is loaded when it is asked for."""
 
-import contextlib
 import difflib
 import errno
-import faulthandler
 import importlib
 import importlib.util
-import os
 import queue
-import re
 import resource
-import sys
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostError
-from minidist.launch.launchers import Launch
 
 THREADS = ("threads", "threads-unbuffered")             # ranks inside one process
 PROCESSES = ("auto", "tcp", "shm", "mpi", "nccl")       # ranks that are processes
@@ -116,37 +108,8 @@ def allow_open_files(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
 
 
-def mpi_world(launch: Launch, limit: float) -> Any:
-    """MPI_COMM_WORLD, if it is the world that mpirun started.
-
-    MPI_Init waits for every rank, also for one that has ended before, and holds the interpreter meanwhile: after
-    `limit` seconds faulthandler's own thread shows where we are and ends the process.
-    Raises: LaunchError if mpi4py belongs to another MPI than mpirun: then each process is a world of its own.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
-        if "mpi4py.MPI" not in sys.modules:
-            faulthandler.dump_traceback_later(limit, exit=True)
-        from mpi4py import MPI
-        faulthandler.cancel_dump_traceback_later()
-    if MPI.COMM_WORLD.size != launch.world_size:
-        library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
-        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
-                          f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
-                          "(`pip install mpich`), or `minidist launch`")
-    return MPI.COMM_WORLD
-
-
 def progress_mpi() -> None:
     """Have MPI deliver what this rank has sent, also while it calls MPI for nothing else."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Iprobe()
-
-
-def unlink_mpi_segments() -> None:
-    """Take the names off MPICH's shared memory, once every rank has mapped it: a killed job then leaves nothing."""
-    with contextlib.suppress(OSError):
-        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text())):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)

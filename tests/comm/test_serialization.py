@@ -67,8 +67,9 @@ def test_subclasses_travel_as_what_they_extend():
     assert unpack(pack([point(1, 2), colour.green, OrderedDict(a=1)])) == [(1, 2), 2, {"a": 1}]
 
 
-@pytest.mark.parametrize("value", [object(), np.array([object()]), np.zeros(2, "i4,f8"), lambda: 0, "\ud800"],
-                         ids=["object", "object array", "structured", "function", "surrogate"])
+@pytest.mark.parametrize("value", [object(), np.array([object()]), np.zeros(2, "i4,f8"), lambda: 0, "\ud800",
+                                   np.ones(2, np.dtype(ml_dtypes.bfloat16).newbyteorder())],
+                         ids=["object", "object array", "structured", "function", "surrogate", "byte order"])
 def test_what_cannot_travel_is_named(value):
     with pytest.raises(DtypeError, match="cannot travel"):
         pack({"deep": [value]})

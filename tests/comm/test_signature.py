@@ -21,7 +21,8 @@ def test_every_dtype_has_a_name_that_leads_back(dtype):
     assert dtype_of(dtype_code(np.dtype(dtype))) == np.dtype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [object, np.dtypes.StringDType(), "V0", [("a", object)], [("a", ml_dtypes.bfloat16)]])
+@pytest.mark.parametrize("dtype", [object, np.dtypes.StringDType(), "V0", [("a", object)], [("a", ml_dtypes.bfloat16)],
+                                   np.dtype(ml_dtypes.bfloat16).newbyteorder()])
 def test_a_dtype_that_cannot_travel_is_refused(dtype):
     with pytest.raises(DtypeError, match="cannot be sent"):
         dtype_code(np.dtype(dtype))

@@ -40,7 +40,8 @@ def test_dtypes_by_name():
         assert backend.dtype_name(backend.dtype(name)) == name
     assert backend.dtype("bfloat16") == BFLOAT16 == backend.dtype(BFLOAT16)
     assert backend.dtype(np.float32) == np.float32
-    for wrong in ("float8", "complex64", np.complex64, "", "no such thing", object()):
+    assert backend.dtype_name(">f4") == ">float32" and backend.dtype_name(BFLOAT16.newbyteorder()) == ">bfloat16"
+    for wrong in ("float8", ">float32", np.dtype(">f4"), "complex64", np.complex64, "", "no such thing", object()):
         with pytest.raises(ConfigError, match="unknown dtype .*; choose one of float64, float32"):
             backend.dtype(wrong)
 
@@ -128,6 +129,12 @@ def test_a_host_array_may_change_once_it_was_copied_to_a_gpu(monkeypatch, empty)
     there = backend.to_device(x, "cuda")
     x[...] = 2.0
     assert (backend.to_host(there) == 1.0).all()
+
+
+def test_a_gpu_gets_the_byte_order_of_the_host(monkeypatch):
+    fake_gpu.install(monkeypatch)
+    there = backend.to_device(np.arange(3.0).astype(">f8"), "cuda")
+    assert there.dtype == np.float64 and backend.to_host(there).tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.gpu

@@ -3,16 +3,18 @@
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 from ends import LEAVING, PHASES, die_at
 from helpers import SOON
-from jobs import by_launch, by_mpirun, finish
+from jobs import JOB, by_launch, by_mpirun, finish, start
 from leftovers import nothing_left
 
 from minidist.errors import PeerLostError
 from minidist.launch import failures, forked
+from minidist.launch.mpirun import find_mpirun
 
 FORKED = [("tcp", phase, 0) for phase in PHASES] + [("shm", phase, 1) for phase in PHASES]
 ONLY_SHM = ("before it gives memory", "before all agree on memory")
@@ -97,6 +99,21 @@ def test_a_hundred_kills_while_ranks_join(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             arm(patch, folder, victim, begin)
             check_forked(folder, draw.choice(("tcp", "shm", "plain-tcp")), 5, victim, calls=10**6)
+
+
+@pytest.mark.parametrize(("phase", "victim", "transport"), [("before init", 2, "mpi"), *(
+    pytest.param(phase, victim, transport, marks=pytest.mark.soak) for phase in PHASES if phase not in LEAVING
+    for victim in (0, 2) for transport in ("mpi", "shm") if reaches(transport, phase, victim, 4))])
+def test_behind_a_shell_a_rank_killed_early_is_named_under_mpirun(phase, victim, transport):
+    """As lesson 01 says: mpirun then neither hears of it nor ends the others."""
+    behind = f'trap "" USR1; {sys.executable} {JOB} "killed {phase}" {transport} {victim}; exit $?'
+    with nothing_left() as environment:
+        started = time.monotonic()
+        done = finish(start([*find_mpirun().command(4, patient=True), "sh", "-c", behind], environment))
+    assert time.monotonic() - started < SOON
+    assert done.returncode > 0
+    named = rf"^minidist: (rank \d stops: PeerLostError: )?rank {victim} (of|\()"
+    assert re.search(named, done.stderr, re.M), done.stderr
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +11,10 @@ from helpers import SOON
 from leftovers import nothing_left
 
 from minidist.comm import wire
+from minidist.comm.health import acceptor
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.process_state import state_of
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 from minidist.launch import joining
 from minidist.launch.joining import MonitorAddress, MonitorProcess, TokenFile
@@ -31,9 +34,12 @@ def connect(monitor, rank, size):
     return MonitorClient(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
 
 
-def test_a_monitor_process_ends_with_the_last_goodbye():
+def test_rank_0_may_end_with_the_last_goodbye_and_the_monitor_process_with_the_last_rank(monkeypatch):
     monitor = MonitorProcess(2, TOKEN)
-    links = [connect(monitor, rank, 2) for rank in range(2)]
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptor.os, "getpid", iter([rank.pid for rank in ranks]).__next__)
+        links = [connect(monitor, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         met = list(pool.map(lambda link: link.meet({"rank": link.world_rank}), links))
     assert met == [[{"rank": 0}, {"rank": 1}]] * 2
@@ -43,6 +49,11 @@ def test_a_monitor_process_ends_with_the_last_goodbye():
     links[1].goodbye()
     monitor.close()
     assert monitor._process.returncode == 0
+    for rank in ranks:
+        assert state_of(monitor._process.pid) not in ("Z", "")
+        rank.kill()
+        rank.wait()
+    assert os.waitpid(monitor._process.pid, 0)[1] == 0
 
 
 def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
@@ -136,8 +147,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch):
         TokenFile("job").write(TOKEN)
 
 
-def test_a_stale_token_is_read_anew():
+def test_a_stale_token_is_read_anew(monkeypatch):
     """A file of a job that crashed is there first; rank 0 replaces it a moment later."""
+    monkeypatch.setattr(acceptor, "this_system", lambda: "far")     # the monitor waits for no end of this process
     file = TokenFile("job")
     file.write(wire.new_token())
     monitor = MonitorProcess(1, TOKEN)
@@ -149,6 +161,7 @@ def test_a_stale_token_is_read_anew():
     assert token == TOKEN
     link.goodbye()
     monitor.close()
+    os.waitpid(monitor._process.pid, 0)             # it is not awaited
 
 
 def test_no_token_in_time():

@@ -129,6 +129,9 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("mode", "how"), [
     ("kill", "was killed"), ("exit", "exited with status 3"),
+    pytest.param("raise exit", "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("raise exit 256", "exited with status 256", marks=pytest.mark.soak),
+    pytest.param("imported exit", "exited with status 5", marks=pytest.mark.soak),
     pytest.param("stop", "is frozen", marks=pytest.mark.soak),
     pytest.param("_exit", "exited|ended", marks=pytest.mark.soak)])
 def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
@@ -137,7 +140,7 @@ def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
         died = met(process)
         done = finish(process)
     assert time.monotonic() - died < 8
-    assert done.returncode == 3 if mode == "exit" else done.returncode > 0
+    assert done.returncode == {"exit": 3, "raise exit": 5, "imported exit": 5}.get(mode, max(1, done.returncode))
     assert re.search(f"^minidist: {WHO} .*({how}).*; the job ends$", done.stderr, re.M)
 
 
@@ -289,6 +292,22 @@ def test_a_death_under_srun_is_named(cache):
         assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO}", done[rank].stderr, re.M)
 
 
+@pytest.mark.parametrize("mode", ["stop", pytest.param("sleep", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("variables", "victim"), [(slurm, 2), pytest.param(slurm, 0, marks=pytest.mark.soak), *(
+    pytest.param(torchrun, victim, marks=pytest.mark.soak) for victim in (0, 2))])
+def test_a_rank_that_hangs_after_its_goodbye_is_ended(variables, victim, mode, cache):
+    """Rank 0 has ended when rank 2 is found; its monitor has not."""
+    if variables is torchrun:
+        variables = functools.partial(torchrun, port=free_port())
+    with nothing_left() as environment:
+        done = [finish(process, 20) for process in by_hand(environment, f"after {mode}", "shm", str(victim), size=3,
+                                                           variables=variables)]
+    assert [process.returncode for process in done] == [
+        (-9 if mode == "stop" else -14) if rank == victim else 0 for rank in range(3)]
+    assert mode == "sleep" or re.fullmatch(rf"minidist: rank {victim} .* is frozen \(stopped\); the job ends\n",
+                                           done[0].stderr)
+
+
 def test_the_job_ends_when_rank_0_is_killed():
     code = ("import os, minidist as md; w = md.init(limit=20); w.barrier()\n"
             "if w.rank == 0: os.kill(os.getpid(), 9)\n"
@@ -336,11 +355,3 @@ def test_a_wrong_command_line_under_mpirun_is_one_line():
         done = finish(start([*find_mpirun().command(2), sys.executable, "-m", "minidist", "trian"], environment))
     assert done.returncode == 2
     assert re.fullmatch("minidist: .* did you mean train.*\n", done.stderr)
-
-
-def test_mpi_init_has_a_limit():
-    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=0.7)")
-    with nothing_left() as environment:
-        done = finish(start([*find_mpirun().command(2), sys.executable, "-c", code], environment))
-    assert done.returncode != 0
-    assert "in mpi_world" in done.stderr

@@ -64,6 +64,9 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     ("kill", 137, "was killed by SIGKILL"),
     ("exit", 3, "exited with status 3"),
     ("exit 256", 1, "exited with status 256"),
+    ("raise exit 256", 1, "exited with status 256"),
+    pytest.param("raise exit", 5, "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("imported exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
@@ -176,6 +179,22 @@ def test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line(numbe
         done = finish(process)
     assert done.returncode == 128 + number
     assert re.fullmatch(TOLD.format(pid=process.pid, name=number.name, ranks="2 ranks were"), done.stderr)
+
+
+@pytest.mark.parametrize("comes", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_an_interrupt_while_a_program_loads_is_one_line(comes):
+    """Rank 1 is in its imports; it comes to md.init within the second that the launcher gives it, or not."""
+    code = (f"import os, time; print('up', flush=True); time.sleep({0.3 if comes else 60} * int(os.environ['RANK']))\n"
+            "import minidist as md; md.init()\nassert os.environ['RANK'] == '0'")
+    with nothing_left() as environment:
+        process = start([sys.executable, "-m", "minidist", "launch", "-n", "2", sys.executable, "-c", code],
+                        environment, apart=True)
+        for _ in range(2):
+            process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        done = finish(process)
+    assert done.returncode == 130
+    assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGINT", ranks="2 ranks were"), done.stderr)
 
 
 def test_a_launcher_stops_ranks_that_know_nothing_of_it():

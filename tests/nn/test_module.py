@@ -178,6 +178,8 @@ def test_state_dict_is_checked_before_anything_changes() -> None:
         model.load_state_dict({**good, "head.weight": np.zeros(3)})
     with pytest.raises(DataError, match="saved scale is float64"):
         model.load_state_dict({**good, "scale": good["scale"].astype("float64")})
+    with pytest.raises(DataError, match=r"saved scale is >f4 \(3,\), the model needs float32"):
+        model.load_state_dict({**good, "scale": good["scale"].astype(">f4")})
     assert all(np.array_equal(array, good[name]) for name, array in model.state_dict().items())
 
 

@@ -130,6 +130,30 @@ def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None
     assert np.array_equal(exact[0].data, shard.data)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("weights", "gradients"), [("f4", "f2"), ("f4", ml_dtypes.bfloat16), ("f4", "f4"),
+                                                    ("f4", "f8"), ("f8", "f8")], ids=str)
+def test_the_other_byte_order_gives_the_same_values(weights: Any, gradients: Any, kind: str) -> None:
+    """Of gradients, and of weights with their state; also for squares and clipping."""
+    def run(weights: np.dtype[Any], gradients: np.dtype[Any]) -> tuple[np.ndarray, float]:
+        random = np.random.default_rng(0)
+        shard = SimpleNamespace(data=random.standard_normal((40, 5)).astype(weights), grad=None, name="master")
+        optimizer = KINDS[kind]([shard])
+        for _ in range(3):
+            shard.grad = (random.standard_normal((40, 5)) * 2.0 ** -12).astype(gradients)
+            norm = optim.clip_by_global_norm([shard.grad], 0.002)
+            optimizer.step(scale=2.0 ** -10)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return shard.data, norm
+
+    ours, theirs = np.dtype(weights), np.dtype(gradients)
+    expected, length = run(ours, theirs)
+    for pair in ((ours, theirs.newbyteorder()), (ours.newbyteorder(), theirs),
+                 (ours.newbyteorder(), theirs.newbyteorder())):
+        found, norm = run(*pair)
+        assert found.dtype == pair[0] and np.array_equal(found, expected) and norm == length
+
+
 def test_huge_gradients_scaled_down_do_not_overflow() -> None:
     tensors = parameters((2,), dtype="float32")
     tensors[0].grad = np.full(2, 1e25, np.float32)          # its square is beyond float32
@@ -174,6 +198,8 @@ def test_state_dict_is_checked() -> None:
         optimizer.load_state_dict({**saved, "w0/x": saved["w0/m"]})
     with pytest.raises(DataError, match=r"saved w0/v is float32 \(2, 2\), expected float64"):
         optimizer.load_state_dict({**saved, "w0/v": saved["w0/v"].astype("float32")})
+    with pytest.raises(DataError, match=r"saved w0/v is >f8 \(2, 2\), expected float64"):
+        optimizer.load_state_dict({**saved, "w0/v": saved["w0/v"].astype(">f8")})
 
 
 @pytest.mark.parametrize(("make", "says"), [
@@ -191,6 +217,9 @@ def test_bad_options_are_named(make: Any, says: str) -> None:
 def test_bad_tensors_are_named() -> None:
     with pytest.raises(DtypeError, match="w0 is bfloat16; optimize float32"):
         optim.Adam(parameters((2,), dtype=ml_dtypes.bfloat16), 0.1)
+    half = SimpleNamespace(data=np.ones(4, ">f2"), grad=None, name="half")
+    with pytest.raises(DtypeError, match="half is >float16; optimize float32"):
+        optim.Adam([half], 0.1)
     shard = SimpleNamespace(data=np.ones((4, 4)), grad=np.ones(4), name="shard")
     with pytest.raises(ShapeError, match="shard is"):
         optim.Adam([shard], 0.1).step()

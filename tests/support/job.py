@@ -12,7 +12,10 @@ import time
 import numpy as np
 
 import minidist as md
+from minidist.comm.health.process_state import PATIENCE
 from minidist.launch import launchers, membership
+
+imported_exit = sys.exit
 
 
 def misbehave(mode: str) -> None:
@@ -26,6 +29,12 @@ def misbehave(mode: str) -> None:
             sys.exit(3)
         case "exit 256":
             sys.exit(os.system("exit 1"))
+        case "raise exit":
+            raise SystemExit(5)
+        case "raise exit 256":
+            raise SystemExit(256)
+        case "imported exit":
+            imported_exit(5)
         case "_exit":
             os._exit(3)
         case "kill":
@@ -60,8 +69,8 @@ def main() -> None:
         transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
     if mode.startswith("after "):                       # registered first, so done last: after the goodbye
         atexit.register(lambda: world.rank == victim and misbehave(mode.removeprefix("after ")))
-        membership.ENDING = 1
-    world = md.init(transport=transport, limit=20)
+        membership.ENDING = 5 if mode == "after stop" else 2     # a stop is found within 3 s
+    world = md.init(transport=transport, limit=20, patience=0.4 if mode == "after stop" else PATIENCE)
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):
         membership.current().joined.link.grace = 0.5   # a test has no 5 seconds

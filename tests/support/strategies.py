@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 OPS = ("sum", "mean", "max", "min", "prod")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint64", "bool",
-          "complex64", "complex128", "longdouble", ">u2", ">i4", ">f4", ">f8", ">c16")
-FLOATS = ("float32", "float64", "float16", "bfloat16", ">f4", ">f8")
+          "complex64", "complex128", "longdouble", ">u2", ">i4", ">f2", ">f4", ">f8", ">c16")
+FLOATS = ("float32", "float64", "float16", "bfloat16", ">f2", ">f4", ">f8")
 
 
 def lengths(size: int) -> st.SearchStrategy[int]:

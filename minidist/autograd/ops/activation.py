@@ -5,7 +5,9 @@ instead of x. Then backward is one product. On a GPU kernels keep x, as computin
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
@@ -18,63 +20,91 @@ _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 
 
-def _gated(xp: Any, x: Array, u: Array, dz: Array | None = None) -> tuple[Array, Array]:
-    """y = x h with h = sigmoid(z), u = -z/2, overwritten; slope = h + y (1 - h) dz/dx. No difference cancels.
+_Bounds: TypeAlias = tuple[float, float]     # of |x|, in float32 and in float64
+_Block: TypeAlias = Callable[[Any, Array, Array, bool, Array, Array, Array], None]
 
-    With r = exp(-z/2): h = (1/r) / (r + 1/r) and 1 - h = r / (r + 1/r), so each is right to its last digits where it is
-    small, and r overflows at twice the |z| that exp(z) would. 1 + tanh(z/2) would lose all digits of a small h.
+
+def _gated(xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: Array | None = None) -> None:
+    """y = x h with h = sigmoid(z), u = -z, overwritten; slope = h + y (1 - h) dz/dx. No difference cancels.
+
+    With r = exp(-z): h = 1 / (1 + r) and 1 - h = r / (1 + r), so each is right to its last digits where it is small.
+    1 + tanh(z/2) would lose all digits of a small h. If x is not near, r = exp(-z/2): h = (1/r) / (r + 1/r) and
+    1 - h = r / (r + 1/r); so r overflows at twice the |z|, for one division more.
     """
-    r = xp.exp(u, out=u)
-    h = 1 / r
-    c = r + h
-    xp.reciprocal(c, out=c)
-    h *= c
-    r *= c                           # 1 - h
-    y = xp.multiply(x, h, out=c)
+    if not near:
+        u *= 0.5
+    r, h = xp.exp(u, out=u), slope
+    if near:
+        xp.add(r, 1.0, out=h)
+        xp.reciprocal(h, out=h)
+        r *= h                       # 1 - h
+    else:
+        xp.reciprocal(r, out=h)
+        c = xp.reciprocal(r + h)
+        h *= c
+        r *= c
+    xp.multiply(x, h, out=y)
     r *= y
     if dz is not None:
         r *= dz
-    r += h
-    return y, r
+    h += r
 
 
-def _within(xp: Any, x: Array, limits: tuple[float, float]) -> Array:
-    """x between two bounds of float32 or of float64, beyond which sigmoid(z) is 0 or 1, and exp(z/2) still finite."""
-    limit = limits[x.dtype.itemsize // 8]
-    y = xp.minimum(x, limit)
-    return xp.maximum(y, -limit, out=y)
-
-
-def _gelu_block(xp: Any, x: Array) -> tuple[Array, Array]:
+def _gelu_block(xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array) -> None:
     """z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3 k x²)."""
-    c, k = _GELU_IN, _GELU_IN * _GELU_CUBE
-    u = _within(xp, x, (12, 24))
-    s = u * u
-    s *= -k
-    s -= c                           # s = -(c + k x²)
-    u *= s
-    s *= -6.0
+    c, k, (u, s) = _GELU_IN, _GELU_IN * _GELU_CUBE, room
+    xp.multiply(inner, inner, out=s)
+    s *= -2.0 * k
+    s -= 2.0 * c                     # s = -2 (c + k x²)
+    xp.multiply(inner, s, out=u)
+    s *= -3.0
     s -= 4.0 * c
-    return _gated(xp, x, u, s)
+    _gated(xp, x, u, near, y, slope, s)
 
 
-def _silu_block(xp: Any, x: Array) -> tuple[Array, Array]:
+def _silu_block(xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array) -> None:
     """z = x"""
-    u = _within(xp, x, (140, 1000))
-    u *= -0.5
-    return _gated(xp, x, u)
+    _gated(xp, x, xp.negative(inner, out=room[0]), near, y, slope)
 
 
-def _value_and_slope(block: Callable[[Any, Array], tuple[Array, Array]], x: Array,
+def _run_block(xp: Any, block: _Block, near: float, far: float, x: Array, y: Array, slope: Array, room: Array) -> None:
+    """Run a block function. No number's result depends on the others in its block.
+
+    Up to `near` exp(-z) is finite and sigmoid(z) normal. Beyond `far` sigmoid(z) is 0 or 1, up to there exp(-z/2) is
+    finite. On a GPU the host would wait for the answer whether all are near, so none is taken for it.
+    """
+    if xp is not np:
+        block(xp, x, xp.clip(x, -far, far), False, y, slope, room)
+    elif -near <= x.min() and x.max() <= near:
+        block(xp, x, x, True, y, slope, room)
+    else:
+        where = np.flatnonzero(~(np.abs(x) <= near))                    # also of NaN
+        few, cut = x[where], np.clip(x, -near, near)
+        results = np.empty((2, len(few)), x.dtype)
+        block(xp, cut, cut, True, y, slope, room)
+        block(xp, few, np.clip(few, -far, far), False, results[0], results[1], room[:, :len(few)])
+        y[where], slope[where] = results
+
+
+def _value_and_slope(block: _Block, near: _Bounds, far: _Bounds, x: Array,
                      bias: Array | None = None) -> tuple[Array, Array]:
     """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)
     y = xp.empty_like(wide) if bias is None else wide           # a block has read x for the last time when it writes y
-    slope = xp.empty_like(wide)
-    for where in row_blocks(wide):
-        y[where], slope[where] = block(xp, wide[where])
+    slope, blocks, kind = xp.empty_like(wide), list(row_blocks(wide)), wide.dtype.itemsize // 8
+    room = xp.empty((2, blocks[0].stop if blocks else 0), wide.dtype)
+    for at in blocks:
+        _run_block(xp, block, near[kind], far[kind], wide[at], y[at], slope[at], room[:, :at.stop - at.start])
     return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
+
+
+def _gelu(x: Array, bias: Array | None) -> tuple[Array, Array]:
+    return _value_and_slope(_gelu_block, (9.9, 21), (12, 24), x, bias)
+
+
+def _silu(x: Array) -> tuple[Array, Array]:
+    return _value_and_slope(_silu_block, (87, 708), (140, 1000), x)
 
 
 @op
@@ -89,7 +119,7 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     fast = kernel("gelu", *((x,) if bias is None else (x, bias)))
     if fast is not None:
         return fast(x, bias), saved(x=x, bias=bias, slope=None)
-    y, slope = _value_and_slope(_gelu_block, x, bias)
+    y, slope = _gelu(x, bias)
     return y, saved(slope=slope)
 
 
@@ -107,7 +137,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
 @op
 def silu(x: Array) -> tuple[Array, Saved]:
     """x / (1 + exp(-x)), elementwise; also called swish."""
-    y, slope = _value_and_slope(_silu_block, x)
+    y, slope = _silu(x)
     return y, saved(slope=slope)
 
 
@@ -127,7 +157,7 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
     fast = kernel("swiglu", gate, up)
     if fast is not None:
         return fast(gate, up), saved(gate=gate, up=up, slope=None)
-    y, slope = _value_and_slope(_silu_block, gate)
+    y, slope = _silu(gate)
     return narrow(widen(y) * widen(up), up.dtype), saved(silu=y, slope=slope, up=up)
 
 
@@ -136,8 +166,9 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.slope is None:
         return tuple(launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy)))
     wide = widen(dy)
-    of_silu = narrow(wide * widen(node.up), dy.dtype)
-    return narrow(widen(of_silu) * widen(node.slope), dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
+    dx = widen(narrow(wide * widen(node.up), dy.dtype))         # of silu(gate), rounded as silu gets it
+    dx *= widen(node.slope)
+    return narrow(dx, dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
 
 
 @op

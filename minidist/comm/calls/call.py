@@ -85,7 +85,8 @@ class Call(RunningCall):
 
     def __enter__(self) -> None:
         super().__enter__()
-        failure = self._guard.failure or self._transport.waits.failure(self.world_ranks[self.rank])
+        waits = self._transport.waits
+        failure = self._guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
             super().__exit__()
             raise failure

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, end_connection, listen, set_up
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen, set_up
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import PATIENCE, state_of, this_system
@@ -142,20 +142,25 @@ class Monitor:
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.ended}
 
+    def running(self) -> list[int]:
+        """The ranks whose process has not ended, on this system and where a node agent looks, also after goodbye."""
+        agents = self._watchdog.agents()
+        return [rank for rank, seat in sorted(self.staying().items())
+                if (state_of(seat.pid) not in ("Z", "X", "") if seat.system == this_system() else
+                    any(agent.covers(seat) for agent in agents))]
+
     def wait_until_ended(self, limit: float) -> list[int]:
-        """Wait until the processes of this system have ended, or a rank is lost; those still there after `limit` s."""
+        """Wait until no rank is running, or one is lost; those still there after `limit` s."""
         deadline = time.monotonic() + limit
-        while ranks := [rank for rank, seat in sorted(self.staying().items())
-                        if seat.system == this_system() and state_of(seat.pid) not in ("Z", "X", "")]:
+        while ranks := self.running():
             if time.monotonic() > deadline or self.loss is not None:
                 return ranks
             time.sleep(0.01)
         return []
 
-    def hang_up_on_agents(self) -> None:
-        """All ranks have left: the node agents may end, too."""
-        for agent in self._watchdog.agents():
-            end_connection(agent.sock)
+    def release_agents(self) -> None:
+        """Every rank has said goodbye: those that wait for their node agents need not wait for the processes' ends."""
+        self._watchdog.release_agents()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""

@@ -1,10 +1,10 @@
 """The monitor as a child process of rank 0, where another launcher started the ranks (launch/joining.py).
 
 Started as `python -m minidist.comm.health.monitor_process SIZE LISTENER PATIENCE`; the token comes in on stdin, which
-ends when rank 0 does. To stdout it writes "over" when every rank has said goodbye.
+ends when rank 0 does. It tells rank 0 when every rank has said goodbye, and then looks at the processes until all
+have ended.
 """
 
-import os
 import select
 import signal
 import socket
@@ -13,6 +13,7 @@ import time
 
 from minidist.comm.health.failure import ENDING, listed, say_line
 from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.node_agent import release_parent
 from minidist.comm.health.process_state import exit_of
 
 STOP = 10.0               # seconds that the ranks get to end when one is lost
@@ -32,12 +33,13 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
             monitor.wait(0.5)                                   # time for its last word to arrive
             if monitor.loss is None and not monitor.has_left(0):
                 break
-    if monitor.wait(0.0) and monitor.together:
-        os.write(1, b"over")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # rank 0 waits for this, and may end
-        monitor.hang_up_on_agents()
+    if monitor.wait(0.0):
+        release_parent()
+        monitor.release_agents()
         if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
-            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye; the system kills them")
+            gone = sorted(set(range(size)).difference(slow))    # under mpirun the others wait for these in MPI_Finalize
+            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye"
+                     + f" ({listed(gone)} had)" * bool(gone) + "; the system kills them")
     if monitor.loss is not None:
         if not monitor.loss.traceback:                          # it could not speak for itself
             say_line(f"minidist: {monitor.loss}; the job ends")

@@ -5,6 +5,7 @@
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
     died     loss: of a rank without which it goes on   goodbye
+    over     every rank has said goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -12,11 +13,13 @@ take no part in it, so a rank may compute for long in one call that holds the in
 keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
-child of the node's first rank (launch/joining.py).
+child of the node's first rank (launch/joining.py), which waits for it until it hears "over". From then on the agent
+looks by itself, because the monitor may end with its own host's ranks.
 """
 
 import contextlib
 import dataclasses
+import os
 import platform
 import socket
 import sys
@@ -27,11 +30,12 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
-from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import ProcessLooks, exit_of
+from minidist.comm.health.failure import ENDING, Failure, say_line
+from minidist.comm.health.process_state import LOOK, ProcessLooks, exit_of, has_ended, kill_stopped
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
+CALL_BACK_LIMIT = 5.0   # the same where it has listened before, to the agent's parent
 ANSWER_LIMIT = 1.0      # seconds the monitor gets to say whether the job goes on after a death
 _TRY = 2.0              # seconds of one attempt
 
@@ -41,18 +45,20 @@ class NodeAgent:
 
     Args:       ranks: those that it looks after; none: every rank of this system.
                 how(rank): what the caller knows of that rank's end; None if nothing.
+                limit: seconds until the monitor must listen.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
     """
 
-    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None,
+                 limit: float = CONNECT_LIMIT) -> None:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
-        self._ranks, self._how = list(ranks), how or (lambda rank: None)
-        self._looks = ProcessLooks()
+        self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
+        self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
-        self._closed = False
+        self._closed = self._over = False
 
     def serve(self, address: tuple[str, int], token: bytes) -> None:
         """Answer the monitor until it hangs up, or close() is called."""
@@ -68,6 +74,8 @@ class NodeAgent:
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
                     self._take(wire.recv_frame(sock, None))
+        if self._over:
+            self._look_on()
         self._looks.close()
         with self._changed:
             self._closed = True
@@ -92,7 +100,7 @@ class NodeAgent:
             end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
-        deadline = time.monotonic() + CONNECT_LIMIT
+        deadline = time.monotonic() + self._limit
         while not self._closed and time.monotonic() < deadline:
             try:
                 return connect_to_monitor(address, token, {"node_agent": self._ranks},
@@ -111,9 +119,9 @@ class NodeAgent:
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "look":
-                pids, self._looks.patience = set(frame["pids"]), frame["patience"]
-                self._send("seen", frozen=sorted(self._looks.frozen(pids)),
-                           ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
+                self._pids, self._looks.patience = set(frame["pids"]), frame["patience"]
+                self._send("seen", frozen=sorted(self._looks.frozen(self._pids)),
+                           ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
             case "lost" | "died" as kind:
@@ -124,7 +132,25 @@ class NodeAgent:
                     else:
                         self.spared[loss.world_rank] = loss
                     self._changed.notify_all()
+            case "over":
+                self._over = True
+                release_parent()
+
+    def _look_on(self) -> None:
+        """The job is over and the monitor has gone: end what is frozen here."""
+        deadline = time.monotonic() + ENDING
+        while (pids := {pid for pid in self._pids if not has_ended(pid)}) and time.monotonic() < deadline:
+            for pid in self._looks.frozen(pids):
+                say_line(f"minidist: process {pid} on {platform.node()} is frozen (stopped) after its goodbye; killed")
+                kill_stopped(pid)
+            time.sleep(LOOK)
+
+
+def release_parent() -> None:
+    """The rank that waits for this process, its child, need not wait any longer (launch/joining.py)."""
+    os.write(1, b"over")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":
-    NodeAgent().serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())
+    NodeAgent(limit=CALL_BACK_LIMIT).serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())

@@ -85,6 +85,18 @@ def _stat(pid: int) -> list[str]:
         return ["?"]
 
 
+def parent_of(pid: int) -> int:
+    """The parent of a process of this host; 0 if it is gone, or the system does not say."""
+    return int("".join(_stat(pid)[1:2]) or 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process's first thread has started and not cleared away; none if the system does not say."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
 def stop_of(pid: int) -> str:
     """A name for the stop that a process of this host is in; "" if none is, or a debugger holds it.
 

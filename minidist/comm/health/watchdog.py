@@ -39,6 +39,7 @@ class Watchdog:
         self._looks, self._looked = ProcessLooks(patience), time.monotonic()
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
+        self._over = False                                    # every rank has said goodbye
         self._overdue: dict[int, State] = {}        # of ranks whose wait has reached its limit: as they waited
 
     def due(self) -> float:
@@ -113,6 +114,14 @@ class Watchdog:
         with self._news:
             self._agents.append(agent)
             self._news.notify_all()
+        if self._over:
+            agent.send("over")
+
+    def release_agents(self) -> None:
+        """Tell every node agent, also one that is yet to come, that every rank has said goodbye."""
+        self._over = True
+        for agent in self.agents():
+            agent.send("over")
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
         """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame that is not in it."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from minidist.comm import wire
 from minidist.comm.handle import Handle
+from minidist.comm.health.acceptor import HANDSHAKE_LIMIT
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
@@ -41,7 +42,8 @@ REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a 
 def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
     """This rank's connections to all others: dial every lower rank, admit every higher one.
 
-    A silent stranger at the listener delays the job here; full_mesh.py answers each caller in a thread of its own.
+    A silent stranger at the listener delays the job by HANDSHAKE_LIMIT here; full_mesh.py answers each caller in a
+    thread of its own, and so no stranger delays it.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
     Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached;
@@ -58,8 +60,8 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
             while len(connections) < len(addresses) - 1:
                 sock, _ = listener.accept()
                 try:
-                    connections[wire.admit(sock, token, limit)["world_rank"]] = sock
-                except HandshakeError:      # a stranger
+                    connections[wire.admit(sock, token, HANDSHAKE_LIMIT)["world_rank"]] = sock
+                except (HandshakeError, TimeoutError):      # a stranger
                     sock.close()
     except BaseException as error:
         hang_up(connections)

@@ -120,6 +120,23 @@ def test_gates_hold_all_digits_over_the_whole_range(kind):
             np.testing.assert_array_equal(up.grad, y.data)
 
 
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_a_gate_gives_the_same_bits_among_other_numbers(name, kind):
+    """Few of a block are far out, all, or none, and the bounds of float32 and float64 differ."""
+    def value_and_slope(x, bias):
+        leaf = tensor(x, requires_grad=True)
+        y = ops.gelu(leaf, bias) if name == "gelu" else ops.silu(leaf)
+        y.backward(np.ones_like(x))
+        return np.stack([y.data, leaf.grad])
+
+    x = np.append(over_the_range(kind), [np.nan]).astype(kind)
+    for bias in (None, np.zeros(1, kind)) if name == "gelu" else (None,):
+        together = value_and_slope(x[:, None], bias)[..., 0]
+        for chosen in (*(np.abs(x) <= bound for bound in (9.0, 20.0, 80.0, 700.0)), np.abs(x) > 1e3, np.isnan(x)):
+            np.testing.assert_array_equal(value_and_slope(x[chosen, None], bias)[..., 0], together[:, chosen])
+
+
 @pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
 def test_the_slope_of_tanh_holds_all_digits(kind):
     leaf = tensor(over_the_range(kind), requires_grad=True)

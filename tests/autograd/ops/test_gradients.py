@@ -10,6 +10,7 @@ from minidist.autograd import ops
 from minidist.autograd.tape import REGISTRY
 from minidist.autograd.tensor import tensor
 from minidist.device import backend
+from minidist.errors import DtypeError
 
 WITH_RANKS = "minidist.autograd.ops.collectives"                 # they run on ranks
 OPS = sorted(name for name, op in REGISTRY.items()
@@ -76,6 +77,20 @@ def test_low_precision_is_float32_rounded_once(name, low, count):
         rounded, wide = _run(case, kind, result_is_wide=name == "cross_entropy"), _run(case, np.dtype("float32"))
         for a, b in zip(rounded, wide, strict=True):
             np.testing.assert_allclose(a, b, rtol=4 * eps, atol=4 * eps * max(1.0, np.abs(b).max(initial=0)))
+
+    run()
+
+
+@examples(1)
+@pytest.mark.parametrize("name", OPS)
+def test_the_other_byte_order_is_refused(name, count):
+    @settings(max_examples=count)
+    @given(CASES[name])
+    def run(case):
+        for low in ("float16", "bfloat16", "float32", "float64"):
+            strange = backend.dtype(low).newbyteorder()
+            with pytest.raises(DtypeError, match=rf"[<>]{low} .* byte order; pass x.astype\('{low}'\)"):
+                case.call(*(tensor(a.astype(strange)) for a in case.arrays))
 
     run()
 

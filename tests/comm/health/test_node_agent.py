@@ -17,7 +17,7 @@ from helpers import SOON
 from leftovers import nothing_left
 
 from minidist.comm import wire
-from minidist.comm.health import acceptor
+from minidist.comm.health import acceptor, node_agent
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
@@ -206,6 +206,39 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
         assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()
         monitor.close()
         child.close()
+
+
+def test_an_agent_that_comes_when_the_job_is_over_releases_its_rank_at_once(far, monkeypatch):
+    """A short job ends before the agent's process has started."""
+    released = []
+    monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
+    with job(NodeAgent([1])) as (monitor, _):
+        monitor.release_agents()
+        late = NodeAgent([2])
+        threading.Thread(target=late.serve, args=(monitor.address, TOKEN), daemon=True).start()
+        wait_for(lambda: len(released) == 2)
+        late.close()
+
+
+def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(far, process, monkeypatch, capfd):
+    released = []
+    monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
+    monkeypatch.setattr(node_agent, "LOOK", 0.05)
+    with job(agent := NodeAgent(), pid=process.pid) as (monitor, links):
+        wait_for(lambda: process.pid in agent._pids)
+        for link in links:
+            link.goodbye()
+        wait_for(lambda: not monitor.present())
+        assert 2 in monitor.running()
+        monitor.release_agents()
+        wait_for(lambda: released)
+        monitor.close()
+        agent._pids, agent._looks.patience = {process.pid}, 0.1     # not this process, which plays the others
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(SOON) == -signal.SIGKILL
+        agent._pids = set()                                         # this test plays with what os.getpid says
+        wait_for(lambda: agent._closed)
+    assert f"process {process.pid} on far is frozen" in capfd.readouterr().err
 
 
 def test_an_agent_that_nobody_lets_in_gives_up():

@@ -13,6 +13,7 @@ from leftovers import nothing_left
 from linked import into, tag, tcp_pair
 
 import minidist as md
+from minidist.comm import wire
 from minidist.comm.transports.plain_tcp import HEADER, PlainTcp, connect, receive, send_all
 from minidist.errors import CommError, DeadlockError, PeerLostError, TimeoutError
 
@@ -66,6 +67,27 @@ def test_ranks_that_never_connect_are_named():
 
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.1 s for ranks \[1, 2\] to connect"):
         connect(Link(), b"token", 0.1, host="127.0.0.1")
+
+
+def test_a_silent_stranger_delays_a_rank_and_does_not_end_it(monkeypatch):
+    monkeypatch.setattr("minidist.comm.transports.plain_tcp.HANDSHAKE_LIMIT", 0.2)
+    callers = []
+
+    class Link:
+        world_rank, world_size = 0, 2
+
+        def meet(self, info):
+            for _ in range(2):
+                callers.append(socket.create_connection(info["address"]))       # the first is the stranger
+            threading.Thread(target=wire.greet, args=(callers[1], b"token", {"world_rank": 1}, LIMIT)).start()
+            return [info] * 2
+
+    with nothing_left():
+        transport = connect(Link(), b"token", LIMIT, host="127.0.0.1")
+        assert transport._connections[1].getpeername() == callers[1].getsockname()
+        transport.close()
+        for caller in callers:
+            caller.close()
 
 
 def one_end(limit=LIMIT):

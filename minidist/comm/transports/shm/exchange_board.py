@@ -95,8 +95,10 @@ class SharedBoard(Board):
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
         fence()  # our `posted` before theirs and `asleep`
-        if self.missing():
-            self._wait()
+        for _, words in self._others:
+            if words[_POSTED] < self._shown:
+                self._wait()
+                break
         else:  # the last rank to arrive wakes the sleepers
             for rank, words in self._others:
                 if words[_ASLEEP]:

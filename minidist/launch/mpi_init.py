@@ -1,0 +1,220 @@
+"""MPI_Init waits for every rank of the job, also for one that has ended: here it gets a limit, and names the missing.
+
+MPI_Init holds the interpreter, so no thread of a rank can watch it. A forked child of each rank does, and goes on until
+all ranks have met at the monitor, which hears of every end from then on, also where mpirun does not (lesson 01).
+mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the parent of all ranks there, and the kernel says the rest:
+
+    a rank that                              is known by
+    has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
+    sleeps, computes, is stopped             at the limit it has not mapped MPICH's shared memory, as MPI_Init does
+    is on another host, or of another MPI    at the limit no rank of this host is missing
+
+One rank of the host says it in one line, and ends the job through mpirun. MPICH's shared memory has a name in /dev/shm
+until then; the child also removes it if the rank is killed meanwhile.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import platform
+import re
+import select
+import signal
+import stat
+import termios
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.health.failure import listed
+from minidist.comm.health.process_state import children_of, has_ended, parent_of, state_of
+from minidist.errors import LaunchError
+from minidist.launch.children import Forked
+from minidist.launch.launchers import Launch, detect
+
+_LOOK = 0.02        # seconds between two looks
+_SETTLE = 0.2       # seconds for others to end, or to come after all
+_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
+
+
+def mpi_world(launch: Launch) -> Any:
+    """MPI_COMM_WORLD, if it is the world that mpirun started.
+
+    Raises: LaunchError if mpi4py belongs to another MPI than mpirun: then each process is a world of its own.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+        from mpi4py import MPI
+    if MPI.COMM_WORLD.size != launch.world_size:
+        library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
+                          f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
+                          "(`pip install mpich`), or `minidist launch`")
+    return MPI.COMM_WORLD
+
+
+def shared_memory(pid: int) -> set[str]:
+    """The files of MPICH's shared memory that a process has mapped; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return set(re.findall(r"/dev/shm/mpich_shm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+    return set()
+
+
+def unlink(names: set[str]) -> None:
+    """Take the names off shared memory; the processes that have mapped it keep it."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+@contextlib.contextmanager
+def watched(launch: Launch, limit: float) -> Iterator[Callable[[], None]]:
+    """Inside, MPI_Init happens, what is given is called when it is over, and all ranks meet. For mpirun's ranks only.
+
+    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met, ends the job: no
+    exception is raised.
+    """
+    if not launch.by_mpirun:
+        yield lambda: None
+        return
+    over, end = os.pipe()
+    rank = os.getpid()
+
+    def watch() -> int:
+        os.setsid()                                         # what mpirun or the terminal sends is for the rank
+        os.close(end)
+        InitWatch(launch, limit, rank, over).run()
+        return 0
+
+    child = Forked(watch)
+    os.close(over)
+    try:
+        yield lambda: _write(end, b"i")
+        _write(end, b".")
+    finally:
+        os.close(end)
+        unlink(shared_memory(os.getpid()))                  # every rank has mapped it
+        with contextlib.suppress(ChildProcessError):        # the program's own handler of SIGCHLD was quicker
+            os.waitpid(child.pid, 0)
+
+
+def _write(file: int, word: bytes) -> None:
+    with contextlib.suppress(OSError):                      # the child has gone
+        os.write(file, word)
+
+
+class InitWatch:
+    """In the child: watches until `over` says that process `rank` has met the others, or that it is gone."""
+
+    def __init__(self, launch: Launch, limit: float, rank: int, over: int) -> None:
+        self._launch, self._limit, self._rank, self._over = launch, limit, rank, over
+        self._deadline = time.monotonic() + limit
+        self._agent = parent_of(os.getsid(rank))            # mpirun begins a session with each rank
+        self._names: set[str] = set()
+
+    def run(self) -> None:
+        heard = None
+        while heard is None:
+            heard = self._hear(_LOOK)
+            self._names = self._names or shared_memory(self._rank)
+            started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
+            if heard is None and (started and self._ended() or time.monotonic() > self._deadline):
+                heard = self._end_job()
+        if not heard:
+            unlink(self._names)
+
+    def _hear(self, limit: float) -> bytes | None:
+        """What comes within `limit` s: b"." when all have met, b"" when the rank is gone or fails; None if nothing."""
+        poll = select.poll()
+        poll.register(self._over, select.POLLIN)
+        heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
+        if heard == b"i":                                   # MPI_Init is over; what comes now has limits of its own
+            self._deadline, heard = math.inf, None
+        return heard
+
+    def _end_job(self) -> bytes:
+        """Say who is missing, and have mpirun end every rank."""
+        heard = self._hear(_SETTLE)
+        if heard is not None:                               # they have come; or mpirun ends the job, and says why
+            return heard
+        if self._is_first():
+            self._say(f"minidist: {self._missing()}; the job ends\n")
+            _abort()
+        if self._hear(_GRACE) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._rank, signal.SIGKILL)         # mpirun ends the others
+        return b""
+
+    def _say(self, line: str) -> None:
+        """To stderr, until mpirun has read it: what is in the pipe when it ends the job is lost."""
+        with contextlib.suppress(OSError):                  # not by sys.stderr: a thread may have held it at the fork
+            os.write(2, line.encode())
+            deadline = time.monotonic() + _GRACE
+            while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of the host to ask; it holds a lock on the shared memory from then on."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                for name in self._names:
+                    fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    def _ended(self) -> list[int]:
+        """The ranks of this host that have ended; or have not been started yet."""
+        size = self._launch.local_size
+        if len(self._processes()) >= size:
+            return []
+        first, here = self._launch.world_rank - self._launch.local_rank, self._here()
+        return [first + local for local in range(size) if local not in here] if here else []
+
+    def _processes(self) -> list[int]:
+        """What mpirun has started here and has not ended; mpirun may be long in clearing away what has."""
+        return [pid for pid in children_of(self._agent) if not has_ended(pid)]
+
+    def _here(self) -> dict[int, int]:
+        """The process that mpirun has started for each rank of this host that has not ended, by local rank.
+
+        It is the rank itself, or a shell that has started it. Empty if mpirun's processes are not related in this way.
+        """
+        found = {}
+        for pid in self._processes():
+            with contextlib.suppress(OSError, LaunchError):
+                variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+                found[detect(dict(line.split("=", 1) for line in variables if "=" in line)).local_rank] = pid
+        return found if self._launch.local_rank in found else {}
+
+    def _missing(self) -> str:
+        """Who is missing, and why."""
+        size, first, host = self._launch.world_size, self._launch.world_rank - self._launch.local_rank, platform.node()
+        if ended := self._ended():
+            when = "in md.init, before all had met" if self._deadline == math.inf else \
+                "before md.init, where the others wait"
+            return f"{listed(ended)} of {size} ended on {host} {when}: see its output"
+        here = self._here()
+        late = {first + local: pid for local, pid in sorted(here.items()) if self._names and not self._came(pid)}
+        if late:
+            what = ", ".join(f"process {pid} {_STATES.get(state_of(pid), 'ending')}" for pid in late.values())
+            return f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within {self._limit:g} s"
+        known = here and (self._names or self._launch.local_size == 1)
+        return (f"rank {self._launch.world_rank} of {size} waited {self._limit:g} s in MPI_Init, which waits for every "
+                f"rank; {f'none on {host} is missing' if known else 'which one is missing cannot be seen here'}")
+
+    def _came(self, pid: int) -> bool:
+        """Whether a process, or one that it has started, is in MPI_Init."""
+        return bool(shared_memory(pid) & self._names) or any(map(self._came, children_of(pid)))
+
+
+def _abort() -> None:
+    """Tell mpirun to end every rank, as MPI_Abort does: on the socket on which MPI_Init waits (MPICH's PMI 1)."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        file = int(os.environ["PMI_FD"])
+        if stat.S_ISSOCK(os.fstat(file).st_mode):
+            os.write(file, b"cmd=abort exitcode=1\n")
