@@ -60,5 +60,5 @@ def draw_storm(path: str | Path, works: Sequence[tuple[float, float, int, int]],
     axes.set_xlabel("seconds since the job began")
     axes.set_ylabel("ranks that take part")
     if faults:
-        axes.legend(frameon=False, ncols=3, loc="lower left")
+        figure.legend(frameon=False, ncols=3, loc="outside upper right")
     figure.savefig(path, dpi=120)
