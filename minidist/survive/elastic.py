@@ -31,7 +31,6 @@ from minidist.device import account
 from minidist.errors import CheckpointError, MinidistError
 from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
-from minidist.observe.records import share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive.peer_copies import PeerCopies
 
@@ -64,7 +63,8 @@ class Survivor:
         Raises: CheckpointError if they do not hold it whole, and there is no checkpoint.
         """
         self._trainer = trainer
-        if not self._copies.restore(trainer) and self.job.begun:
+        restored, known = self._copies.restore(trainer, len(self.losses))
+        if not restored and self.job.begun:
             folder = self._newest()
             if folder is None:
                 why = "ranks were lost with the only copies of their state, and there is no checkpoint; give " \
@@ -72,7 +72,7 @@ class Survivor:
                 self.job.tell("give_up", why=why)
                 raise CheckpointError(why)
             trainer.load(folder)
-        self._share_history(trainer)
+        self._share_history(trainer, known)
         self._copies.begin(trainer, self.job.number)
         self._fresh = True
         if trainer.world.rank == 0:
@@ -100,11 +100,16 @@ class Survivor:
             del trainer
         gc.collect()
 
-    def _share_history(self, trainer: Trainer) -> None:
-        """Losses and seconds of the steps so far, from the first rank that knows most of them."""
+    def _share_history(self, trainer: Trainer, known: list[int]) -> None:
+        """Losses and seconds of the steps so far, from the first rank that knows most, if one does not know them all.
+
+        Args: known: how many steps each rank knows.
+        """
         done, world = trainer.steps_done, trainer.world
-        known = share_records(world, min(len(self.losses), done))
         source = known.index(max(known))
+        if min(known) >= min(done, max(known)):
+            self.losses, self.seconds = self.losses[:done], self.seconds[:done]
+            return
         told = np.array([self.losses[:done], self.seconds[:done]]) if world.rank == source else None
         with world.ledger.control():
             losses, seconds = world.broadcast(told, root=source)

@@ -91,21 +91,24 @@ class PeerCopies:
 
     # --- after a loss ------------------------------------------------------------------------------------------------
 
-    def restore(self, trainer: Trainer) -> bool:
+    def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
         """Fill the trainer's state with the newest version that the ranks of its world hold together.
 
-        Returns: whether there is one; else nothing is changed. Every rank calls it.
+        Args:    known: a number that all ranks are to learn of each other.
+        Returns: whether there is such a version, else nothing is changed; and what each rank knows.
+                 Every rank calls it.
         """
         held = [[*version, list(snapshots)] for version, snapshots in self._held.items()]
-        told = share_records(trainer.world, held)
+        records = share_records(trainer.world, [held, known])
+        told, known_by = [record[0] for record in records], [int(record[1]) for record in records]
         best = max(self._whole(told), default=(-1, 0))
         step, generation = max(tuple(found) for found in share_records(trainer.world, list(best)))
         if step < 0:
-            return False
+            return False, known_by
         mine = self._held.get((step, generation), {})
         restore([*mine.values()], trainer.strategy, trainer.optimizer, trainer.world)
         trainer.steps_done = step
-        return True
+        return True, known_by
 
     def _whole(self, told: Iterable[Any]) -> Iterable[Version]:
         """The versions that are whole among what all ranks hold, as far as this rank can judge."""
@@ -126,7 +129,7 @@ class PeerCopies:
     # --- from step to step -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, generation: int) -> None:
-        """Keep the state of a new generation, and forget older ones when all its ranks have done so."""
+        """Keep the state of a new generation. Older ones go after its first step: then all its ranks have kept it."""
         world = trainer.world
         places = state_places(trainer.strategy, trainer.optimizer)
         told = [[Place(kind, name, tuple(shape), runs_of(stripes), np.dtype(dtype))
@@ -148,12 +151,12 @@ class PeerCopies:
         self._wards_blocks = [np.empty(self._wards_layout.lone_bytes * self._sends, np.uint8) for _ in range(2)]
         self._generation, self._kept = generation, 0
         self._keep(trainer)
-        world.barrier()
-        self._held = {version: held for version, held in self._held.items() if version[1] == generation}
-        self._layouts = {generation: self._layouts[generation]}
 
     def keep(self, trainer: Trainer) -> None:
         """After a step: keep the state, if it is the turn of this step. Every rank calls it."""
+        if len(self._layouts) > 1:
+            self._held = {version: held for version, held in self._held.items() if version[1] == self._generation}
+            self._layouts = {self._generation: self._layouts[self._generation]}
         if trainer.steps_done % self.every == 0:
             self._keep(trainer)
 
