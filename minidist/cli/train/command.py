@@ -16,9 +16,9 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import check_elastic, elastic_steps, start_elastic
+from minidist.cli.train.elastic import check_elastic, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import run_metrics
-from minidist.cli.train.progress import ProgressReport, make_console, make_report, sent_bytes
+from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
@@ -30,7 +30,7 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
-from minidist.launch.generations import Generations, warm_up
+from minidist.launch.generations import Generations
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
@@ -39,7 +39,7 @@ from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
-from minidist.survive.elastic import Survivor, describe, go_on, rehearse
+from minidist.survive.elastic import Survivor, describe
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:  ConfigError for what the options or the data make impossible.
     """
     check_elastic(args)
-    place = Generations.from_environment() if args.elastic else None
-    if place is not None:
-        return _train_elastic(place, check(args))
+    if args.elastic and (job := Generations.from_environment()) is not None:
+        return elastic_process(job, check(args), train)
     launch = detect()
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
+    if args.elastic and not starts_ranks:
+        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads and not starts_ranks:
@@ -97,19 +98,6 @@ def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
     """Run one rank of `--transport threads`, where all ranks are in this process (useful in a debugger)."""
     world.transport.limit = WAIT_LIMIT
     return train(settings, world, threads)
-
-
-def _train_elastic(place: Generations, settings: Settings) -> int:
-    """Run a process of an elastic job, which is a rank of one generation after another."""
-    args, survivor = settings.args, Survivor(place, every=settings.args.peer_copies or 1)
-    rehearse(args.zero or 0)
-    warm_up(args.transport)
-
-    def work(world: Group) -> int:
-        with run_folder(settings.out) if world.rank == 0 else nullcontext():
-            return train(settings, world, args.threads or 1, survivor)
-
-    return go_on(survivor, work, transport=args.transport, threads=args.threads)
 
 
 def train(settings: Settings, world: Group, threads: int, survivor: Survivor | None = None) -> int:
@@ -192,7 +180,9 @@ def train_steps(trainer: Trainer, settings: Settings,
                 losses.append(late.wait())
                 start, last = max(start, last), time.perf_counter()
                 seconds.append(last - start)
-                report.step(len(losses), losses[-1], tokens / seconds[-1], sent_bytes(ledger))
+                sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items()
+                           if axis != "control")
+                report.step(len(losses), losses[-1], tokens / seconds[-1], sent)
             if args.verify and step + 1 == min(STEPS, args.steps):
                 early = trainer.state_dict()
     finally:

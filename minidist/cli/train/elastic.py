@@ -2,25 +2,30 @@
 
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
 
-from minidist.cli.train.progress import ProgressReport, sent_bytes
+from minidist.cli.train.progress import ProgressReport
+from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.settings import Settings, as_arguments
+from minidist.comm.group import Group
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
+from minidist.launch.generations import Generations, warm_up
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.survive.elastic import Survivor
+from minidist.survive.elastic import Survivor, go_on, rehearse
 
 RECORD = "elastic.jsonl"
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """"4:8" -> the fewest and the most ranks that may work. Raises: ArgumentTypeError."""
+    """"4:8" -> the fewest and the most ranks that may work. Raises: ConfigError."""
     least, _, most = text.partition(":")
     if not (least.isdigit() and most.isdigit() and len(text) < 12 and 1 <= int(least) <= int(most)):
-        raise ArgumentTypeError(f"{shown(text)} is not LEAST:MOST, two numbers of ranks, as 4:8")
+        fail(f"--elastic: {shown(text)} is not LEAST:MOST, two numbers of ranks, as 4:8")
     return int(least), int(most)
 
 
@@ -61,9 +66,23 @@ def _fits(settings: Settings, size: int) -> bool:
     return True
 
 
+def elastic_process(job: Generations, settings: Settings,
+                    train: Callable[[Settings, Group, int, Survivor], int]) -> int:
+    """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
+    args, survivor = settings.args, Survivor(job, every=settings.args.peer_copies or 1)
+    rehearse(args.zero or 0)
+    warm_up(args.transport)
+
+    def work(world: Group) -> int:
+        with run_folder(settings.out) if world.rank == 0 else nullcontext():
+            return train(settings, world, args.threads or 1, survivor)
+
+    return go_on(survivor, work, transport=args.transport, threads=args.threads)
+
+
 def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, survivor: Survivor) -> None:
     """Make every step that is not made yet."""
-    args = settings.args
+    args, ledger = settings.args, trainer.world.ledger
     survivor.begin(trainer)
     try:
         for step in range(trainer.steps_done, args.steps):
@@ -71,7 +90,7 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             loss = trainer.step(settings.training_batch(step))
             seconds = time.perf_counter() - start
             survivor.after_step(trainer, loss, seconds)
-            report.step(step + 1, loss, args.batch * args.context / seconds,
-                        sent_bytes(trainer.world.ledger))
+            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
+            report.step(step + 1, loss, args.batch * args.context / seconds, sent)
     finally:
         report.close()

@@ -11,7 +11,6 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
-from minidist.comm.ledger import Ledger
 from minidist.console import size_text
 from minidist.parallel.step.step import Batch
 
@@ -74,11 +73,6 @@ class Bar(ProgressReport):
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         yield from track(batches, "held-out text", console=self.progress.console, transient=True)
-
-
-def sent_bytes(ledger: Ledger) -> int:
-    """What this rank has sent in training steps, without scalars."""
-    return sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
 
 
 def launcher_terminal() -> str | None:
