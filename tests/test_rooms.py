@@ -18,6 +18,7 @@ FLOORS = [
     ["minidist.survive"],
     ["minidist"],                           # the public names: each is loaded when it is asked for
     ["minidist.parallel.hybrid"],
+    ["minidist.survive.save_async"],
     ["minidist.survive.checkpoint", "minidist.parallel.hybrid.state_exchange"],
     ["minidist.parallel.hybrid.state_map", "minidist.survive.manifest", "minidist.survive.shard_file"],
     ["minidist.parallel.pipeline"],

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
     _add_overlap_step(what.add_parser("overlap-step", help="share of a step's communication hidden by computation"))
     _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class; auto chooses by them"))
+    _add_save(what.add_parser("save", help="checkpoints, blocking and in the background, beside PyTorch's"))
     _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
@@ -113,6 +114,14 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
                         help="doubling; or a,b,c (256B:4MiB)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each link class gets (5)")
     parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")
+
+
+def _add_save(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=rank_count, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
+    parser.add_argument("--every", type=positive, default=50, metavar="K", help="steps to a save (50)")
+    parser.add_argument("--folder", metavar="DIR", help="on the disk to measure (that of temporary files)")
+    _add_model(parser, Model())
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@
     minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
+    minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.bench import calibrate, collectives, overlap, overlap_step, plots, tables
+from minidist.bench import calibrate, collectives, overlap, overlap_step, plots, save, tables
 from minidist.bench.arguments import add_arguments
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
@@ -173,6 +174,21 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
             "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
 
 
+# ---------------------------------------------------------------- save
+
+
+def _save(args: argparse.Namespace, progress: Progress) -> Result:
+    folder = Path(args.folder) if args.folder else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--folder {folder}: there is no such folder")
+    model = Model.of(args)
+    step.require_memory(model, Plan(dp=args.ranks, zero=1))
+    return {"what": "save", "ranks": args.ranks, "model": vars(model), "every": args.every,
+            "left_out": [] if save.PEER in save.contenders_here() else [
+                f"{save.PEER} was left out: {tables.INSTALL_GLOO}"],
+            **save.measure_all(model, args.ranks, args.rounds, args.every, folder, progress)}
+
+
 # ---------------------------------------------------------------- calibrate
 
 
@@ -230,6 +246,7 @@ _BENCHES = {
     **dict.fromkeys(collectives.VERBS, Bench(_collective, tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, tables.show_overlap, plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, tables.show_overlap_step, plots.draw_overlap_step),
+    "save": Bench(_save, tables.show_save, plots.draw_save),
     "calibrate": Bench(_calibrate, tables.show_calibration, plots.draw_calibration),
     "step": Bench(step.measure, step.show, step.draw),
     "kernels": Bench(_kernels, show_kernels, draw_kernels),

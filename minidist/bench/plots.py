@@ -76,6 +76,21 @@ def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_save(path: Path, result: dict[str, Any]) -> None:
+    """Bytes a second of each contender, blocking and in the background. Raises OSError as above."""
+    rows = result["rows"]
+    figure = new_figure(1.6 + 1.9 * len(rows), 3.8)
+    panel = figure.subplots()
+    colours = [("#3b6fb6" if row["name"] == "minidist" else "#e08e3c") for row in rows]
+    bars = panel.bar(range(len(rows)), [row["mib_per_second"] for row in rows], 0.6, color=colours)
+    panel.bar_label(bars, [f"{row['mib_per_second']:,.0f}" for row in rows], padding=2)
+    panel.set_xticks(range(len(rows)), [f"{row['name']}\n{row['way']}" for row in rows])
+    panel.set_ylabel("MiB/s")
+    panel.set_title(f"checkpoints of {size_text(result['nbytes'])} over {result['ranks']} ranks", loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
 def draw_calibration(path: Path, result: dict[str, Any]) -> None:
     """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises OSError as above."""
     links = result["links"]

@@ -69,6 +69,19 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
                       f"{result['bandwidth'] / 1e6:,.0f} MB; tcp: this machine as it is", style="dim")
 
 
+def show_save(result: dict[str, Any], console: Console) -> None:
+    """A row for each contender and way: its rate, and how long training stands still; then the steps."""
+    table = new_table(f"checkpoints of {size_text(result['nbytes'])}, {result['ranks']} ranks: {sizes(result)}", "", "",
+                      "MiB/s", "ms", "training stands still, ms", "in copies of the state", left=2)
+    for row in result["rows"]:
+        behind = row["way"] == "background"
+        table.add_row(row["name"], row["way"], f"{row['mib_per_second']:,.0f}", f"{row['seconds'] * 1e3:,.1f}",
+                      f"{row['stands'] * 1e3:,.1f}", f"{row['stands_in_copies']:.2f}" if behind else "")
+    console.print(table)
+    notes(console, [f"{result['every']} steps with a save keep {result['throughput']:.1%} of the rate without",
+                    *result["left_out"]])
+
+
 def show_calibration(result: dict[str, Any], console: Console) -> None:
     """A row for each link class and rank count, and where the profile went."""
     table = new_table("what messages cost: α + n·β", "link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB",

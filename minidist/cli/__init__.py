@@ -1,9 +1,10 @@
 """The `minidist` command: one file a command, loaded when it is asked for.
 
 The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
-line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130. Any other
-error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the rank and ends the job
-everywhere. When the reader of stdout has gone (`| head`), the command still does all its work.
+line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130; a training
+that was told to stop and has saved its state is 75. Any other error is left to Python, or, on a rank of a larger job,
+to minidist.launch, which names the rank and ends the job everywhere. When the reader of stdout has gone (`| head`),
+the command still does all its work.
 """
 
 import argparse
@@ -21,6 +22,8 @@ COMMANDS = {
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
     "launch": "start N processes here, or on several nodes, as torchrun does",
     "storm": "break an elastic training on purpose, and see what becomes of it",
+    "sample": "write text from a run, or from one of its checkpoints",
+    "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
     "bench": "time collectives and training steps, side by side with other libraries where installed",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:    argv: its words (default: those of this process).
-    Returns: the exit status: 0 good, 1 failed, 2 bad input, 130 interrupted.
+    Returns: the exit status: 0 good, 1 failed, 2 bad input, 75 try again, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
@@ -92,7 +95,7 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
     from minidist.console import Parser
 
     parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
-                    epilog="`minidist COMMAND --help` lists a command's options")
+                    formatter_class=_help_formatter, epilog="`minidist COMMAND --help` lists a command's options")
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, what in COMMANDS.items():
@@ -102,3 +105,10 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
         else:
             commands.add_parser(name, help=what)
     return parser
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    """With room for the longest command: argparse counts its letters, but not how far it is indented."""
+    formatter = argparse.HelpFormatter(prog)
+    formatter._action_max_length = max(map(len, COMMANDS)) + 4
+    return formatter

@@ -41,6 +41,7 @@ class _Here(threading.local):
     """The state of one thread: control() counts for the thread that called it."""
 
     in_control = False
+    phase: str | None = None    # of a thread that has one of its own
 
 
 class Ledger:
@@ -48,7 +49,7 @@ class Ledger:
 
     def __init__(self, world_rank: int = 0) -> None:
         self.world_rank = world_rank
-        self.phase = "setup"
+        self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
         self._messages: Counter[tuple[str, str, str, str]] = Counter()
@@ -63,14 +64,28 @@ class Ledger:
             self._nbytes[key] += nbytes
             self._messages[key] += messages
 
+    @property
+    def phase(self) -> str:
+        """What calls of this thread are counted under now."""
+        return self._here.phase or self._phase
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count calls begun in the block under `phase`."""
-        before, self.phase = self.phase, phase
+        """Count calls begun in the block, by any thread, under `phase`."""
+        before, self._phase = self._phase, phase
         try:
             yield
         finally:
-            self.phase = before
+            self._phase = before
+
+    @contextmanager
+    def aside(self, phase: str) -> Iterator[None]:
+        """Count calls that this thread begins in the block under `phase`, whatever the others do meanwhile."""
+        before, self._here.phase = self._here.phase, phase
+        try:
+            yield
+        finally:
+            self._here.phase = before
 
     @contextmanager
     def control(self) -> Iterator[None]:

@@ -16,6 +16,9 @@ import numpy as np
 from minidist.device.backend import random_bits
 from minidist.errors import DataError
 
+NAMED = ("python", "shakespeare")
+"""Texts that have a name; any other is a path."""
+
 UNUSED = "\N{REPLACEMENT CHARACTER}"  # stands for an id without a symbol, which a larger vocabulary allows
 
 

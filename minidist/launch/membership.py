@@ -9,6 +9,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
     ConfigError                   one line in the whole job, exit status 2
     sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a system takes for 0,
                                   is status 1
+    told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said saves_when_told
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
 
@@ -32,7 +33,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import ENDING, LAUNCHER, Failure, exit_status, say_line, words
+from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, exit_status, say_line, words
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
@@ -59,6 +60,7 @@ class Membership:
         self.status = 0             # the exit status, as far as it is known
         self.exit: SystemExit | None = None     # by which the process is ending
         self.failed = False
+        self.saves = False          # it ends by itself, with AGAIN, when it is told to stop
         self.quiet = False          # another process prints its failure
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._process, self._left = os.getpid(), False
@@ -91,6 +93,12 @@ class Membership:
     def is_this_process(self) -> bool:
         """Whether this process is the rank, not a child that the rank has forked."""
         return os.getpid() == self._process
+
+    def saves_when_told(self) -> None:
+        """From now on a SIGTERM has this rank save its work and end with AGAIN; its launcher passes one on."""
+        self.saves = True
+        if self.joined is not None:
+            self.joined.link.saves_when_told()
 
     def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
         """Connect to the job's monitor; from then on the others hear of our end. Calls `initialised` after MPI_Init."""
@@ -138,7 +146,7 @@ class Membership:
         if self._left or not self.is_this_process():
             return
         self._left, victim, late = True, False, False
-        if self.exit is not None and self.status and not self.failed:
+        if self.exit is not None and self.status and not self.failed and not (self.saves and self.status == AGAIN):
             self.fail(self.exit)
         if self.world is not None and not self.failed:
             try:

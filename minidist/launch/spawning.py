@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
-from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, say_line
+from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import PATIENCE
@@ -54,7 +54,8 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
     Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
              if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the signal's number, too,
              if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the ranks on all nodes, within 2 s; a second
-             one kills those here at once.
+             one kills those here at once. Ranks that save their work when they are told to stop (`minidist train
+             --save-every`) get the SIGTERM and their time; they end with 75 (try again), and so does this.
     Raises:  LaunchError if the port is taken, or several nodes lack MASTER_PORT or a token.
     """
     nodes = nodes or Nodes()
@@ -75,6 +76,8 @@ class SpawnedJob:
         self.helpers: list[threading.Thread] = []
         self.told: list[int] = []                           # signals by which we were told to stop
         self.failed: set[int] = set()                       # ranks that have ended, not well
+        self.passed_on = 0                                  # signals that the ranks were told, and end by themselves
+        self.again = False                                  # they have saved their work
         host, port = nodes.master_addr, nodes.master_port
         self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
                                                     self.children.how)
@@ -125,18 +128,30 @@ class SpawnedJob:
 
     def _wait(self) -> int:
         """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has not."""
-        while not self.told:
+        while not self.told or self._pass_on():
             running = self.children.running()
             for rank, process in self.processes.items():
-                if process.returncode and rank not in self.failed:
+                if process.returncode == AGAIN and rank in self.watch.savers:
+                    self.again = True
+                elif process.returncode and rank not in self.failed:
                     self.failed.add(rank)
                     self._note(rank, process.returncode)
             if self.watch.loss is not None:
                 return self._lost(self.watch.loss)
             if not running and (isinstance(self.watch, NodeAgent) or not self.watch.running()):
-                return 0
+                return AGAIN if self.again else 0
             time.sleep(0.01)
         return self._stop(Failure.by_signal(self.told[0]))
+
+    def _pass_on(self) -> bool:
+        """Told to stop by one SIGTERM: whether the ranks that run here save their work and end by themselves."""
+        if self.told != [signal.SIGTERM] or not set(self.children.running()) <= self.watch.savers:
+            return False
+        if not self.passed_on:
+            self.passed_on = 1
+            for rank in self.children.running():
+                self.processes[rank].send_signal(signal.SIGTERM)
+        return True
 
     def _stop(self, loss: Failure) -> int:
         """The ranks hear of it where they wait for each other, and unwind."""
@@ -164,7 +179,7 @@ class SpawnedJob:
     def _end(self) -> None:
         loss = self.watch.loss
         told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
-        self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
+        self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: len(self.told) > self.passed_on)
         self.watch.close()
         deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:

@@ -92,19 +92,30 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
     Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older folder stays.
     """
     places = state_places(strategy, optimizer)
-    mine, state = _share_out(places, small_state(strategy, optimizer), group)
+    mine = share_out(places, group)
+    write_checkpoint(folder, about | {"optimizer": type(optimizer).__name__}, [places[index] for index in mine],
+                     chosen(state_arrays(strategy, optimizer, changes=False), mine),
+                     small_state(strategy, optimizer), group)
+
+
+def write_checkpoint(folder: Path, about: dict[str, Any], places: list[Place], arrays: Iterable[Any],
+                     small: dict[str, Any], group: Group) -> None:
+    """Write the shards of all ranks, then the manifest. Every rank calls it with what it writes, and its small state.
+
+    Raises:  as save.
+    """
     with ExitStack() as stack:
         draft = _common_draft(stack, folder, group)
         problem, described = "", None
         try:
-            described = write_shard(draft / shard_name(group.rank), [places[index] for index in mine],
-                                    _chosen(state_arrays(strategy, optimizer, changes=False), mine))
+            described = write_shard(draft / shard_name(group.rank), places, arrays)
         except OSError as error:
             problem = f"rank {group.rank} cannot write {error.filename or draft}: {error.strerror}"
-        shards = _agreed(group, problem, described, folder)
+        told = _agreed(group, problem, [described, small], folder)
         if group.rank == 0:
             try:
-                write_manifest(draft, about | {"state": state, "ranks": group.size}, shards)
+                state = merged_state([small for _, small in told])
+                write_manifest(draft, about | {"state": state, "ranks": group.size}, [shard for shard, _ in told])
                 publish(draft, folder)
             except OSError as error:
                 problem = f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
@@ -118,18 +129,26 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
              of this training is of no use.
     """
-    problem, about = "", dict[str, Any]()
+    problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     try:
+        places = state_places(strategy, optimizer)
         manifest = read_manifest(folder)
-        about = manifest["about"]
+        about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")
-        read_state(folder, manifest["shards"], zip(state_places(strategy, optimizer),
-                                                   state_arrays(strategy, optimizer, changes=True), strict=True))
+        if about["optimizer"] != type(optimizer).__name__:
+            raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
+                                  f"{type(optimizer).__name__}; take the same optimizer")
+        arrays = state_arrays(strategy, optimizer, changes=True)
+        read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
         set_small_state(strategy, optimizer, state)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
-    if told := [text for text in share_records(group, problem) if text]:
-        raise CheckpointError(told[0])
+    told = share_records(group, [problem, sorted({place.key for place in places if place.size})])
+    if problems := [text for text, _ in told if text]:
+        raise CheckpointError(problems[0])
+    if unknown := sorted(there.difference(*(keys for _, keys in told))):
+        raise CheckpointError(f"{folder}: has {unknown[0]} and {len(unknown) - 1} other tensors that this training has "
+                              f"not; it is of another model")
     strategy.state_replaced()
     return about
 
@@ -188,16 +207,13 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
 
 # ---------------------------------------------------------------------------------------------------------- all ranks
 
-def _share_out(places: list[Place], small: dict[str, Any], group: Group) -> tuple[list[int], dict[str, Any]]:
-    """Which of its places this rank writes, and the small state of all ranks as one.
-
-    A place that several ranks have is written by the one that has least to write so far.
-    """
-    told = share_records(group, {"places": [[place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
-                                            for place in places], "small": small})
+def share_out(places: list[Place], group: Group) -> list[int]:
+    """Which of its places this rank writes: of several ranks that have a place, the one with least to write so far."""
+    told = share_records(group, [[place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
+                                 for place in places])
     holders: dict[str, list[tuple[int, int, int]]] = {}
     for rank, record in enumerate(told):
-        for index, (key, stripes, nbytes) in enumerate(record["places"]):
+        for index, (key, stripes, nbytes) in enumerate(record):
             if nbytes:
                 holders.setdefault(json.dumps([key, stripes]), []).append((rank, index, nbytes))
     loads, mine = [0] * group.size, []
@@ -206,10 +222,11 @@ def _share_out(places: list[Place], small: dict[str, Any], group: Group) -> tupl
         loads[rank] += nbytes
         if rank == group.rank:
             mine.append(index)
-    return sorted(mine), merged_state([record["small"] for record in told])
+    return sorted(mine)
 
 
-def _chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:
+def chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:
+    """Those of `arrays` with these numbers."""
     wanted = set(indices)
     return (array for index, array in enumerate(arrays) if index in wanted)
 

@@ -67,8 +67,7 @@ class Survivor:
         if not restored and self.job.begun:
             folder = self._newest()
             if folder is None:
-                why = "ranks were lost with the only copies of their state, and there is no checkpoint; give " \
-                      "--save-every, or more nodes"
+                why = "ranks were lost with the only copies of their state, and there is no checkpoint"
                 self.job.tell("give_up", why=why)
                 raise CheckpointError(why)
             trainer.load(folder)

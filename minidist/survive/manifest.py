@@ -33,12 +33,17 @@ def step_folder(run: Path, step: int) -> Path:
     return run / f"step-{step:06}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step whose checkpoint a folder is, by its name; None for another folder."""
+    match = _STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
 def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, Any]]) -> None:
     """Write it, and return when it and the folder are on the disk. Raises: OSError."""
     content = {"format": FORMAT, "about": about, "shards": shards}
-    text = json.dumps(content | {"digest": _digest(content)}, indent=1)
     with (folder / MANIFEST).open("x", encoding="utf-8") as stream:
-        stream.write(text)
+        stream.write(_text(content))
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(folder)
@@ -48,8 +53,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises: CheckpointError if there is none, or it is not what was written."""
     file = folder / MANIFEST
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        digest, kind = content.pop("digest"), content["format"]
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
+        kind = content["format"]
+        del content["digest"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no complete checkpoint is here: it has no {MANIFEST}") from error
     except OSError as error:
@@ -58,7 +65,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: is damaged or no manifest of a checkpoint; take an older one") from error
     if kind != FORMAT:
         raise CheckpointError(f"{file}: has format {kind!r}, this minidist reads {FORMAT}; use the one that wrote it")
-    if digest != _digest(content):
+    if text != _text(content):              # also where a flipped bit says the same: 1e-5 and 1E-5
         raise CheckpointError(f"{file}: is damaged: its digest is another; take an older checkpoint")
     return content      # type: ignore[no-any-return]
 
@@ -67,21 +74,29 @@ def checkpoints(run: Path) -> list[Path]:
     """The folders of a run that have a manifest, the oldest step first."""
     found = {}
     for folder in sorted(run.iterdir(), reverse=True) if run.is_dir() else []:      # "step-1" comes after "step-1~"
-        match = _STEP.fullmatch(folder.name)
-        if match and (folder / MANIFEST).is_file():
-            found[int(match[1])] = folder
+        step = step_of(folder)
+        if step is not None and (folder / MANIFEST).is_file():
+            found[step] = folder
     return [found[step] for step in sorted(found)]
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Give a complete draft its place at once; a checkpoint that was there goes after that."""
+    """Give a complete draft its place at once; a checkpoint that was there goes after that, or stays if this fails."""
     aside = place.with_name(place.name + "~")
-    if place.exists():
+    replaces = place.exists()
+    if replaces:
         remove(aside)
         place.rename(aside)
-    draft.rename(place)
+    try:
+        draft.rename(place)
+    except OSError:
+        if replaces:
+            aside.rename(place)
+        raise
     sync_folder(place.parent)
-    remove(aside)
+    for old in place.parent.glob("*~"):         # of this step, and of one whose save was killed just here
+        if (old / MANIFEST).is_file() and (old.with_name(old.name[:-1]) / MANIFEST).is_file():
+            remove(old)
 
 
 def remove(folder: Path) -> None:
@@ -101,5 +116,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _text(content: dict[str, Any]) -> str:
+    """The file's, with a digest of the content."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps(content | {"digest": digest}, indent=1)

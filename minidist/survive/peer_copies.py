@@ -107,7 +107,7 @@ class PeerCopies:
             return False, known_by
         mine = self._held.get((step, generation), {})
         restore([*mine.values()], trainer.strategy, trainer.optimizer, trainer.world)
-        trainer.steps_done = step
+        trainer.steps_done = trainer.steps_before = step
         return True, known_by
 
     def _whole(self, told: Iterable[Any]) -> Iterable[Version]:

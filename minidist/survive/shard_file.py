@@ -3,9 +3,14 @@
     8 bytes: length of the header | the header: JSON, {key: dtype, shape, place of its bytes} | the arrays' bytes
 
 Any reader of safetensors can open it. A reader of ours takes only the blocks that hold what it wants, and checks each.
+A writer reads each block from memory once: it sums the block up and copies it into a piece that the disk takes.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,6 +23,7 @@ from minidist.device.backend import dtype, dtype_name
 from minidist.errors import CheckpointError
 
 BLOCK = 1 << 18         # bytes; a multiple of every itemsize
+PIECE = 1 << 22         # bytes that a DirectFile writes at once
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -37,8 +43,70 @@ class Entry(NamedTuple):
     checksums: list[int]
 
 
+class DirectFile:
+    """A new file, written from begin to end past the system's cache, where the file system can do that (O_DIRECT).
+
+    The cache would cost a copy, and a wait at the end for all that it holds; and it would push out what training reads.
+    The disk takes whole pages from whole pages: bytes are collected in a piece of PIECE bytes. The last, broken page
+    goes through the cache.
+
+    Raises:  OSError, here and later, if the disk is full or fails.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._piece = memoryview(mmap.mmap(-1, PIECE))
+        self._filled = self._written = 0
+        self._flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        self._set_direct(True)
+
+    def write(self, data: Any) -> None:
+        """Put the bytes behind those that are there; they may change afterwards."""
+        while len(data):
+            count = min(len(data), PIECE - self._filled)
+            self._piece[self._filled:self._filled + count] = data[:count]
+            data, self._filled = data[count:], self._filled + count
+            if self._filled == PIECE:
+                self._flush(PIECE)
+
+    def close(self) -> None:
+        """Return when all is on the disk."""
+        self._flush(self._filled // mmap.PAGESIZE * mmap.PAGESIZE)
+        self._set_direct(False)
+        self._flush(self._filled)
+        os.fsync(self._file)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close a file that will not be used."""
+        os.close(self._file)
+
+    def _flush(self, count: int) -> None:
+        """Write the first bytes of the piece."""
+        data = self._piece[:count]
+        while len(data):
+            try:
+                written = os.pwrite(self._file, data, self._written)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._set_direct(False)     # its pages are larger
+                continue
+            data, self._written = data[written:], self._written + written
+            if written % mmap.PAGESIZE:
+                self._set_direct(False)     # cut short: what follows is no whole page
+        self._piece[:self._filled - count] = self._piece[count:self._filled]
+        self._filled -= count
+
+    def _set_direct(self, direct: bool) -> None:
+        self._direct = False
+        with contextlib.suppress(OSError):              # a file system without it
+            fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags | getattr(os, "O_DIRECT", 0) * direct)
+            self._direct = direct
+
+
 class ShardWriter:
-    """Writes one file, an array at a time, in any order.
+    """Writes one file, an array at a time.
 
     Args:    arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many numbers).
     Raises:  OSError if the disk is full or fails.
@@ -57,36 +125,34 @@ class ShardWriter:
             end += nbytes
         self.header = header_bytes(tensors)
         self.nbytes = len(self.header) + end
-        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._write(self.header, 0)
+        self._file = DirectFile(file)
+        try:
+            self._file.write(self.header)
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, index: int, array: np.ndarray) -> None:
-        """The numbers of array `index`: flat, on the host."""
+        """The numbers of array `index`, one index after the other: flat, on the host."""
         data = np.ascontiguousarray(array).view(np.uint8).data
-        entry, start = self.entries[index], len(self.header) + self.entries[index].offset
         for at in range(0, len(data), BLOCK):
-            entry.checksums.append(zlib.crc32(data[at:at + BLOCK]))
-        self._write(data, start)
+            block = data[at:at + BLOCK]
+            self.entries[index].checksums.append(zlib.crc32(block))
+            self._file.write(block)
 
     def close(self) -> None:
         """Return when all is on the disk."""
-        os.fsync(self._file)
-        os.close(self._file)
+        self._file.close()
 
     def abandon(self) -> None:
         """Close a file that will not be used."""
-        os.close(self._file)
+        self._file.abandon()
 
     def described(self) -> dict[str, Any]:
         """For the manifest."""
         entries = [entry._replace(offset=entry.offset + len(self.header)) for entry in self.entries]
         return {"nbytes": self.nbytes, "header": [len(self.header), zlib.crc32(self.header)],
                 "arrays": [entry._asdict() for entry in entries]}
-
-    def _write(self, data: Any, start: int) -> None:
-        while len(data):
-            written = os.pwrite(self._file, data, start)
-            data, start = data[written:], start + written
 
 
 class ShardReader:
@@ -101,11 +167,15 @@ class ShardReader:
             self._file = os.open(file, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}; take an older checkpoint") from error
-        size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
-        if size != described["nbytes"]:
-            self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
-        if zlib.crc32(self._read(0, length)) != checksum:
-            self._refuse("has another header than the one that was written")
+        try:
+            size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
+            if size != described["nbytes"]:
+                self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
+            if zlib.crc32(self._read(0, length)) != checksum:
+                self._refuse("has another header than the one that was written")
+        except BaseException:
+            self.close()
+            raise
 
     def copy(self, entry: Entry, copies: np.ndarray, out: np.ndarray) -> None:
         """Copy numbers into the flat array `out`.

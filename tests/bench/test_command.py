@@ -17,6 +17,7 @@ from minidist.cli import main
     (["overlap-step", "--strategy", "zero4"], "no 'zero4'; did you mean zero3?"),
     (["overlap-step", "-n", "1"], "choose -n of at least 2"),
     (["overlap", "--bytes", "6"], "whole float32 numbers"),
+    (["save", "--folder", "/nowhere"], "--folder /nowhere: there is no such folder"),
     (["calibrate", "--only", "thread"], "did you mean threads?"),
     (["calibrate", "--sizes", "1KiB"], "two --sizes or more"),
     (["step", "--heads", "3"], "heads"),

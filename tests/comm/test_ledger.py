@@ -80,6 +80,21 @@ def test_phases_nest():
     assert ledger.phase == "setup"
 
 
+def test_a_thread_aside_has_a_phase_of_its_own():
+    ledger, seen = Ledger(), []
+    with ledger.during("step"):
+        with ledger.aside("save"):
+            thread = threading.Thread(target=lambda: seen.append(ledger.phase))
+            thread.start()
+            thread.join()
+            assert ledger.phase == "save"
+            with ledger.during("later"):
+                assert ledger.phase == "save"
+        assert ledger.phase == "step"
+    assert ledger.phase == "setup"
+    assert seen == ["step"]
+
+
 def test_nothing_is_lost_between_threads():
     ledger = Ledger()
 

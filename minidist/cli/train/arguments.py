@@ -25,11 +25,32 @@ from minidist.parallel.pipeline.schedules import ORDERS
 Add = Callable[..., Any]
 
 
+class _Given(argparse._StoreAction):
+    """Stores a value, and notes in `given` that the user gave this option: --resume takes the others from the run."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        namespace.given = [*getattr(namespace, "given", []), self.dest]
+
+
+class _GivenFlag(argparse._StoreTrueAction):
+    """The same of an option without a value."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        namespace.given = [*getattr(namespace, "given", []), self.dest]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
+    for kind in (None, "store"):
+        parser.register("action", kind, _Given)
+    parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": _division, "other strategies": _strategy,
               "device memory": _memory, "the data": _data, "the model": _model, "a mixture of experts": _experts,
-              "the training": _training, "the result": _result}
+              "the training": _training, "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
@@ -172,8 +193,19 @@ def _training(add: Add) -> None:
         help="bound of the gradients' norm; 0: none (default: 1)")
 
 
+def _checkpoints(add: Add) -> None:
+    add("--save-every", type=positive, metavar="K",
+        help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
+             "SIGUSR1 too): it then ends with status 75")
+    add("--keep", type=positive, default=3, metavar="N",
+        help="checkpoints that stay: the newest N (default: 3)")
+    add("--resume", metavar="RUN",
+        help="go on from the newest checkpoint of a run folder, or from a checkpoint; its options hold, and only how "
+             "the job runs may be given anew: -n, --transport, --device, --plan with its options, memory, more --steps")
+
+
 def _result(add: Add) -> None:
-    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
+    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME; with --resume that run's)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")

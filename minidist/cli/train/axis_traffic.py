@@ -33,7 +33,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     again = chosen(plan.checkpoint_blocks, config.layers)
     elements = elements_sent(config, plan, sequences, recomputed=len(again))
     wide = wide_elements(config, plan, sequences, recomputed=len(again)) if itemsize < WIDE else {}
-    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
+    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_here
             for axis, count in elements.items()}
     with trainer.world.ledger.control():
         shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
@@ -72,7 +72,7 @@ def collectives(trainer: Trainer) -> list[Collective]:
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """All ranks' bytes in a step along each axis, without scalars."""
-    steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
+    steps, by_formula = metrics["steps"], metrics["formula"]["axes"]
     sent = dict.fromkeys(by_formula, 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():

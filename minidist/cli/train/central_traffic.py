@@ -34,7 +34,7 @@ def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 def _by_role(trainer: Trainer) -> Counts:
     """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
-    plan, steps, workers = trainer.plan, trainer.steps_done, trainer.plan.workers
+    plan, steps, workers = trainer.plan, trainer.steps_here, trainer.plan.workers
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, plan.servers)]
     pulls = steps + plan.asynchronous
     return ([[steps * sum(keys), steps * plan.servers]] * workers
@@ -56,12 +56,12 @@ def _by_device(trainer: Trainer, batch: Batch) -> Counts:
         for rank in range(1, size):
             counts[rank][0] += rows[rank] * per_row
             counts[rank][1] += 1
-    return [[trainer.steps_done * nbytes, trainer.steps_done * messages] for nbytes, messages in counts]
+    return [[trainer.steps_here * nbytes, trainer.steps_here * messages] for nbytes, messages in counts]
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
-    steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
+    steps, plan = metrics["steps"], Plan(**metrics["plan"])
     columns = ("bytes", "formula", "messages", "formula")
     table = Table("sender", *(Column(name, justify="right") for name in columns), header_style="bold")
     totals = [0, 0, 0, 0]

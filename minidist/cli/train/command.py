@@ -4,12 +4,11 @@
     minidist train -n 4                       # four ranks, started here
     minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
     minidist train                            # one process
+    minidist train --resume RUN               # goes on from the newest checkpoint that --save-every wrote
 """
 
 import argparse
 import sys
-import time
-from collections import deque
 from contextlib import nullcontext
 
 from rich.console import Console
@@ -17,13 +16,15 @@ from rich.console import Console
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import check_elastic, elastic_process, elastic_steps, start_elastic
-from minidist.cli.train.metrics import run_metrics
+from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
+from minidist.cli.train.saving import Saver, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
-from minidist.cli.train.verify import STEPS, Weights, verify
+from minidist.cli.train.steps import train_steps
+from minidist.cli.train.verify import Weights, verify
 from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
 from minidist.device import account
@@ -35,13 +36,11 @@ from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
-from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
 from minidist.survive.elastic import Survivor, describe
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "train_steps"]
 
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
@@ -58,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     check_elastic(args)
     if args.elastic and (job := Generations.from_environment()) is not None:
         return elastic_process(job, check(args), train)
-    launch = detect()
+    launch, settings = detect(), check(args)
+    if settings.resume is not None:
+        settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
     if args.elastic and not starts_ranks:
@@ -68,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
     if as_threads and not starts_ranks:
         fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
              f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
-    settings = check(args)
     size = (args.ranks or 1) if starts_ranks else launch.world_size
     plan = settings.plan(size)
     plan.require(size, settings.config)
@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
+    saves = hearing(launch) if args.save_every else nullcontext()
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
-        with run_folder(settings.out):
-            return int(max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+        with saves as told, run_folder(settings.out):
+            return int(max(run_function(_train_in_thread, settings, threads, told, size=size, transport=args.transport,
                                         limit=THREADS_LIMIT)))
     if starts_ranks:
         args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
@@ -90,17 +91,18 @@ def run(args: argparse.Namespace) -> int:
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
-    with run_folder(settings.out) if world.rank == 0 else nullcontext():
-        return train(settings, world, threads)
+    with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
+        return train(settings, world, threads, told)
 
 
-def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
+def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told | None) -> int:
     """Run one rank of `--transport threads`, where all ranks are in this process (useful in a debugger)."""
     world.transport.limit = WAIT_LIMIT
-    return train(settings, world, threads)
+    return train(settings, world, threads, told)
 
 
-def train(settings: Settings, world: Group, threads: int, survivor: Survivor | None = None) -> int:
+def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
+          survivor: Survivor | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -110,21 +112,34 @@ def train(settings: Settings, world: Group, threads: int, survivor: Survivor | N
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
+    if settings.resume is not None:
+        settings.resume.load(trainer)
     if speaks and (survivor is None or not survivor.job.begun):
-        announce(console, settings, world, stage_layers(trainer))
+        announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    if survivor is None:
-        losses, seconds, early = train_steps(trainer, settings, report)
-    else:
-        elastic_steps(trainer, settings, report, survivor)
-        losses, seconds, early = survivor.losses, survivor.seconds, None
-    world = trainer.survivors()
-    trainer.check_replicas()
-    validation_loss = trainer.evaluate(report.validating(settings.validation_batches()))
-    timelines = timeline.collect(world)
-    metrics = run_metrics(trainer, world, settings, threads=threads, losses=losses, seconds=seconds,
-                          validation_loss=validation_loss)
-    weights = trainer.state_dict()
+    saver = Saver(trainer, settings, told or Told(), report) if args.save_every else None
+    try:
+        course = (train_steps(trainer, settings, report, saver) if survivor is None else
+                  elastic_steps(trainer, settings, report, survivor))
+        trainer.check_replicas()
+        held_out = report.validating(settings.validation_batches())
+        validation_loss = trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
+    except Stopped:
+        assert saver is not None
+        trainer.close()
+        world.barrier()
+        return saver.farewell()
+    metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
+    if survivor is not None and world.rank == 0:
+        metrics["elastic"] = describe(survivor.job.records())
+    return conclude(trainer, settings, metrics, timeline, course.early, console)
+
+
+def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: Timeline, early: Weights | None,
+             console: Console) -> int:
+    """Compare weights for --verify, write the run folder, print the report. Returns: the exit status."""
+    args, world = settings.args, trainer.survivors()
+    timelines, weights = timeline.collect(world), trainer.state_dict()
     metrics["weights_sha256"] = weights_digest(weights)
     status = 0
     if early is not None:
@@ -132,15 +147,13 @@ def train(settings: Settings, world: Group, threads: int, survivor: Survivor | N
     problem = None
     if world.rank == 0:
         assert timelines is not None
-        if survivor is not None:
-            metrics["elastic"] = describe(survivor.job.records())
         try:
             write_folder(settings.out, metrics, timelines, weights)
             if args.json:
                 write_json(args.json, metrics)
         except (ConfigError, OSError) as error:
             problem = error                                     # raised when all others have ended well: it is one line
-        if speaks and problem is None:
+        if not args.quiet and problem is None:
             with account.use(account.MemoryAccount()):      # without the run's memory limit
                 written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
             print_report(console, metrics, written, settings.out)
@@ -160,41 +173,14 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     return model
 
 
-def train_steps(trainer: Trainer, settings: Settings,
-                report: ProgressReport) -> tuple[list[float], list[float], Weights | None]:
-    """Make every step. A loss that is not known when its step returns is read after the next step was started.
-
-    Returns: the global losses, the seconds of each step on this rank, and with --verify the early weights.
-    """
-    losses, seconds, early = [], [], None
-    args, ledger = settings.args, trainer.world.ledger
-    start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
-    tokens, last, on_their_way = args.batch * args.context, 0.0, deque[tuple[LateLoss, float]]()
-    try:
-        for step in range(args.steps):
-            batch = settings.training_batch(step)
-            start = time.perf_counter()
-            on_their_way.append((start_step(batch), start))
-            while on_their_way and (len(on_their_way) > 1 or on_their_way[0][0].done() or step + 1 == args.steps):
-                late, start = on_their_way.popleft()
-                losses.append(late.wait())
-                start, last = max(start, last), time.perf_counter()
-                seconds.append(last - start)
-                sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items()
-                           if axis != "control")
-                report.step(len(losses), losses[-1], tokens / seconds[-1], sent)
-            if args.verify and step + 1 == min(STEPS, args.steps):
-                early = trainer.state_dict()
-    finally:
-        report.close()
-    return losses, seconds, early
-
-
-def announce(console: Console, settings: Settings, world: Group, stages: list[int] | None) -> None:
-    """Print the data, the model and the ranks. `stages`: layers of each pipeline stage, if there are some."""
-    config, text = settings.config, settings.text
+def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
+    """Print the data, the model and the ranks, and from which step a resumed run goes on."""
+    config, text, world, stages = settings.config, settings.text, trainer.world, stage_layers(trainer)
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
                   f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}, "
                   f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
                   f"{world.transport.name}", markup=False, soft_wrap=True)
+    if settings.resume is not None:
+        console.print(f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
+                      f"{settings.resume.how_saved} saved it in {settings.resume.run}", markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.settings import Settings, as_arguments
+from minidist.cli.train.steps import Course
 from minidist.comm.group import Group
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
@@ -39,6 +40,8 @@ def check_elastic(args: Namespace) -> None:
     bounds(args.elastic)
     if args.verify or args.graph or args.strategy != "ddp":
         fail("--elastic: ranks come and go between synchronous steps; leave out --verify, --graph and --strategy")
+    if args.save_every or args.resume:
+        fail("--elastic: its state is in memory; leave out --save-every and --resume")
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(f"--elastic: its ranks are processes that meet again after a loss, over auto, tcp or shm; "
              f"--transport {args.transport} cannot")
@@ -67,7 +70,7 @@ def _fits(settings: Settings, size: int) -> bool:
 
 
 def elastic_process(job: Generations, settings: Settings,
-                    train: Callable[[Settings, Group, int, Survivor], int]) -> int:
+                    train: Callable[[Settings, Group, int, None, Survivor], int]) -> int:
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
     args, survivor = settings.args, Survivor(job, every=settings.args.peer_copies or 1)
     rehearse(args.zero or 0)
@@ -75,12 +78,12 @@ def elastic_process(job: Generations, settings: Settings,
 
     def work(world: Group) -> int:
         with run_folder(settings.out) if world.rank == 0 else nullcontext():
-            return train(settings, world, args.threads or 1, survivor)
+            return train(settings, world, args.threads or 1, None, survivor)
 
     return go_on(survivor, work, transport=args.transport, threads=args.threads)
 
 
-def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, survivor: Survivor) -> None:
+def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, survivor: Survivor) -> Course:
     """Make every step that is not made yet."""
     args, ledger = settings.args, trainer.world.ledger
     survivor.begin(trainer)
@@ -94,3 +97,4 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             report.step(step + 1, loss, args.batch * args.context / seconds, sent)
     finally:
         report.close()
+    return Course(survivor.losses, survivor.seconds)

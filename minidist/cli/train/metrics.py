@@ -1,6 +1,5 @@
 """metrics.json of `minidist train`: everything that a run measured, beside its formulas."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -8,7 +7,9 @@ from platform import python_version
 from typing import Any
 
 from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
+from minidist.cli.train.steps import Course
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.nn import GPT
@@ -22,16 +23,15 @@ from minidist.parallel.zero.memory_formula import Each
 Metrics = dict[str, Any]
 
 
-def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: int, losses: Sequence[float],
-                seconds: Sequence[float], validation_loss: float) -> Metrics:
+def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *, threads: int,
+                validation_loss: float) -> Metrics:
     """Everything but the digest of the weights. Every rank calls it; "ranks" is filled on rank 0.
 
-    Args:    world: the ranks that are left. losses, seconds: of each step. threads: BLAS threads a rank.
+    Args:    threads: BLAS threads a rank.
     Cost:    gathers of small records, counted under `control`.
     """
-    args, config = settings.args, settings.config
+    args, config, world = settings.args, settings.config, trainer.survivors()
     ranks = rank_records(trainer, world)        # first: what follows takes memory of its own
-    median = statistics.median(seconds)
     count = sum(p.size for p in GPT(config).parameters())
     itemsize = next(trainer.model.parameters()).dtype.itemsize
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
@@ -39,8 +39,10 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
             "formula": gradient_formula(trainer, settings.training_batch(0)),
             **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
-            "losses": losses, "validation_loss": validation_loss, "step_seconds": median,
-            "tokens_per_second": args.batch * args.context / median, "config": asdict(config),
+            "losses": course.losses, "validation_loss": validation_loss, "step_seconds": course.step_seconds,
+            "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
+            "resumed_from": trainer.steps_before if settings.resume else None,
+            "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols, "config": asdict(config),
             "options": {name: value for name, value in vars(args).items()
                         if value is None or isinstance(value, (str, int, float))},
             "versions": {"python": python_version(),
@@ -86,7 +88,7 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
                               masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
     return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
             "moved_bytes": dict(trainer.store.traffic.step),
-            "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved.items()}}
+            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved.items()}}
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
     """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis."""
-    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
+    plan, steps, axes, messages = trainer.plan, trainer.steps_here, dict[str, int](), 0
     for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))

@@ -23,6 +23,9 @@ class ProgressReport:
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
 
+    def line(self, text: str) -> None:
+        """Show a line, once. Any thread may call it."""
+
     def close(self) -> None:
         """End the part of the training steps."""
 
@@ -43,6 +46,9 @@ class Lines(ProgressReport):
             self._last = time.monotonic()
             self.print_line(f"step {number:>{len(str(self.steps))}} of {self.steps}  loss {loss:.4f}  "
                             f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
+
+    def line(self, text: str) -> None:
+        self.print_line(text)
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         self._last = time.monotonic()
@@ -67,6 +73,9 @@ class Bar(ProgressReport):
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         self.progress.update(self.task, completed=number, loss=loss, speed=tokens_per_second,
                              sent=size_text(sent_bytes))
+
+    def line(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self.progress.stop()

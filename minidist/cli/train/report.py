@@ -1,5 +1,6 @@
 """The report of `minidist train` on the screen: tables of measured values beside formulas."""
 
+import shlex
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -22,15 +23,33 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     _print_summary(console, metrics)
     _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
     console.print(f"{sample}\n", markup=False, soft_wrap=True)
-    _print_traffic(console, metrics)
-    if "experts" in metrics:
+    if metrics["steps"]:
+        _print_traffic(console, metrics)
+    if metrics["steps"] and "experts" in metrics:
         _rule(console, "how many tokens a step chose each expert, over the run")
         console.print(expert_table(metrics))
     _print_memory(console, metrics)
-    if metrics["plan"]["offload"] != "none":
+    if metrics["steps"] and metrics["plan"]["offload"] != "none":
         _print_offload(console, metrics)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
+    _print_what_next(console, metrics, folder)
+
+
+def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
+    """Commands that write text and that go on from the checkpoints."""
+    saved, quoted = metrics["checkpoint"], shlex.quote(str(folder))
+    console.print(f"write text:  minidist sample {quoted} --prompt \"…\"", markup=False, soft_wrap=True)
+    if saved is None:
+        return
+    if saved["folder"] is not None:
+        steps = len(metrics["losses"])
+        console.print(f"train more:  minidist train --resume {quoted} --steps {2 * steps}", markup=False,
+                      soft_wrap=True)
+    told = f"{plural(len(saved['steps']), 'checkpoint')} saved" + (f" in {sum(saved['seconds']):.2f} s"
+                                                                   if saved["steps"] else "")
+    failed = f", {plural(saved['failed'], 'save')} failed" if saved["failed"] else ""
+    console.print(f"{told}{failed}; look into them:  minidist checkpoint {quoted}", markup=False, soft_wrap=True)
 
 
 def _rule(console: Console, title: str) -> None:
@@ -83,7 +102,7 @@ def _print_memory(console: Console, metrics: Metrics) -> None:
 
 def _print_offload(console: Console, metrics: Metrics) -> None:
     """Bytes that rank 0 moved in a step, and its bytes on host and disk."""
-    first, steps = metrics["ranks"][0], len(metrics["losses"])
+    first, steps = metrics["ranks"][0], metrics["steps"]
     _rule(console, "what rank 0 moved in a step, in bytes, measured and by formula")
     table = Table("way", *(Column(name, justify="right") for name in ("bytes", "formula")), header_style="bold")
     for way, nbytes in sorted(first["moved_formula"].items()):
@@ -123,7 +142,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
     """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
-    whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
+    whole = formula["sent_bytes"] // metrics["steps"] // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
         copies = f"{size // plan['shard']} copies of {plan['shard']} ranks"
         return f"by formula, {copies}", f"by formula, {copies}"
@@ -134,7 +153,7 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
-    size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
+    size, steps, formula = metrics["size"], metrics["steps"], metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
     table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
@@ -150,7 +169,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 def expert_table(metrics: Metrics) -> Table:
     """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each expert."""
-    chosen, taken = (np.array(metrics["experts"][kind]) / len(metrics["losses"]) for kind in ("chosen", "taken"))
+    chosen, taken = (np.array(metrics["experts"][kind]) / metrics["steps"] for kind in ("chosen", "taken"))
     columns = ("layer", "even share", "fewest", "most", "most / even", "dropped")
     table = Table(*(Column(name, justify="right") for name in columns),
                   "experts, the fullest bar twice the even share", header_style="bold")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minidist.cli.train.resume import Resumption, resumed
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import module_for
@@ -18,6 +19,7 @@ from minidist.parallel.memory.activations import chosen
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
+from minidist.survive.manifest import checkpoints
 
 VALIDATION_ROWS = 512
 """The most sequences of held-out text for the validation loss."""
@@ -36,6 +38,7 @@ class Settings:
     text: text.Text
     config: GPTConfig
     out: Path
+    resume: Resumption | None = None
 
     def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`, which depends on seed and step alone."""
@@ -91,6 +94,7 @@ def check(args: argparse.Namespace) -> Settings:
 
     Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
+    resume = resumed(args)
     if args.plan:
         Plan.parse(args.plan)
     if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
@@ -98,6 +102,8 @@ def check(args: argparse.Namespace) -> Settings:
              "leave -n out, or leave out --graph")
     module_for(args.device)
     data = text.load(args.data)
+    if resume is not None:
+        resume.require_text(data)
     data.check(context=args.context, vocabulary=args.vocab)
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
@@ -112,14 +118,25 @@ def check(args: argparse.Namespace) -> Settings:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+    if args.asynchronous and args.save_every:
+        fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
+             "--save-every")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
         fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
-    out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    check_folder("--out", out)
+    out = out_folder(args.out, resume)
     check_writable("--json", args.json)
-    return Settings(args, data, config, out)
+    return Settings(args, data, config, out, resume)
+
+
+def out_folder(name: str | None, resume: Resumption | None) -> Path:
+    """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
+    out = Path(name or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    check_folder("--out", out)
+    if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
+        fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
+    return out
 
 
 def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
@@ -141,10 +158,15 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start."""
+    """The command-line words that give `args` again, without the number of ranks to start.
+
+    Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
+    """
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("ranks", "command") or value is None or value is False or callable(value):
+        if name in ("ranks", "command", "given") or value is None or value is False or callable(value):
+            continue
+        if args.resume is not None and name not in (*args.given, "out"):
             continue
         option = "--" + name.replace("_", "-")
         words.append(option if value is True else f"{option}={value}")

@@ -35,6 +35,7 @@ class Seat:
     """A rank's place at the monitor. `system` names the process table its pid belongs to (process_state.py).
 
     `done`: it has said goodbye; `left`: and hung up, or is about to; `ended`: its process has ended, after the goodbye.
+    `saves`: told to stop by SIGTERM, it saves its work and ends by itself.
     """
 
     world_rank: int
@@ -45,6 +46,7 @@ class Seat:
     left: bool = False
     ended: bool = False
     expendable: bool = False
+    saves: bool = False
     system: str = ""
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 

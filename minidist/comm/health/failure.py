@@ -18,6 +18,9 @@ LAUNCHER = -1
 ENDING = 30
 """Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills it by SIGALRM."""
 
+AGAIN = 75
+"""The exit status of a rank that was told to stop and has saved its work: try again (EX_TEMPFAIL of sysexits.h)."""
+
 _TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
 
 

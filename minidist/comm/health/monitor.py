@@ -8,6 +8,7 @@ process of rank 0 where another launcher started the ranks (monitor_process.py).
     missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
+    saves    (I end by myself at a SIGTERM)          saves    ranks that do: to node agents
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
     mismatch text, ranks of the group                verdict  error, text: raise that
@@ -162,6 +163,17 @@ class Monitor:
         """Every rank has said goodbye: those that wait for their node agents need not wait for the processes' ends."""
         self._watchdog.release_agents()
 
+    @property
+    def savers(self) -> set[int]:
+        """The ranks that save their work and end by themselves when their process is sent SIGTERM."""
+        with self._changed:
+            return {rank for rank, seat in self._seats.items() if seat.saves}
+
+    def _tell_savers(self) -> None:
+        if savers := self.savers:
+            for agent in self._watchdog.agents():
+                agent.send("saves", ranks=sorted(savers))
+
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
@@ -203,6 +215,7 @@ class Monitor:
                 agent = AgentSeat(-1, pid, host, sock, system=system, ranks=tuple(ranks))
                 wire.send_frame(sock, {"kind": "welcome"}, 1.0)
                 self._watchdog.add(agent)
+                self._tell_savers()
                 self._hear_from(agent)
                 return
             case _:
@@ -283,6 +296,9 @@ class Monitor:
                     self._run(self._fail_late, seat, loss)
             case "expendable":
                 seat.expendable = True
+            case "saves":
+                seat.saves = True
+                self._tell_savers()
             case "waits":
                 arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
             case "mismatch":

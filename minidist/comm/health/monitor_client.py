@@ -124,6 +124,10 @@ class MonitorClient:
             return bool(noted)
         return self.world_rank == 0 or not isinstance(error, ConfigError)
 
+    def saves_when_told(self) -> None:
+        """From now on a SIGTERM has this rank save its work and end by itself: its launcher passes one on."""
+        self._send({"kind": "saves"})
+
     def goodbye(self, *, together: bool = False) -> None:
         """This rank is done and ends well. The connection is closed; `together`: by wait_for_all."""
         self._leaving = not together                       # the monitor may hang up before we do

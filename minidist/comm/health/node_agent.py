@@ -5,6 +5,7 @@
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
     died     loss: of a rank without which it goes on   goodbye
+    saves    ranks that end by themselves at a SIGTERM
     over     every rank has said goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
@@ -48,12 +49,14 @@ class NodeAgent:
                 limit: seconds until the monitor must listen.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
+                savers  ranks that save their work and end by themselves when their process is sent SIGTERM
     """
 
     def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None,
                  limit: float = CONNECT_LIMIT) -> None:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
+        self.savers: set[int] = set()
         self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
         self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
         self._sock: socket.socket | None = None
@@ -124,6 +127,8 @@ class NodeAgent:
                            ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
+            case "saves":
+                self.savers = set(frame["ranks"])
             case "lost" | "died" as kind:
                 loss = Failure(**frame["loss"])
                 with self._changed:

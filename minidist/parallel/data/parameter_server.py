@@ -105,13 +105,14 @@ class ParameterServer(Strategy):
     def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
                  staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.asynchronous, self.staleness = model, group, asynchronous, staleness
-        self.workers, self.servers = group.size - servers, servers
+        self.workers, self.servers, self.precision = group.size - servers, servers, Precision()
         if self.workers < 1:
             raise ConfigError(f"{servers} parameter servers in a job of {group.size} ranks leave no worker; start "
                               f"more ranks, or take fewer servers")
         if staleness is not None and staleness < 0:
             raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
         self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
+        self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.peers = group.split(int(self.serves), axis=group.axis)     # the workers, or the servers
         shards = key_shards(model, servers)
@@ -223,7 +224,7 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                Precision().update(optimizer, lambda: sum_in_order(self.peers, sum_of_squares(
+                self.precision.update(optimizer, lambda: sum_in_order(self.peers, sum_of_squares(
                     piece.grad for piece in self.parameters)), lr=lr, clip=clip)
             self.give_back()
         else:
@@ -253,7 +254,7 @@ class ParameterServer(Strategy):
             super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
     def state_replaced(self) -> None:
-        """Servers give their new weights to the workers; asynchronous ones are not waited for."""
+        """Servers give their new weights to the workers."""
         if self.serves:
             self.give_back()
         else:

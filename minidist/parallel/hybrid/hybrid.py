@@ -46,6 +46,7 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive import checkpoint
+from minidist.survive.save_async import AsyncSaver, PendingSave
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
@@ -93,6 +94,7 @@ class Trainer:
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
+                steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
@@ -111,7 +113,7 @@ class Trainer:
         tune_allocator()
         self.config, self.world, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
-        self.seed, self.steps_done = seed, 0
+        self.seed, self.steps_done, self.steps_before = seed, 0, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self._device, self._offload_dir = device, offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
@@ -121,6 +123,7 @@ class Trainer:
         """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
         self.plan, self.mesh = plan, Mesh(self.world, **plan.axes)
         self._survivors: Group | None = None
+        self._saver: AsyncSaver | None = None
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
@@ -190,6 +193,11 @@ class Trainer:
         """Steps whose update was made: all of them, but for float16's that overflowed."""
         return self.steps_done - self.precision.skipped
 
+    @property
+    def steps_here(self) -> int:
+        """Steps that this job has made, without those of a checkpoint: its ledger and its account are of them."""
+        return self.steps_done - self.steps_before
+
     def learning_rate(self, step: int) -> float:
         """The rate of update number `step`, counted from 0. A skipped step is no update, here as in the optimizer."""
         if self.lr_schedule == "constant":
@@ -224,9 +232,23 @@ class Trainer:
         Args:    about: further words for its manifest, as JSON; rank 0's count.
         Raises:  CheckpointError on every rank if one cannot write; then nothing is left.
         """
-        checkpoint.save(Path(folder), self.strategy, self.optimizer, self.world, about | {
-            "steps_done": self.steps_done, "seed": self.seed, "optimizer": type(self.optimizer).__name__,
-            "config": asdict(self.config), "plan": self.plan.as_dict()})
+        if self._saver is not None:
+            self._saver.wait()
+        checkpoint.save(Path(folder), self.strategy, self.optimizer, self.world, self._described(about))
+
+    def start_save(self, folder: str | Path, **about: Any) -> PendingSave:
+        """As save, but written behind the next steps (survive/save_async.py): this returns when the state is copied.
+
+        It waits for a save that is under way. One that fails is told on rank 0, and training goes on.
+        Returns: its wait() returns when the checkpoint is there, or raises what save would; close() waits for it, too.
+        """
+        if self._saver is None:
+            self._saver = AsyncSaver(self.strategy, self.optimizer, self.world, memory=self.store.host)
+        return self._saver.start(Path(folder), self._described(about))
+
+    def _described(self, about: dict[str, Any]) -> dict[str, Any]:
+        return about | {"steps_done": self.steps_done, "seed": self.seed, "optimizer": type(self.optimizer).__name__,
+                        "config": asdict(self.config), "plan": self.plan.as_dict()}
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the checkpoint's.
@@ -235,7 +257,8 @@ class Trainer:
         Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer.
         """
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
-        self.steps_done, self.seed = about["steps_done"], about["seed"]
+        self.steps_done = self.steps_before = about["steps_done"]
+        self.seed = about["seed"]
         return about
 
     def change_plan(self, plan: Plan) -> None:
@@ -268,10 +291,18 @@ class Trainer:
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
-        """End the mesh's worker threads and the store's, and lift the memory's limit; the world stays open."""
-        self.store.close()
-        self.mesh.close()
-        self.account.limit = None
+        """Wait for a save under way, end the threads of mesh and store, lift the memory's limit; the world stays open.
+
+        Raises:  PeerLostError, TimeoutError if that save ended so.
+        """
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            self.store.close()
+            self.mesh.close()
+            self.account.limit = None
 
     def step(self, batch: Batch) -> float:
         """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.

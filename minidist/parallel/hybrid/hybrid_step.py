@@ -44,6 +44,7 @@ notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
 Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +52,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer, sum_of_squares
@@ -225,6 +227,9 @@ class Hybrid(Strategy):
         if self.pipeline is not None:
             return self.pipeline.state_dict()
         return assemble(self.model, self.data_axis.state_dict(), self.tp)
+
+    def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
+        return self.data_axis.frozen(changes=changes)
 
     def state_replaced(self) -> None:
         self.data_axis.state_replaced()

@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.device.backend import Array
+from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
@@ -56,7 +57,13 @@ class Place(NamedTuple):
 
 
 def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
-    """What this rank has of the state, in the order of `state_arrays`. No array is read."""
+    """What this rank has of the state, in the order of `state_arrays`.
+
+    Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
+    """
+    if strategy.asynchronous:
+        raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
+                              f"of the whole job can be saved or loaded; take synchronous updates")
     names = _names(strategy)
     places = []
     for slot in optimizer.slots:
@@ -64,8 +71,8 @@ def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
         name, shape, runs = _whole_name(names[id(owner)], owner), _whole_shape(owner), _runs_of(owner, part)
         arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
         places += [Place(kind, name, shape, runs, array.dtype) for kind, array in arrays.items()]
-    return places + [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, range(p.size)), p.dtype)
-                     for p in _frozen(strategy)]
+    return places + [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
+                     for p, part, _ in strategy.frozen(changes=False)]
 
 
 def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> Iterator[Array]:
@@ -79,8 +86,8 @@ def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> 
             owner.arrival()
         for array in (slot.weights.data, *slot.state.values()):
             yield array.reshape(-1)
-    for parameter in _frozen(strategy):
-        yield parameter.data.reshape(-1)
+    for _, _, array in strategy.frozen(changes=changes):
+        yield array
 
 
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
@@ -115,11 +122,6 @@ def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[s
 
 def _names(strategy: Strategy) -> dict[int, str]:
     return {id(parameter): name for name, parameter in strategy.model.named_parameters()}
-
-
-def _frozen(strategy: Strategy) -> list[Parameter]:
-    """Parameters that no gradient moves and that this rank has whole, as the bias of a gate."""
-    return [p for p in strategy.model.parameters() if not p.requires_grad and (p.size <= 1 or any(p.data.strides))]
 
 
 def _owner_of(weights: Any) -> tuple[Parameter, range]:

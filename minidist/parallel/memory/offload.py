@@ -149,7 +149,8 @@ def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) ->
     if first:
         copy(chunk, sums, ready)
     else:
-        np.add(sums, bring(chunk, ready), out=sums)
+        with np.errstate(over="ignore", invalid="ignore"):          # float16's that overflowed: `update` finds them
+            np.add(sums, bring(chunk, ready), out=sums)
 
 
 def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:

@@ -51,10 +51,10 @@ class OnDisk(OffDevice):
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Write the weights to disk; the device may forget them."""
-        self._names[id(flat)] = name
-        record = self._records[id(flat)] = self.disk.record(name)
-        record.add("weights", flat.dtype, flat.chunk_size)
-        record.write("weights", weights)
+        if id(flat) not in self._records:
+            self._names[id(flat)], self._records[id(flat)] = name, self.disk.record(name)
+            self._records[id(flat)].add("weights", flat.dtype, flat.chunk_size)
+        self._records[id(flat)].write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""

@@ -139,7 +139,7 @@ class Float8:
     """
 
     def __init__(self, model: GPT, group: Group | None) -> None:
-        self.group, self.scales = group, dict[str, Scales]()        # by dotted path in the whole model
+        self.model, self.group, self.scales = model, group, dict[str, Scales]()     # by dotted path in the whole model
         for path, module in model.named_modules():
             if isinstance(module, Linear) and path.startswith("blocks."):
                 self.scales[path] = Scales()
@@ -164,6 +164,11 @@ class Float8:
             for name, value in zip(FORMATS, largest, strict=True):
                 scales.history[name].append(float(value))
                 scales.seen[name] = 0.0
+
+    def has(self, linear: str) -> bool:
+        """Whether this rank has the block of a linear: a pipeline takes the others out of the model later."""
+        block = ".".join(linear.split(".")[:2])
+        return any(path == block for path, _ in self.model.named_modules())
 
     def state(self) -> np.ndarray:
         """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""

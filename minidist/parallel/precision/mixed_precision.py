@@ -199,12 +199,13 @@ class MixedPrecision(Precision):
                 "float8": {linear: history for linear, history in histories.items() if np.any(history)}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.skipped = state["skipped"]
-        if self.loss_scale is not None:
+        super().load_state(state)
+        if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.value, self.loss_scale.good = state["loss_scale"]
         if self.float8 is not None:
-            none = np.zeros((len(FORMATS), HISTORY)).tolist()
-            self.float8.load([state["float8"].get(linear, none) for linear in self.float8.scales])
+            none, saved = np.zeros((len(FORMATS), HISTORY)).tolist(), state.get("float8", {})
+            self.float8.load([saved.get(linear, none) if self.float8.has(linear) else none
+                              for linear in self.float8.scales])
         for master, weights in self._pairs:
             narrow(master, weights.dtype, weights)
 

@@ -56,11 +56,12 @@ class Precision:
         return model.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """What changes from step to step beside the masters, as JSON: nothing."""
-        return {}
+        """What changes from step to step beside the masters, as JSON: how many steps were skipped."""
+        return {"skipped": self.skipped}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned; and masters are new, so round them to the weights."""
+        """Take over what `state` of any precision returned; and masters are new, so round them to the weights."""
+        self.skipped = state["skipped"]
 
     def backward(self, loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
                  surveyed: Surveyed | None = None) -> list[WeightGradient]:

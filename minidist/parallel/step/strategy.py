@@ -11,7 +11,7 @@ Chapter 17 calls these parts itself, because its passes go through other axes to
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,6 +44,7 @@ class Strategy(ABC):
     """Trains a model, a step at a time.
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
+                asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
     """
 
     model: Module
@@ -51,6 +52,7 @@ class Strategy(ABC):
     precision: Precision
     recorder: Recorder
     parameters: list[Any]
+    asynchronous = False
 
     @property
     def data_axis(self) -> "Strategy":
@@ -74,6 +76,15 @@ class Strategy(ABC):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
         return self.precision.state_dict(self.model)
+
+    def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
+        """Weights that no gradient moves, as the bias of a gate: each with the elements that this rank has of it.
+
+        Their numbers are flat and live until the next is asked for; `changes`: what is written is kept.
+        """
+        for p in self.model.parameters():
+            if not p.requires_grad and (p.size <= 1 or any(p.data.strides)):    # not those that another rank keeps
+                yield p, range(p.size), p.data.reshape(-1)
 
     def state_replaced(self) -> None:  # noqa: B027 - where weights lie in one place, nothing follows
         """The optimizer's tensors were written from outside: bring the weights that follow from them up to date.

@@ -11,6 +11,8 @@ device holds a third buffer, while its sum is on the way there.
 
 from functools import partial
 
+import numpy as np
+
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
@@ -99,7 +101,8 @@ class GradientShards:
             pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
         if apart:
-            self.store.add(flat, buffer[flat.chunk], first=self._empty[index])
+            with np.errstate(over="ignore", invalid="ignore"):      # float16's that overflowed: `update` finds them
+                self.store.add(flat, buffer[flat.chunk], first=self._empty[index])
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)

@@ -86,8 +86,7 @@ class MemoryTraffic:
     """
 
     def __init__(self) -> None:
-        self.step: dict[str, int] = {}
-        self.other: dict[str, int] = {}
+        self.step, self.other = dict[str, int](), dict[str, int]()
         self._counted = self.other
 
     def count(self, source: str, target: str, nbytes: int) -> None:
@@ -122,7 +121,7 @@ class ShardStore:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device: (chunk_size,); `name` for errors and the timeline."""
+        """This rank's chunk of a run's weights, on the device, old or new: (chunk_size,); `name` for errors, spans"""
         self._weights[id(flat)] = weights
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import GradientError
@@ -284,6 +284,17 @@ class Zero3(ZeroAxis):
         """As DataAxis.update, on this rank's pieces."""
         self.root.free()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
+
+    def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
+        """As Strategy's: of units this rank's pieces, the others whole."""
+        divided = {id(parameter) for flat in self.stored for parameter in flat.parameters}
+        yield from (each for each in super().frozen(changes=changes) if id(each[0]) not in divided)
+        for flat in self.stored:
+            if not flat.parameters[0].requires_grad:
+                chunk = self.store.master(flat)
+                yield from ((parameter, part, chunk[place]) for parameter, place, part in flat.chunk_spans())
+                if changes:
+                    self.store.keep(flat, chunk, "frozen weights")
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
         """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered (default: each pass)."""

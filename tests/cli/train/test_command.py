@@ -447,14 +447,14 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
     trainer: Any = SimpleNamespace(start_step=start_step, world=SimpleNamespace(ledger=SimpleNamespace(
         sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}})))
     settings: Any = SimpleNamespace(args=SimpleNamespace(steps=3, batch=2, context=4, verify=False, graph=False),
-                                    training_batch=lambda step: step)
+                                    resume=None, training_batch=lambda step: step)
     report: Any = SimpleNamespace(step=lambda number, loss, speed, sent: told.append(f"report {number} {loss} {sent}"),
                                   close=lambda: told.append("closed"))
     begun = time.perf_counter()
-    losses, seconds, _ = train.train_steps(trainer, settings, report)
+    course = train.train_steps(trainer, settings, report)
     whole = time.perf_counter() - begun
-    assert losses == [0.0, 1.0, 2.0]
-    assert len(seconds) == 3 and min(seconds) > 0 and sum(seconds) <= whole
+    assert course.losses == [0.0, 1.0, 2.0]
+    assert len(course.seconds) == 3 and min(course.seconds) > 0 and sum(course.seconds) <= whole
     end = ["loss 2", "report 3 2.0 3", "closed"]
     first = (["step 0", "step 1", "loss 0", "report 1 0.0 3", "step 2", "loss 1", "report 2 1.0 3"] if late else
              ["step 0", "loss 0", "report 1 0.0 3", "step 1", "loss 1", "report 2 1.0 3", "step 2"])

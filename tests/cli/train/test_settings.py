@@ -10,4 +10,5 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
     again = parser.parse_args(train_settings.as_arguments(args))
-    assert {**vars(again), "ranks": 3} == vars(args)
+    assert {**vars(again), "ranks": 3, "given": args.given} == vars(args)
+    assert args.given == ["ranks", "lr", "tied", "data", "plan"]

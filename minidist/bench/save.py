@@ -1,0 +1,207 @@
+"""`minidist bench save`: checkpoints beside torch.distributed.checkpoint's: same bytes, checksums, fsync, same disk.
+
+    blocking       training waits for the disk
+    background     it waits for a copy of the state; meanwhile matrix products run, as a training's next step would
+
+Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and steps with a save at
+every `--every`-th beside steps without. Contenders take turns round by round; of a round the slowest rank counts.
+
+PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose memory is kept. Its
+checksums are those of the zip files that torch.save writes, a CRC-32 of each tensor; ours are a CRC-32 of each 256 KiB.
+"""
+
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, start_workers, worker_arguments
+from minidist.bench.step.ranks import Model, random_batch
+from minidist.files import scratch
+from minidist.launch.membership import limit_blas_threads
+
+MODULE = "minidist.bench.save"
+OURS, PEER = "minidist", "torch.distributed.checkpoint"
+WAYS = ("blocking", "background")
+PRODUCT = 256           # rows of the matrices that are multiplied behind a save
+
+Answers = dict[tuple[str, str], list[list[dict[str, float]]]]
+
+
+def contenders_here() -> list[str]:
+    """Ours, and PyTorch's where it is installed."""
+    return [OURS] + [PEER] * (importlib.util.find_spec("torch") is not None)
+
+
+def measure_all(model: Model, ranks: int, rounds: int, every: int, folder: Path | None,
+                progress: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of each contender and way; seconds of steps without and with a save, a pair a round.
+
+    Args:    every: steps to a save; folder: on the disk to measure (None: that of temporary files).
+    """
+    jobs: dict[str, Job] = {}
+    started: list[Job] = []
+    answers: Answers = {}
+    steps: list[tuple[float, float]] = []
+    with scratch(folder, prefix="minidist-bench-") as place, closed_at_the_end(started):
+        for name in contenders_here():
+            progress(f"starting {name}")
+            jobs[name] = start_workers(MODULE, name, ranks, [*model.arguments(), f"--folder={place / name}"],
+                                       by="launch" if name == OURS else "rank")
+            started.append(jobs[name])
+        arrays = jobs[OURS].ask(what="arrays")
+        for name in jobs.keys() - {OURS}:
+            jobs[name].ask(what="arrays", arrays=arrays)
+        for number in range(-1, rounds):                # the first round touches memory, and does not count
+            for way in WAYS:
+                for name, job in jobs.items():
+                    progress(f"round {number + 1} of {rounds}: {name}, {way}")
+                    told = job.ask(what=way)
+                    if number >= 0:
+                        answers.setdefault((name, way), []).append(told)
+            if number >= 0:
+                progress(f"round {number + 1} of {rounds}: {every} steps without a save, and with one")
+                first, second = (jobs[OURS].ask(what="steps", steps=every, save=save) for save in _order(number))
+                plain, saving = (first, second) if number % 2 == 0 else (second, first)
+                steps.append((max(rank["seconds"] for rank in plain), max(rank["seconds"] for rank in saving)))
+    nbytes = sum(map(sum, arrays))
+    return {"nbytes": nbytes, "rows": _rows(answers, nbytes), "steps": steps,
+            "throughput": statistics.median(plain / saving for plain, saving in steps)}
+
+
+def _order(number: int) -> tuple[bool, bool]:
+    """Which of the two comes first takes turns, too."""
+    return (False, True) if number % 2 == 0 else (True, False)
+
+
+def _rows(answers: Answers, nbytes: int) -> list[dict[str, Any]]:
+    """Medians over rounds, of the slowest rank in each."""
+    rows = []
+    for (name, way), rounds in answers.items():
+        seconds, stands, copies = ([max(rank[key] for rank in ranks) for ranks in rounds]
+                                   for key in ("seconds", "stands", "copy"))
+        rows.append({"name": name, "way": way, "seconds": statistics.median(seconds),
+                     "mib_per_second": nbytes / 2**20 / statistics.median(seconds),
+                     "stands": statistics.median(stands), "copy": statistics.median(copies),
+                     "stands_in_copies": statistics.median(stand / copy for stand, copy in
+                                                           zip(stands, copies, strict=True))})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------- the ranks' side
+
+def timed_save(start: Callable[[], Any], done: Callable[[Any], bool]) -> dict[str, float]:
+    """Seconds of a save in the background, and those for which start() kept the caller; matrix products run behind."""
+    left = np.ones((PRODUCT, PRODUCT), np.float32)
+    right, out = left.copy(), left.copy()
+    begun = time.perf_counter()
+    save = start()
+    stands = time.perf_counter() - begun
+    while not done(save):
+        np.matmul(left, right, out=out)
+    return {"seconds": time.perf_counter() - begun, "stands": stands}
+
+
+def timed_copy(arrays: list[np.ndarray], targets: list[np.ndarray]) -> float:
+    """Seconds of one copy of the state, by NumPy."""
+    begun = time.perf_counter()
+    for array, target in zip(arrays, targets, strict=True):
+        np.copyto(target, array)
+    return time.perf_counter() - begun
+
+
+def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
+    """A function that saves as asked, or takes steps. ZeRO-1 on all ranks."""
+    from minidist.parallel.hybrid.hybrid import Plan, Trainer
+
+    trainer = Trainer(Plan(dp=world.size, zero=1), model.config(), world)
+    batch = random_batch(model.vocab, model.batch * world.size, model.context)
+    trainer.step(batch)
+    place, room = Path(folder), dict[str, list[np.ndarray]]()
+
+    def take(what: str, steps: int = 0, save: bool = False) -> Any:
+        if what == "arrays":
+            from minidist.survive.manifest import read_manifest
+
+            trainer.save(place)
+            shard = read_manifest(place)["shards"][world.rank]
+            state = [array for slot in trainer.optimizer.slots for array in (slot.weights.data, *slot.state.values())]
+            room["from"], room["to"] = state, [np.zeros_like(array) for array in state]
+            return [array["nbytes"] for array in shard["arrays"]]
+        world.barrier()
+        begun = time.perf_counter()
+        if what == "steps":
+            if save:
+                trainer.start_save(place)
+            for _ in range(steps):
+                trainer.step(batch)
+            return {"seconds": time.perf_counter() - begun}
+        if what == "blocking":
+            trainer.save(place)
+            seconds = time.perf_counter() - begun
+            return {"seconds": seconds, "stands": seconds, "copy": timed_copy(room["from"], room["to"])}
+        copy = timed_copy(room["from"], room["to"])
+        return {"copy": copy, **timed_save(lambda: trainer.start_save(place), lambda save: bool(save.done()))}
+
+    return take
+
+
+def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any]:
+    """The same by PyTorch: tensors of as many bytes on each rank, under names of its own."""
+    import torch
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
+    state: dict[str, Any] = {}
+    group, background = distributed.group.WORLD, distributed.new_group(backend="gloo")
+    writer = checkpoint.FileSystemWriter(folder)
+    stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False,
+                                          use_non_blocking_copy=False))
+    planner = checkpoint.DefaultSavePlanner(enable_plan_caching=True)
+
+    def take(what: str, arrays: list[list[int]] | None = None) -> Any:
+        if arrays is not None:
+            for index, nbytes in enumerate(arrays[rank]):
+                state[f"rank {rank}, {index}"] = torch.randn(nbytes // 4)
+            return {}
+        targets = [np.zeros_like(tensor.numpy()) for tensor in state.values()]
+        copy = timed_copy([tensor.numpy() for tensor in state.values()], targets)
+        copy = timed_copy([tensor.numpy() for tensor in state.values()], targets)
+        distributed.barrier()
+        begun = time.perf_counter()
+        if what == "blocking":
+            checkpoint.save(state, storage_writer=writer, planner=planner, process_group=group)
+            seconds = time.perf_counter() - begun
+            return {"seconds": seconds, "stands": seconds, "copy": copy}
+        return {"copy": copy, **timed_save(
+            lambda: checkpoint.async_save(state, storage_writer=writer, planner=planner, process_group=background,
+                                          async_stager=stager),
+            lambda future: bool(future.done()))}
+
+    return take
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    import minidist as md
+
+    parser = worker_arguments()
+    parser.add_argument("--folder", required=True)
+    Model.add_options(parser)
+    options = parser.parse_args()
+    limit_blas_threads(1, local_size=1)
+    if options.contender == OURS:
+        world = md.init(threads=1)
+        answer(options.meet, world.rank, our_answers(world, Model.of(options), options.folder))
+    else:
+        distributed = join_gloo(options.meet, options.rank, options.size)
+        answer(options.meet, options.rank, peers_answers(distributed, options.rank, options.folder))
+
+
+if __name__ == "__main__":
+    main()

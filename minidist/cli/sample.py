@@ -1,0 +1,119 @@
+"""`minidist sample RUN --prompt "…"`: write text from a run: its finished model, or its newest checkpoint, of any plan.
+
+    minidist sample runs/one --prompt "The " --tokens 200 --temperature 0.6
+    minidist sample runs/one/step-000300                    # from that checkpoint
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.console import fail, not_negative, positive, seed_number, write_json
+from minidist.data.text import Text
+from minidist.errors import CheckpointError
+from minidist.files import check_writable
+from minidist.nn import GPT, GPTConfig
+from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, step_of
+from minidist.survive.whole import read_whole
+
+TEMPERATURE = 0.6
+
+
+class Writer(NamedTuple):
+    """A model, its vocabulary, and where it comes from."""
+
+    model: GPT
+    text: Text
+    source: Path
+    step: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist sample`."""
+    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with (default: a new line)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="symbols to add (default: 200)")
+    parser.add_argument("--temperature", type=not_negative, default=TEMPERATURE, metavar="T",
+                        help="1: the model's probabilities; lower: likelier symbols more often; 0: always the "
+                             "likeliest (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="also write the text, its source and the options as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prompt and its continuation. Returns: 0. Raises: ConfigError for what cannot be sampled."""
+    check_writable("--json", args.json)
+    if args.prompt == "":
+        fail("--prompt: needs at least one symbol; leave it out to begin with a new line")
+    try:
+        writer = open_run(Path(args.run))
+    except CheckpointError as error:
+        fail(str(error))
+    symbols = writer.text.symbols
+    prompt = args.prompt or ("\n" if "\n" in symbols else symbols[0])
+    ids = writer.model.generate(writer.text.encode(prompt), args.tokens, temperature=args.temperature, seed=args.seed)
+    written = writer.text.decode(ids)
+    sys.stdout.write(written.lstrip("\n") + "\n")
+    if args.json:
+        write_json(args.json, {"source": str(writer.source), "step": writer.step, "prompt": prompt, "text": written,
+                               "tokens": args.tokens, "temperature": args.temperature, "seed": args.seed})
+    return 0
+
+
+def open_run(place: Path) -> Writer:
+    """The newest state in a run folder, or the checkpoint that `place` is.
+
+    Raises:  CheckpointError if it is damaged; ConfigError if there is none, or none that minidist train has written.
+    """
+    if (place / MANIFEST).is_file() or step_of(place) is not None:
+        return _from_checkpoint(place)
+    try:
+        newest = checkpoints(place)[-1:]
+    except OSError as error:
+        fail(f"{place}: {error.strerror}")
+    finished = _finished(place)
+    if finished is not None and (not newest or len(finished["losses"]) >= (step_of(newest[0]) or 0)):
+        return _from_results(place, finished)
+    if not newest:
+        fail(f"{place}: no run that can write text is here: neither metrics.json nor a checkpoint; "
+             "name a folder that minidist train has written")
+    return _from_checkpoint(newest[0])
+
+
+def _finished(run: Path) -> dict[str, Any] | None:
+    """The metrics of a finished run; None if there are none."""
+    try:
+        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+        return metrics if {"losses", "config", "vocabulary"} <= metrics.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _from_results(run: Path, metrics: dict[str, Any]) -> Writer:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    file = run / "model.safetensors"
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError) as error:
+        fail(f"{file}: {error}")
+    return _writer(metrics["config"], weights, metrics["vocabulary"], file, len(metrics["losses"]))
+
+
+def _from_checkpoint(folder: Path) -> Writer:
+    about = read_manifest(folder)["about"]
+    if "vocabulary" not in about:
+        fail(f"{folder}: has no vocabulary: another program than minidist train has saved it")
+    return _writer(about["config"], read_whole(folder), about["vocabulary"], folder, about["steps_done"])
+
+
+def _writer(config: dict[str, Any], weights: dict[str, np.ndarray], symbols: str, source: Path, step: int) -> Writer:
+    model = GPT(GPTConfig(**config))
+    model.load_state_dict(weights)
+    nothing = np.empty(0, np.int32)
+    return Writer(model, Text(str(source), symbols, nothing, nothing), source, step)

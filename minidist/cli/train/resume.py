@@ -1,0 +1,159 @@
+"""`minidist train --resume RUN`: the options of a run come from its newest checkpoint, and so does its state.
+
+What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are computed may be given anew:
+ranks, transport, device, the plan and its options. A new --plan brings its options anew: those that are not given with
+it are the defaults again.
+"""
+
+import argparse
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.health.failure import say_line
+from minidist.console import fail, plural
+from minidist.data.text import NAMED, Text
+from minidist.errors import CheckpointError
+from minidist.launch import Launch
+from minidist.launch.transports import THREADS
+from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
+from minidist.survive.manifest import checkpoints, read_manifest, step_of
+
+NEVER_KEPT = ("command", "given", "json", "out", "patience", "quiet", "ranks", "resume", "verify")
+"""Options that say nothing of the run's numbers, and hold for one command only."""
+
+OF_THE_PLAN = ("plan", "zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
+               "sequence_parallel", "strategy", "replicas", "servers")
+MAY_CHANGE = (*OF_THE_PLAN, "ranks", "transport", "device", "graph", "threads", "patience", "accumulate",
+              "checkpoint_blocks", "offload", "offload_dir", "device_memory", "data", "steps", "save_every", "keep",
+              "resume", "out", "json", "quiet")
+
+
+@dataclass
+class Resumption:
+    """The checkpoints that a run may go on from, the newest first, and what the first readable one says.
+
+    Attributes: run: the run folder; problems: a line for each checkpoint that cannot be used.
+    """
+
+    run: Path
+    folders: list[Path]
+    about: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps before this job's."""
+        return list(self.about["metrics"]["losses"])
+
+    @property
+    def how_saved(self) -> str:
+        """The plan that the checkpoint was saved under: "4 ranks (dp=2,tp=2)"."""
+        plan = self.about["plan"]
+        axes = ",".join(f"{axis}={plan[axis]}" for axis in AXES if plan[axis] > 1)
+        zero = f" with ZeRO-{plan['zero']}" if plan["zero"] else ""
+        return plural(self.about["ranks"], "rank") + (f" ({axes})" if axes else "") + zero
+
+    def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
+        """What is not given anew and depends on the launcher: alone, as many ranks as the plan needs or the run had."""
+        given = getattr(args, "given", ())
+        if launch.launcher == "alone" and args.ranks is None:
+            args.ranks = Plan.parse(args.plan).size if "plan" in given else self.about["ranks"]
+        if "transport" not in given and (
+                (args.transport == "mpi" and not launch.by_mpirun)
+                or (args.transport in THREADS and launch.launcher != "alone")):
+            args.transport = None
+
+    def require_text(self, text: Text) -> None:
+        """Raise ConfigError unless the text is the one that the run began with."""
+        if text_digest(text) != self.about["data"]["sha256"]:
+            fail(f"--resume {self.run}: the text {text.source} is not the one that the run learns from: it has changed "
+                 f"since; give that text with --data, or start a new run")
+
+    def load(self, trainer: Trainer) -> None:
+        """Have a trainer go on from the newest checkpoint that is whole. Every rank calls it; rank 0 tells of others.
+
+        Raises:  ConfigError if none is.
+        """
+        problems = [*self.problems]
+        for folder in self.folders:
+            try:
+                self.about = trainer.load(folder)
+                break
+            except CheckpointError as error:
+                problems.append(str(error))
+        else:
+            fail(f"--resume {self.run}: no checkpoint can be used: {problems[0]}")
+        if trainer.world.rank == 0:
+            for problem in problems:
+                say_line(f"minidist train: {problem.removesuffix('; take an older checkpoint')}; taking {folder.name}")
+
+
+def resumed(args: argparse.Namespace) -> Resumption | None:
+    """Find what --resume names, and fill `args` with the run's options; None without --resume.
+
+    Raises:  ConfigError, one line: there is no checkpoint, or an option is given that cannot change.
+    """
+    if args.resume is None:
+        return None
+    given = set(getattr(args, "given", ()))
+    if args.verify:
+        fail("--verify: compares the first steps of a run, which a resumed one has made before; leave it out")
+    found = _find(Path(args.resume))
+    options = found.about["options"]
+    if wrong := sorted(given - {*MAY_CHANGE}):
+        was = options.get(wrong[0])
+        was = "off" if was is False else "on" if was is True else "none" if was is None else was
+        fail(f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has ({was}); leave the option out, or start "
+             "a new run")
+    if "steps" in given and args.steps < options["steps"]:
+        fail(f"--steps {args.steps}: the run is to make {options['steps']}, and may make more, but not fewer")
+    stays = {name: value for name, value in options.items() if name not in given and hasattr(args, name)}
+    if "plan" in given:
+        stays = {name: value for name, value in stays.items() if name not in OF_THE_PLAN}
+    vars(args).update(stays)
+    args.out = args.out or str(found.run)
+    return found
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that define a run, as its checkpoints keep them; data by a path that holds in any folder."""
+    options = {name: value for name, value in vars(args).items()
+               if name not in NEVER_KEPT and (value is None or isinstance(value, str | int | float))}
+    return options | {"data": args.data if args.data in NAMED else os.path.abspath(args.data)}
+
+
+def text_digest(text: Text) -> str:
+    """The digest of a text, in hexadecimal."""
+    digest = hashlib.sha256(text.symbols.encode())
+    for ids in (text.train, text.validation):
+        digest.update(ids.astype("<i4").data)
+    return digest.hexdigest()
+
+
+def _find(place: Path) -> Resumption:
+    """The checkpoints that `place` names. Raises: ConfigError if none can be used."""
+    asked = f"--resume {place}"
+    try:
+        if step_of(place) is not None:
+            folders = [place, *(older for older in reversed(checkpoints(place.parent))
+                                if (step_of(older) or 0) < (step_of(place) or 0))]
+        else:
+            folders = checkpoints(place)[::-1]
+    except OSError as error:
+        fail(f"{asked}: {error.strerror}")
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            about = read_manifest(folder)["about"]
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if not {"options", "metrics", "data"} <= about.keys():
+            fail(f"{asked}: {folder} was saved by another program than minidist train; load it with Trainer.load")
+        break
+    else:
+        fail(f"{asked}: {problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}")
+    return Resumption(folder.parent, folders[len(problems):], about, problems)

@@ -1,0 +1,162 @@
+"""Checkpoints of `minidist train`: every K steps, at the end, and when the job is told to stop.
+
+Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one, then all end.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from minidist.cli.train.progress import ProgressReport
+from minidist.cli.train.resume import options_of, text_digest
+from minidist.cli.train.settings import Settings
+from minidist.comm.health.failure import AGAIN, say_line
+from minidist.errors import CheckpointError
+from minidist.launch import Launch
+from minidist.launch.membership import current
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.step.step import Batch
+from minidist.survive.manifest import checkpoints, remove, step_folder, step_of
+
+LONG = 2.0      # seconds after which a save is told of while it lasts
+
+
+class Stopped(Exception):     # noqa: N818 - no error
+    """The job was told to stop. All ranks raise it, after the same step."""
+
+
+class Told:
+    """The signal by which this process was told to stop; 0: it was not."""
+
+    number = 0
+
+
+@contextmanager
+def hearing(launch: Launch) -> Iterator[Told]:
+    """In the block SIGTERM breaks off nothing; it is noted. Under srun so is SIGUSR1, which MPICH uses for itself.
+
+    A launcher passes the signal on, to a process of a group perhaps once more. In the main thread, which alone may.
+    """
+    told = Told()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.number = number
+
+    numbers = [signal.SIGTERM] + [signal.SIGUSR1] * (launch.launcher == "slurm")
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in numbers if here}
+    if here and (member := current()) is not None:
+        member.saves_when_told()
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():      # the end of a rank is not broken off either
+            signal.signal(number, handler if launch.launcher == "alone" else signal.SIG_IGN)
+
+
+class Saver:
+    """Saves checkpoints of one run; every rank has one and makes the same calls.
+
+    Args:       losses: of all steps so far, which grows. report: shows that a save lasts long.
+    Attributes: steps, seconds: of each save of this job; failed: saves that failed.
+    """
+
+    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport) -> None:
+        self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
+        self.steps: list[int] = []
+        self.seconds: list[float] = []
+        self.failed = 0
+        self._speaks = trainer.world.rank == 0
+        self._about: dict[str, Any] = {}
+        if self._speaks:
+            text = settings.text
+            self._about = {"options": options_of(settings.args), "vocabulary": text.symbols,
+                           "data": {"source": text.source, "sha256": text_digest(text)}}
+        self._before = {step for folder in checkpoints(settings.out) if (step := step_of(folder)) is not None
+                        and step <= trainer.steps_done}
+
+    def due(self, step: int) -> bool:
+        """Whether the state after so many steps is to be saved."""
+        args = self.settings.args
+        return step == args.steps or bool(step % args.save_every == 0)
+
+    def stopping(self) -> int:
+        """The signal by which any rank was told to stop, or 0; the same on every rank. Cost: an all-reduce."""
+        world = self.trainer.world
+        if world.size == 1:
+            return self.told.number
+        with world.ledger.control():
+            return int(world.all_reduce(np.array([self.told.number]), op="max")[0])
+
+    def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches one by one. Raises: Stopped between two of them, if a rank was told to stop."""
+        for batch in batches:
+            if self.stopping():
+                raise Stopped
+            yield batch
+
+    def save(self, losses: Sequence[float], step_seconds: float) -> None:
+        """Write a checkpoint, then remove the oldest; a failure is told in one line, and the run goes on."""
+        step, start = self.trainer.steps_done, time.perf_counter()
+        folder = step_folder(self.settings.out, step)
+        try:
+            with self._shown(folder), self.trainer.recorder.span("checkpoint", step=step - 1):
+                self.trainer.save(folder, **self._about, metrics={"losses": [*losses], "step_seconds": step_seconds})
+        except CheckpointError as error:
+            self.failed += 1
+            if self._speaks:
+                say_line(f"minidist train: {error}; the run goes on")
+            return
+        self.steps.append(step)
+        self.seconds.append(time.perf_counter() - start)
+        if self._speaks:
+            self._remove_old()
+
+    def farewell(self) -> int:
+        """When all ranks have stopped: say how the run goes on. Returns: the exit status, 1 without a checkpoint."""
+        there = checkpoints(self.settings.out)
+        if not self._speaks:
+            return AGAIN if there else 1
+        where = f"; go on with `minidist train --resume {self.settings.out}`" if there else "; no checkpoint is there"
+        say_line(f"minidist train: told to stop after step {self.trainer.steps_done} of {self.settings.args.steps}"
+                 + (f", saved in {there[-1]}" if there and step_of(there[-1]) == self.trainer.steps_done else "")
+                 + where)
+        return AGAIN if there else 1
+
+    def record(self) -> dict[str, Any]:
+        """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
+        there = checkpoints(self.settings.out)
+        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds,
+                "failed": self.failed}
+
+    def _remove_old(self) -> None:
+        """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
+        there = checkpoints(self.settings.out)
+        ours = [folder for folder in there if step_of(folder) in {*self._before, *self.steps}]
+        try:
+            for folder in there:
+                if folder not in ours[-self.settings.args.keep:]:
+                    remove(folder)
+        except OSError as error:
+            say_line(f"minidist train: an old checkpoint in {self.settings.out} stays: {error.strerror}")
+
+    @contextmanager
+    def _shown(self, folder: Path) -> Iterator[None]:
+        """A line if the block takes long."""
+        start = time.perf_counter()
+        timer = threading.Timer(LONG, self.report.line, [f"saving {folder} …"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if time.perf_counter() - start >= LONG:
+            self.report.line(f"saved {folder} in {time.perf_counter() - start:.1f} s")

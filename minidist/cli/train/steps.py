@@ -1,0 +1,80 @@
+"""The steps of `minidist train`: their losses, their time, and what is due after one of them."""
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from minidist.cli.train.progress import ProgressReport
+from minidist.cli.train.saving import Saver, Stopped
+from minidist.cli.train.settings import Settings
+from minidist.cli.train.verify import STEPS, Weights
+from minidist.parallel.hybrid.cuda_graph import CapturedStep
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.step.late_loss import LateLoss
+
+
+@dataclass
+class Course:
+    """What the steps gave.
+
+    Attributes: losses: global, of all steps, those before a resumed job's too; seconds: of each step of this job, on
+                this rank; seconds_before: a step's, of an earlier job; early: with --verify, the early weights.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    seconds_before: float = 0.0
+    early: Weights | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """The median; where this job has made no step, an earlier job's."""
+        return statistics.median(self.seconds) if self.seconds else self.seconds_before
+
+
+def begun(settings: Settings) -> Course:
+    """What the steps before this job's gave."""
+    if settings.resume is None:
+        return Course()
+    return Course(settings.resume.losses, [], settings.resume.about["metrics"]["step_seconds"])
+
+
+def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, saver: Saver | None = None) -> Course:
+    """Make every step. A loss that is not known when its step returns is read after the next step was started.
+
+    Raises:  Stopped, once the state is saved, if the saver says that the job is to stop.
+    """
+    course, args, ledger = begun(settings), settings.args, trainer.world.ledger
+    start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
+    tokens, last, on_their_way = args.batch * args.context, 0.0, deque[tuple[LateLoss, float]]()
+
+    def read(leave: int = 0) -> None:
+        """The losses that are there, and all but so many of those that are not."""
+        nonlocal last
+        while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
+            late, start = on_their_way.popleft()
+            course.losses.append(late.wait())
+            start, last = max(start, last), time.perf_counter()
+            course.seconds.append(last - start)
+            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
+            report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
+
+    try:
+        for step in range(len(course.losses), args.steps):
+            batch = settings.training_batch(step)
+            start = time.perf_counter()
+            on_their_way.append((start_step(batch), start))
+            read(leave=0 if step + 1 == args.steps else 1)
+            if args.verify and step + 1 == min(STEPS, args.steps):
+                course.early = trainer.state_dict()
+            if saver is not None:
+                stop = saver.stopping()
+                if stop or saver.due(step + 1):
+                    read()
+                    saver.save(course.losses, course.step_seconds)
+                if stop:
+                    raise Stopped
+    finally:
+        report.close()
+    return course

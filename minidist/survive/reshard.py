@@ -1,0 +1,53 @@
+"""A checkpoint rewritten for another plan, in one process: the ranks of that plan are threads, which load and save."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.group import Group
+from minidist.launch import run
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
+from minidist.survive.manifest import read_manifest
+
+LIMIT = 86400.0     # seconds that it may take
+
+SET_BY_SAVE = ("steps_done", "seed", "optimizer", "config", "plan", "state", "ranks")
+"""What Trainer.save tells itself of a checkpoint."""
+
+
+def reshard(folder: Path, target: Path, plan: Plan) -> None:
+    """Write the checkpoint `folder` to `target` as the ranks of `plan` would; its precision stays.
+
+    Raises:  PlanError if the plan does not fit the model; CheckpointError if it cannot be read or written.
+    """
+    about = read_manifest(folder)["about"]
+    config = GPTConfig(**about["config"])
+    plan = replace(plan, precision=about["plan"]["precision"])
+    plan.require(plan.size, config)
+    plan.require_model(config)
+    optimizer = next(name for name, kind in OPTIMIZERS.items()
+                     if about["optimizer"] == getattr(kind, "__name__", ""))
+    kept = {name: value for name, value in about.items() if name not in SET_BY_SAVE}
+    if "options" in kept:
+        kept["options"] |= options_of(plan)
+    run(_load_and_save, str(folder), str(target), plan, config, optimizer, kept, size=plan.size, limit=LIMIT)
+
+
+def options_of(plan: Plan) -> dict[str, Any]:
+    """The options of minidist train that name this plan; those of other plans are the defaults."""
+    cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
+    parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
+             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "offload", "servers")
+    defaults = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return {"plan": cut, "replicas": None, **{name: defaults[name] for name in parts}}
+
+
+def _load_and_save(world: Group, folder: str, target: str, plan: Plan, config: GPTConfig, optimizer: str,
+                   about: dict[str, Any]) -> None:
+    trainer = Trainer(plan, config, world, optimizer=optimizer)
+    try:
+        trainer.load(folder)
+        trainer.save(target, **about)
+    finally:
+        trainer.close()
