@@ -229,6 +229,14 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     return world
 
 
+def adopt(membership: Membership) -> Membership:
+    """Make this the process's membership; its launch, its monitor and its world may change (generations.py)."""
+    global _membership
+    _watch_over_the_end(membership)
+    _membership = membership
+    return membership
+
+
 def current() -> Membership | None:
     """The membership of this process, or None before init."""
     return _membership

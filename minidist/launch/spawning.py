@@ -89,7 +89,7 @@ class SpawnedJob:
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
-        with _noting_signals(self.told):
+        with noting_signals(self.told):
             try:
                 self._start()
                 return self._wait()
@@ -100,7 +100,7 @@ class SpawnedJob:
         if isinstance(self.watch, Monitor):
             self.watch.start()
         else:
-            self.helpers.append(_thread(self.watch.serve, self.place.address, self.place.token))
+            self.helpers.append(start_thread(self.watch.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
             if self.told:
                 return
@@ -116,7 +116,7 @@ class SpawnedJob:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.processes[rank] = process
             if process.stderr is not None:
-                self.helpers.append(_thread(_copy, process.stderr, rank))
+                self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place
@@ -186,23 +186,24 @@ class SpawnedJob:
             helper.join(max(0.0, deadline - time.monotonic()))
 
 
-def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+def start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    """A helper of a launcher."""
     thread = threading.Thread(target=target, args=args, name="minidist launcher", daemon=True)
     thread.start()
     return thread
 
 
-def _copy(pipe: IO[bytes], rank: int) -> None:
-    """Every line that comes through the pipe, with the rank in front; a progress bar's `\\r` ends a line too."""
+def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
+    """Every line that comes through the pipe, with its sender's name in front; a progress bar's `\\r` ends one too."""
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")
-            sys.stderr.write("".join(f"[rank {rank}] {part}\n" for part in text.split("\r") if part))
+            sys.stderr.write("".join(f"[{name()}] {part}\n" for part in text.split("\r") if part))
             sys.stderr.flush()
 
 
 @contextmanager
-def _noting_signals(told: list[int]) -> Iterator[None]:
+def noting_signals(told: list[int]) -> Iterator[None]:
     """In the block SIGINT and SIGTERM break off nothing; it looks at `told`. In the main thread, which alone may."""
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)

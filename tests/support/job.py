@@ -73,7 +73,7 @@ def main() -> None:
     world = md.init(transport=transport, limit=20, patience=0.4 if mode == "after stop" else PATIENCE)
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):
-        membership.current().joined.link._grace = 0.5   # a test has no 5 seconds
+        membership.current().joined.link.grace = 0.5   # a test has no 5 seconds
     total = world.all_reduce(np.arange(3.0) + world.rank)
     np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
     say(f"hello from {world.rank} of {world.size} over {world.transport.name}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
+    MOST_RANKS,
     fraction,
     not_negative,
     number_of_bytes,
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (None, "store"):
         parser.register("action", kind, _Given)
     parser.register("action", "store_true", _GivenFlag)
-    groups = {"the job": _job, "the plan": _division, "other strategies": _strategy, "device memory": _memory,
-              "the data": _data, "the model": _model, "a mixture of experts": _experts, "the training": _training,
-              "checkpoints": _checkpoints, "the result": _result}
+    groups = {"the job": _job, "an elastic job": _elastic, "the plan": _division, "other strategies": _strategy,
+              "device memory": _memory, "the data": _data, "the model": _model, "a mixture of experts": _experts,
+              "the training": _training, "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
@@ -67,6 +68,21 @@ def _job(add: Add) -> None:
         help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
     add("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
         help="how long a rank's process may be stopped (Ctrl-Z, SIGSTOP) before it is lost (default: %(default)s)")
+
+
+def _elastic(add: Add) -> None:
+    add("--elastic", metavar="LEAST:MOST",
+        help="with -n: ranks may die; the others go on with at least so many, and others join (default: the first "
+             "loss ends the job)")
+    add("--max-restarts", type=whole_number(0, 10**9), metavar="N",
+        help="processes that may be started in place of lost ones (default: 0)")
+    add("--spares", type=whole_number(0, MOST_RANKS), metavar="N",
+        help="processes that wait, ready to take a lost rank's place, so that the plan stays (default: 0)")
+    add("--elastic-wait", type=not_negative, metavar="SECONDS",
+        help="how long ranks wait for a replacement before they go on with fewer (default: 0)")
+    add("--peer-copies", type=positive, metavar="K",
+        help="every K steps, keep a copy of the state in memory, and of what no other rank has one in a partner's "
+             "(default: 1)")
 
 
 def _division(add: Add) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
+from minidist.cli.train.elastic import check_elastic, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
@@ -30,12 +31,14 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
+from minidist.launch.generations import Generations
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
+from minidist.survive.elastic import Survivor, describe
 
 __all__ = ["add_arguments", "run", "train_steps"]
 
@@ -51,11 +54,16 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
+    check_elastic(args)
+    if args.elastic and (job := Generations.from_environment()) is not None:
+        return elastic_process(job, check(args), train)
     launch, settings = detect(), check(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
+    if args.elastic and not starts_ranks:
+        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads and not starts_ranks:
@@ -78,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks:
         args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
         with run_folder(settings.out):
+            if args.elastic:
+                return start_elastic(settings, size)
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
@@ -91,7 +101,8 @@ def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told 
     return train(settings, world, threads, told)
 
 
-def train(settings: Settings, world: Group, threads: int, told: Told | None = None) -> int:
+def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
+          survivor: Survivor | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -103,12 +114,13 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     trainer.require_room(args.batch)
     if settings.resume is not None:
         settings.resume.load(trainer)
-    if speaks:
+    if speaks and (survivor is None or not survivor.job.begun):
         announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
     saver = Saver(trainer, settings, told or Told(), report) if args.save_every else None
     try:
-        course = train_steps(trainer, settings, report, saver)
+        course = (train_steps(trainer, settings, report, saver) if survivor is None else
+                  elastic_steps(trainer, settings, report, survivor))
         trainer.check_replicas()
         held_out = report.validating(settings.validation_batches())
         validation_loss = trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
@@ -118,6 +130,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         world.barrier()
         return saver.farewell()
     metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
+    if survivor is not None and world.rank == 0:
+        metrics["elastic"] = describe(survivor.job.records())
     return conclude(trainer, settings, metrics, timeline, course.early, console)
 
 

@@ -53,8 +53,14 @@ class Settings:
         return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
 
     def plan(self, size: int) -> Plan:
-        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of --plan."""
+        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of --plan.
+
+        An elastic job of fewer ranks keeps the inner axes.
+        """
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
+        inner = plan.size // plan.dp
+        if self.args.elastic and size < plan.size and size % inner == 0:
+            plan = replace(plan, dp=size // inner)
         args = self.args
         given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
         if args.zero is None:

@@ -179,6 +179,11 @@ class Monitor:
         with self._changed:
             return world_rank in self._seats and self._seats[world_rank].left
 
+    def has_come(self, world_rank: int) -> bool:
+        """Whether this rank has been here."""
+        with self._changed:
+            return world_rank in self._seats
+
     def _run(self, target: Callable[..., None], *args: Any) -> None:
         """In a thread that close() will join."""
         thread = threading.Thread(target=target, args=args, name="minidist monitor", daemon=True)

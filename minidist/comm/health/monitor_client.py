@@ -31,6 +31,7 @@ class MonitorClient:
     """One rank's connection to the job's monitor.
 
     Attributes: limit        seconds that a meeting may last
+                grace        seconds that this process gets to end after a failure
                 address      the monitor's
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
                 loss         the Failure that ended the job, or None
@@ -50,7 +51,7 @@ class MonitorClient:
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Failure | None = None
-        self._sock, self._grace = sock, grace
+        self._sock, self.grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
@@ -242,8 +243,8 @@ class MonitorClient:
         with self._changed:
             if self._end_timer is not None or self._closed:
                 return
-            message = f"minidist: rank {self.world_rank} was still busy {self._grace:g} s after {why}; ended"
-            self._end_timer = threading.Timer(self._grace, end_process, [message])
+            message = f"minidist: rank {self.world_rank} was still busy {self.grace:g} s after {why}; ended"
+            self._end_timer = threading.Timer(self.grace, end_process, [message])
             self._end_timer.daemon = True
             self._end_timer.start()
 

@@ -159,6 +159,10 @@ def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
     Args:    have, want: their runs; no run of an array overlaps another of the same.
     Returns: (n, 3) int64: offset in the one, offset in the other, length; each row is one copy of numbers.
     """
+    if not len(have) or not len(want) or have.min() >= want.max() or want.min() >= have.max():
+        return np.empty((0, 3), np.int64)
+    if np.array_equal(have, want):
+        return np.array([[0, 0, (have[:, 1] - have[:, 0]).sum()]], np.int64)
     edges = np.unique(np.concatenate([have, want]))
     starts, lengths = edges[:-1], np.diff(edges)
     offsets = np.stack([_offsets(have, starts), _offsets(want, starts), lengths], axis=1)

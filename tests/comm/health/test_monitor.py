@@ -268,7 +268,7 @@ def test_who_does_not_end_is_ended(monkeypatch):
     ended = []
     monkeypatch.setattr("minidist.comm.health.monitor_client.end_process", ended.append)
     with job(3, grace=0.5) as (_, links):
-        links[2]._grace = 60.0
+        links[2].grace = 60.0
         links[1].report(ValueError("mine"))
         wait_for(lambda: links[2]._end_timer)
         links[2].goodbye()                                 # in time, and left alone

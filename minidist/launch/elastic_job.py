@@ -1,0 +1,286 @@
+"""An elastic job: its ranks may die, and the ranks that are left, or others in their place, go on.
+
+    generation 1   ranks 0 1 2 3           monitor 1        rank 2 is killed: monitor 1 tells all, they leave
+    generation 2   ranks 0 1   3 -> 0 1 2  monitor 2        go on with three; the launcher starts another process
+    generation 3   ranks 0 1 2 + new       monitor 3        it has started: all stop after the same step, and go on
+
+Between two losses a job is a generation: some processes with ranks, and a monitor of their own, as in any other job.
+When a generation breaks, those of its processes that live leave it and say so here (workers.py). Then this launcher
+forms the next one:
+
+    as many ranks as the job wants      if so many processes wait, a spare among them
+    it waits                            if others are starting, and less than `wait` seconds have passed
+    fewer ranks                         of a size that the plan allows
+    it gives up                         if fewer than `least` are left and none is starting
+
+A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
+the launcher does not know: the ranks hold it (survive/elastic.py).
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.health.acceptor import Seat
+from minidist.comm.health.failure import Failure, how_it_ended, say_line
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.process_state import PATIENCE, stop_of
+from minidist.launch.generation import Elastic, EventLog, Generation
+from minidist.launch.spawning import GRACE, STOP, noting_signals
+from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
+
+LEAVE_LIMIT = 60.0      # seconds that a process gets to leave a broken generation: it may compute in one long call
+COME_LIMIT = 20.0       # seconds until all processes of a generation must be at its monitor
+START_LIMIT = 300.0     # seconds that a process may take to start
+AGREE_LIMIT = 20.0      # seconds until all ranks must know the step to stop after
+ENDING = 60.0           # seconds that the others may take to end when the first is done
+USELESS = 3             # failures one after another, no step between them, that end the job
+
+
+def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
+                  patience: float = PATIENCE) -> int:
+    """Run copies of `command` as ranks of an elastic job, and wait for them.
+
+    Args:    record: a file that gets a line of JSON for each event of a generation. patience: as spawn().
+    Returns: 0, or as spawn() if the job could not go on.
+    Raises:  LaunchError if the command cannot be started.
+    """
+    return ElasticJob(command, elastic, record, patience).run()
+
+
+class ElasticJob:
+    """The launcher's side of an elastic job."""
+
+    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float) -> None:
+        self.elastic, self.patience, self.log = elastic, patience, EventLog(record)
+        self.workforce = Workforce(command, wire.new_token())
+        self.generation: Generation | None = None
+        self.lost: list[dict[str, Any]] = []        # since the last generation was formed
+        self.restarts, self.useless = elastic.restarts, 0
+        self.begun = False                          # some generation has had a state
+        self.status: int | None = None              # of the job, once it is known
+        self.told: list[int] = []
+        self.start, self.finishing = time.monotonic(), 0.0     # since when
+
+    def run(self) -> int:
+        """Start, serve, clean up; the exit status."""
+        with noting_signals(self.told):
+            try:
+                for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
+                    self.workforce.start()
+                while self.status is None:
+                    self._serve(self.workforce.next_event(0.02))
+                return self.status
+            finally:
+                self._end()
+
+    def _serve(self, event: tuple[Worker, dict[str, Any]] | None) -> None:
+        if event is not None:
+            self._take(*event)
+        for worker, code in self.workforce.reap():
+            self._ended(worker, code)
+        generation = self.generation
+        if self.told:
+            self._stop(Failure.by_signal(self.told[0]))
+        elif self.status is not None:
+            return
+        elif self.workforce.of(DONE) or self.finishing:
+            self._finish()
+        elif generation is None or generation.broken is not None:
+            self._form_next()
+        elif generation.monitor.loss is not None:
+            self._break(generation, generation.monitor.loss)
+        else:
+            self._tend(generation)
+
+    # --- what processes say ------------------------------------------------------------------------------------------
+
+    def _take(self, worker: Worker, frame: dict[str, Any]) -> None:
+        generation = self.generation
+        match frame["kind"]:
+            case "waiting":
+                if generation is not None and worker in generation.members:
+                    generation.reached = max(generation.reached, int(frame["steps"]))
+                self._left(worker, str(frame["why"]), tidy=bool(frame["tidy"]))
+            case "record":
+                worker.send("record", value=self.log.records)
+            case "done":
+                worker.state = DONE
+                if generation is not None and "done" not in generation.record:
+                    self.log.note("done", generation)
+            case "give_up":
+                self._give_up(str(frame["why"]))
+            case kind if generation is not None and worker in generation.members and generation.broken is None:
+                self._hear(generation, worker, kind, frame)
+
+    def _hear(self, generation: Generation, worker: Worker, kind: str, frame: dict[str, Any]) -> None:
+        match kind:
+            case "formed":
+                self.begun = True
+                self.log.note("formed", generation, step=int(frame["step"]))
+            case "stepped":
+                self.useless = 0
+                self.log.note("stepped", generation, step=int(frame["step"]))
+            case "boundary":
+                generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
+                for other in generation.members[1:]:
+                    other.send("stop", number=generation.number, step=int(frame["step"]))
+            case "agreed":
+                generation.agreed.add(worker.number)
+        if kind in ("boundary", "agreed") and len(generation.agreed) == len(generation.members):
+            generation.members[0].send("go", number=generation.number)
+
+    def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
+        """A process waits for the next generation: it has just started, or has left its last one."""
+        generation, was = self.generation, worker.state
+        worker.state = WAITING
+        if was != MEMBER or generation is None or worker not in generation.members or generation.broken is not None:
+            return
+        if tidy:
+            generation.broken = time.monotonic()
+            self.log.note("left", generation, step=generation.boundary)
+        elif generation.monitor.loss is None:               # its rank is alive: a connection broke
+            generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, why))
+
+    # --- a generation ends -------------------------------------------------------------------------------------------
+
+    def _break(self, generation: Generation, loss: Failure) -> None:
+        """One of its ranks is lost: the others leave."""
+        generation.broken = time.monotonic()
+        self.log.note("broken", generation, rank=loss.world_rank, how=loss.how.splitlines()[0])
+        if loss.status == 2:                                # bad input, which its rank has told
+            self.status = 2
+        elif loss.traceback:
+            self.useless += 1
+            if self.useless >= USELESS:
+                self._give_up(f"{self.useless} failures without a step between them, the last: {loss}")
+
+    def _ended(self, worker: Worker, code: int) -> None:
+        """A process has ended. It is replaced, if more may be started."""
+        generation = self.generation
+        if worker.state == DONE:
+            self.finishing = self.finishing or time.monotonic()
+            if code and self.status is None:
+                self.status = code
+            return
+        how = how_it_ended(code)
+        if generation is not None and worker in generation.members:
+            if generation.broken is None:
+                generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
+            self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
+        say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
+        wanted = self.elastic.sizes[-1] + self.elastic.spares
+        if self.restarts and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
+            self.restarts -= 1
+            self.workforce.start()
+
+    def _form_next(self) -> None:
+        """Once all that live have left the last generation: form the next, if that is possible now."""
+        generation, now = self.generation, time.monotonic()
+        since = self.start if generation is None or generation.broken is None else generation.broken
+        staying = [worker for worker in self.workforce.of(MEMBER)]
+        for worker in staying:
+            stopped = stop_of(worker.process.pid)
+            lost = generation is not None and generation.monitor.loss is not None \
+                and generation.monitor.loss.world_rank == worker.rank
+            if now - since > (self.patience if stopped and not lost else 0.0 if stopped else LEAVE_LIMIT):
+                worker.kill()
+        if staying:
+            return
+        ready = self.workforce.of(WAITING)
+        starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
+        size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
+        patience = self.elastic.wait if generation is not None else START_LIMIT
+        first = [worker for worker in starting if generation is None and worker.number < wanted]
+        if not first and (size == wanted or (size and not (starting and now - since < patience))):
+            self._form(size, ready)
+        elif not starting:
+            self._give_up(f"{len(ready)} processes are left, and the job needs {self.elastic.sizes[0]}; give more "
+                          f"--max-restarts")
+
+    def _give_up(self, why: str) -> None:
+        say_line(f"minidist: {why}; the job ends")
+        self.status = 1
+
+    # --- a generation begins -----------------------------------------------------------------------------------------
+
+    def _form(self, size: int, ready: list[Worker]) -> None:
+        """Give ranks, and tell each process its own."""
+        last, members = self.generation, self._placed(size, ready)
+        token = wire.new_token()
+        monitor = Monitor(size, token, how=lambda seat: self._how(members, seat), patience=self.patience)
+        monitor.start()
+        number = 1 if last is None else last.number + 1
+        record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
+                  "pids": [worker.process.pid for worker in members],
+                  "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost}
+        self.log.records.append(record)
+        for rank, worker in enumerate(members):
+            worker.state, worker.rank = MEMBER, rank
+            worker.send("generation", number=number, world_rank=rank, world_size=size, token=token.decode(),
+                        host=monitor.address[0], port=monitor.address[1], begun=self.begun)
+            worker.tells = True
+        if last is not None:
+            self.log.note("reached", last, step=last.reached)
+        self.generation, self.lost = Generation(number, members, monitor, record), []
+        self.log.note("forming", self.generation)
+        if last is not None:
+            threading.Thread(target=last.monitor.close, daemon=True).start()
+            say_line(f"minidist: generation {number} goes on with {size} ranks")
+
+    def _placed(self, size: int, ready: list[Worker]) -> list[Worker]:
+        """The processes of a generation, by rank: each keeps its rank if the size stays; else their order."""
+        last = [] if self.generation is None else self.generation.members
+        known = [worker for worker in last if worker in ready][:size]
+        new = [worker for worker in ready if worker not in known]
+        if len(last) != size:
+            return [*known, *new][:size]
+        return [worker if worker in known else new.pop(0) for worker in last]
+
+    def _how(self, members: list[Worker], seat: Seat) -> str | None:
+        """How a rank ended that is just ending; None if it still runs."""
+        code = members[seat.world_rank].ended()
+        return None if code is None else how_it_ended(code)
+
+    def _tend(self, generation: Generation) -> None:
+        """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
+        now, record = time.monotonic(), generation.record
+        if "formed" not in record:
+            away = [worker for worker in generation.members if not generation.monitor.has_come(worker.rank)]
+            for worker in away:
+                stopped = bool(stop_of(worker.process.pid))
+                if now - generation.begun > (self.patience if stopped else COME_LIMIT):
+                    worker.kill()
+        elif generation.asked is not None:
+            if now - generation.asked > AGREE_LIMIT:
+                generation.asked = None                     # it makes a long step, or the last one
+        elif "stepped" in record:
+            more = len(generation.members) + len(self.workforce.of(WAITING))
+            if self.elastic.size_of(more) > len(generation.members):
+                generation.asked = now
+                generation.members[0].send("regroup", number=generation.number)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """A rank is done, so the work is: the others end, too, or are ended."""
+        self.finishing = self.finishing or time.monotonic()
+        if not self.workforce.of(MEMBER, DONE) or time.monotonic() - self.finishing > ENDING:
+            self.status = self.status or 0
+
+    def _stop(self, loss: Failure) -> None:
+        """The launcher was told to stop: the ranks hear of it where they wait for each other, and unwind."""
+        if self.generation is not None:
+            self.generation.monitor.lose(loss)
+        say_line(f"minidist: {loss}; its {len(self.workforce.workers)} processes ended")
+        self.status = loss.status
+
+    def _end(self) -> None:
+        self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
+        if self.generation is not None:
+            self.generation.monitor.close()
+        self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})

@@ -1,0 +1,90 @@
+"""What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of all of them.
+
+    {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
+    {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
+    {"event": "stepped", …, "step": 42}     the first step of this generation that counts
+    {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to be joined by more
+    {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
+    {"event": "done", …}                    the work is
+    {"event": "end", …, "status": 0}        of the job
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.health.failure import say_line
+from minidist.comm.health.monitor import Monitor
+from minidist.launch.workers import Worker
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The bounds of an elastic job.
+
+    Attributes: sizes     numbers of ranks that the plan allows, the last is what the job wants
+                restarts  processes that may be started in place of others
+                spares    processes that wait, started, beside those that work
+                wait      seconds to wait for a replacement that is starting, before going on with fewer ranks
+    """
+
+    sizes: tuple[int, ...]
+    restarts: int = 0
+    spares: int = 0
+    wait: float = 0.0
+
+    def size_of(self, count: int) -> int:
+        """The most ranks that so many processes can be; 0 if they are too few."""
+        return max((size for size in self.sizes if size <= count), default=0)
+
+
+@dataclass
+class Generation:
+    """Ranks that work together, by rank, and what became of them."""
+
+    number: int
+    members: list[Worker]
+    monitor: Monitor
+    record: dict[str, Any]
+    begun: float = field(default_factory=time.monotonic)
+    broken: float | None = None     # when; None while it works
+    asked: float | None = None      # when its rank 0 was asked for a step to stop after
+    boundary: int = 0               # that step
+    reached: int = 0                # the most steps that one of its ranks had made when it left
+    agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
+
+
+class EventLog:
+    """The events of a job, a line of JSON each in a file, and a record of each generation; seconds since it began.
+
+    Args: file: None: there is none.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._start = file, time.monotonic()
+        self.records: list[dict[str, Any]] = []
+
+    def clock(self) -> float:
+        """Seconds since the job began."""
+        return round(time.monotonic() - self._start, 4)
+
+    def note(self, event: str, generation: Generation, **content: Any) -> None:
+        """An event of a generation, for its record and the file."""
+        generation.record[event] = self.clock()
+        if event == "formed":
+            generation.record["step"] = content["step"]
+        told = {key: generation.record[key] for key in ("processes", "pids")} if event == "forming" else {}
+        self.write({"event": event, "seconds": generation.record[event], "time": time.time(),
+                    "generation": generation.number, **told, **content})
+
+    def write(self, line: dict[str, Any]) -> None:
+        """A line of the file. A full disk does not end the job."""
+        try:
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            say_line(f"minidist: {self._file}: {error.strerror}; what follows is not recorded there")
+            self._file = None

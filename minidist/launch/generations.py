@@ -1,0 +1,210 @@
+"""A process of an elastic job: it gets a rank in one generation after another, and keeps its memory between them.
+
+    job = Generations.from_environment()        # None: this process is not of an elastic job
+    while world := job.next_world(why):         # waits for a generation, joins it
+        try: ... work, until it is done: job.done(); break
+        except PeerLostError: job.leave(error)  # the world is closed, the process stays
+
+The launcher's side is elastic_job.py; what the two say to each other, workers.py.
+"""
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.group import Group
+from minidist.comm.health.acceptor import connect_to_monitor
+from minidist.comm.health.failure import words
+from minidist.errors import CommError, LaunchError, MinidistError, PeerLostError, TimeoutError
+from minidist.launch import transports
+from minidist.launch.joining import token_from_environment
+from minidist.launch.launchers import detect
+from minidist.launch.membership import Membership, adopt, limit_blas_threads
+
+REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
+AGREE_LIMIT = 10.0      # seconds that rank 0 waits until all ranks know the step to stop after
+LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
+HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
+ANSWER_LIMIT = 10.0     # seconds for the launcher's record
+
+
+class Generations:
+    """This process as one of an elastic job.
+
+    Args:       address, token: of the launcher. number: of this process in the job.
+    Attributes: number      of the present generation, from 1; 0: none yet
+                begun       whether a generation before this one had a state
+                stop_at     the step after which all ranks leave this generation, if there is one
+                steps       how many this process has made, as it says itself
+    """
+
+    def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
+        self.process, self.number, self.begun = number, 0, False
+        self.stop_at: int | None = None
+        self.steps = 0
+        self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
+        self._membership: Membership | None = None
+        self._why, self._tidy = "", True
+        self._heard: dict[str, dict[str, Any]] = {}     # from the launcher, by kind, not yet taken
+        self._regroup = self._ended = False
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        threading.Thread(target=self._listen, name="minidist elastic", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> "Generations | None":
+        """This process's place, or None if no launcher of an elastic job has started it."""
+        address = os.environ.get("MINIDIST_ELASTIC")
+        if address is None:
+            return None
+        host, _, port = address.rpartition(":")
+        number, token = os.environ.get("MINIDIST_PROCESS", ""), token_from_environment()
+        if not (host and port.isdigit() and number.isdigit() and token):
+            raise LaunchError(f"MINIDIST_ELASTIC={address!r} needs the form host:port, and MINIDIST_PROCESS and "
+                              "MINIDIST_TOKEN beside it")
+        return cls((host, int(port)), token, int(number))
+
+    # --- from one generation to the next -----------------------------------------------------------------------------
+
+    def next_world(self, transport: str | None, limit: float, threads: int | None) -> Group | None:
+        """Wait for the next generation and join it; None if the job is over.
+
+        Args:   transport, limit, threads: as of md.init.
+        Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
+        """
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
+        told = self._wait("generation", None)
+        if told is None:
+            return None
+        rank, size = str(told["world_rank"]), str(told["world_size"])
+        os.environ.update({
+            "MINIDIST_LAUNCH": "1", "MINIDIST_MONITOR": f"{told['host']}:{told['port']}",
+            "MINIDIST_TOKEN": told["token"], "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": told["host"],
+            "MASTER_PORT": str(told["port"])})
+        launch = detect()
+        if self._membership is None:
+            self._membership = adopt(Membership(launch, transport or launch.transport))
+        member = self._membership
+        member.launch = launch
+        limit_blas_threads(threads, launch.local_size)
+        world = member.world = member.join(transport or launch.transport, limit)
+        assert member.joined is not None
+        member.joined.link.grace = LEAVE_GRACE
+        return world
+
+    def breaks(self, error: BaseException) -> bool:
+        """Whether `error` comes of a lost rank or connection, so that this process is to leave, and not to fail."""
+        if isinstance(error, PeerLostError | TimeoutError):
+            return True
+        joined = None if self._membership is None else self._membership.joined
+        return isinstance(error, MinidistError | OSError) and joined is not None and (
+            joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step."""
+        member, self._tidy = self._membership, error is None
+        self._why = "" if error is None else words(error).splitlines()[0]
+        assert member is not None
+        link = None if member.joined is None else member.joined.link
+        if error is not None and link is not None:
+            link.wait_for_loss(HEARSAY)                     # a connection may break before the monitor says why
+        if member.world is not None:
+            if isinstance(error, CommError):
+                member.world.transport.abort(error)         # or a started call might wait for ranks that do not come
+            with contextlib.suppress(MinidistError, OSError):
+                member.world.close()
+        if link is not None and self._tidy:
+            link.goodbye()
+        elif link is not None:
+            link.close()
+        if member.world is not None:
+            member.world.transport.close()
+        member.world = member.joined = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether the launcher has asked this rank, rank 0, for a step to stop after, and has no answer yet."""
+        return self._regroup
+
+    # --- inside a generation -----------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, **content: Any) -> None:
+        """"formed", "stepped" or "give_up", to the launcher."""
+        self._tell(kind, **content)
+
+    def done(self) -> None:
+        """This process has all that it came for: the others may end, too."""
+        self._tell("done")
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the launcher has noted of all generations; empty if it does not answer."""
+        self._tell("record")
+        told = self._wait("record", ANSWER_LIMIT)
+        return [] if told is None else list(told["value"])
+
+    def stops(self, step: int) -> bool:
+        """Whether all ranks leave now, `step` steps being done. Every rank asks between two steps.
+
+        Asked by the launcher, rank 0 names the step that is about to begin. No rank can end that step before rank 0
+        has begun it, which it does when all others know of it.
+        """
+        assert self._membership is not None
+        if self._regroup and self.stop_at is None and self._membership.launch.world_rank == 0:
+            self._regroup = False
+            self._tell("boundary", step=step + 1)
+            if self._wait("go", AGREE_LIMIT) is not None:
+                self.stop_at = step + 1
+        return self.stop_at == step
+
+    # --- the connection ----------------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, **content: Any) -> None:
+        with self._sending, contextlib.suppress(CommError, OSError, ValueError):
+            wire.send_frame(self._sock, {"kind": kind, **content})
+
+    def _wait(self, kind: str, limit: float | None) -> dict[str, Any] | None:
+        """What the launcher says of this kind; None after `limit` seconds, if it is gone, or if a rank is lost."""
+        deadline = None if limit is None else time.monotonic() + limit
+        joined = None if self._membership is None else self._membership.joined
+        with self._changed:
+            while kind not in self._heard and not self._ended:
+                if (deadline is not None and time.monotonic() > deadline) or (joined and joined.link.loss):
+                    return None
+                self._changed.wait(None if limit is None else 0.05)
+            return self._heard.pop(kind, None)
+
+    def _listen(self) -> None:
+        with self._sock, contextlib.suppress(CommError, OSError, ValueError):
+            while True:
+                frame = wire.recv_frame(self._sock, None)
+                with self._changed:
+                    if frame.get("number", self.number) < self.number:
+                        continue                            # of a generation that is over
+                    match frame["kind"]:
+                        case "regroup":
+                            self._regroup = True
+                        case "stop":
+                            self.stop_at = int(frame["step"])
+                        case kind:
+                            if kind == "generation":
+                                self.number, self.begun = frame["number"], frame["begun"]
+                                self.stop_at, self._regroup = None, False
+                                self._heard.clear()
+                            self._heard[kind] = frame
+                    self._changed.notify_all()
+                if frame["kind"] == "stop":
+                    self._tell("agreed")
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def warm_up(transport: str | None) -> None:
+    """Before the first generation: load what joining needs, and have later collections of garbage pass over modules."""
+    transports.load(transport or "auto")
+    gc.collect()
+    gc.freeze()

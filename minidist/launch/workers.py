@@ -1,0 +1,165 @@
+"""The processes of an elastic job, and the launcher's connection to each: they outlive the generations of the job.
+
+    process -> launcher                                       launcher -> process
+    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
+              nothing; steps that it has made                              the job has begun
+    formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
+    stepped   step: the first step after that was made        stop         step: leave the generation after it
+    boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
+    agreed    it knows that step                              record       what happened in all generations
+    record    (asks)
+    give_up   why the job cannot go on
+    done      it has all that it came for
+
+A process that hangs up, or a launcher that does, is gone.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up
+from minidist.comm.health.process_state import REAP_LIMIT
+from minidist.errors import CommError, HandshakeError, LaunchError
+from minidist.launch.launchers import clean_environment
+from minidist.launch.spawning import copy_lines, start_thread
+
+STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
+
+Event = tuple["Worker", dict[str, Any]]
+
+
+class Worker:
+    """A process. `number` counts from 0 and is never used again; `rank` is that of its last generation.
+
+    Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
+                tells    it was a member once, and may hold copies of the state
+    """
+
+    def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
+        self.number, self.process, self.since = number, process, time.monotonic()
+        self.sock: socket.socket | None = None
+        self.state, self.rank, self.tells = STARTING, -1, False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one frame. An error is ignored: a process that is gone is found by its end."""
+        with contextlib.suppress(CommError, OSError, ValueError):
+            if self.sock is not None:
+                wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
+
+    def ended(self, limit: float = REAP_LIMIT) -> int | None:
+        """The exit code of a process that is just ending; None if it still runs after `limit` s."""
+        deadline = time.monotonic() + limit
+        while (code := self.process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return code
+
+    def kill(self) -> None:
+        """At once; a stopped process, too."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+
+
+class Workforce:
+    """All processes that were started and have not ended, by number; what they say is in `events`."""
+
+    def __init__(self, command: Sequence[str], token: bytes) -> None:
+        self.command, self.token, self.started = list(command), token, 0
+        self.workers: dict[int, Worker] = {}
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._listener = listen("127.0.0.1", 0)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
+        self._closed = False
+        start_thread(self._accept)
+
+    def start(self) -> Worker:
+        """Start another process. Raises: LaunchError if the command cannot be started."""
+        number = self.started
+        variables = {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
+                     "MINIDIST_TOKEN": self.token.decode()}
+        try:
+            process = subprocess.Popen(self.command, env={**clean_environment(os.environ), **variables},
+                                       stdin=None if number == 0 else subprocess.DEVNULL,
+                                       stderr=None if number == 0 else subprocess.PIPE)
+        except OSError as error:
+            raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+        worker = self.workers[number] = Worker(number, process)
+        self.started += 1
+        if process.stderr is not None:
+            start_thread(copy_lines, process.stderr, worker.__str__)
+        return worker
+
+    def of(self, *states: str) -> list[Worker]:
+        """Those in one of these states, by number."""
+        return [worker for _, worker in sorted(self.workers.items()) if worker.state in states]
+
+    def next_event(self, limit: float) -> Event | None:
+        """What a process said; None if none said anything in `limit` s, or one has ended."""
+        with contextlib.suppress(queue.Empty):
+            return self.events.get(timeout=limit)
+        return None
+
+    def reap(self) -> list[tuple[Worker, int]]:
+        """Those that have ended since the last call, with their exit codes."""
+        gone = [(worker, code) for worker in self.of(STARTING, WAITING, MEMBER, DONE)
+                if (code := worker.process.poll()) is not None]
+        for worker, _ in gone:
+            del self.workers[worker.number]
+        return gone
+
+    def end(self, grace: float, hurry: Callable[[], bool]) -> None:
+        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after as long again."""
+        self._closed = True
+        self._acceptor.close()
+        for worker in self.workers.values():
+            if worker.sock is not None:
+                end_connection(worker.sock)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + (0.0 if hurry() else grace)
+            while self.workers and time.monotonic() < deadline and not hurry():
+                self.reap()
+                time.sleep(0.005)
+            for worker in self.workers.values():
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.send_signal(signal.SIGKILL if hurry() else number)
+        for worker in self.workers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(10.0)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            self._acceptor.accept()
+
+    def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """A process has come: hear it, in a thread of its own."""
+        worker = self.workers.get(hello.get("process", -1))
+        if worker is None or worker.sock is not None:
+            raise HandshakeError(f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
+                                 f"{hello.get('process')!r}")
+        set_up(sock)
+        wire.send_frame(sock, {"kind": "welcome"}, 1.0)
+        worker.sock = sock
+        start_thread(self._hear, worker, sock)
+
+    def _hear(self, worker: Worker, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(CommError, OSError, ValueError):
+            while True:
+                self.events.put((worker, wire.recv_frame(sock, None)))
+        worker.ended()
+        self.events.put(None)                                # so that the launcher looks
+
+
+def _run(target: Callable[..., None], *args: Any) -> None:
+    start_thread(target, *args)

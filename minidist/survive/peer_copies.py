@@ -1,0 +1,191 @@
+"""Chapter 26 · Peer copies: what a rank has of the state is also in the memory of another rank.
+
+    after step 41                 rank 0     rank 1     rank 2     rank 3
+    its own, of steps 40 and 41   shard 0    shard 1    shard 2    shard 3
+    of the rank before it         shard 3    shard 0    shard 1    shard 2
+
+If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no other rank has is sent:
+under DDP nothing, because each rank has everything; under ZeRO the chunks; under tensor parallelism without data
+parallelism the shards. The partner is the nearest rank after this one that is on another node, for all ranks at the
+same distance; the next one, where all are on one node.
+
+Why two steps. A rank may be lost while some have ended step k and others have not. Nobody ends step k before everybody
+has begun it, which is after all copies of step k - 1 have arrived. So of the last two steps that any rank has, the
+older one is whole, unless a rank and its partner are lost at once.
+
+Cost of a step: the state of a rank copied once, and once more sent and received as far as no other rank has it;
+memory: twice its state, and twice what is sent.
+
+Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory checkpoints".
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.comm.wire import pack, unpack
+from minidist.device.backend import dtype_name, to_host
+from minidist.observe.records import share_records
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.state_exchange import Snapshot, restore
+from minidist.parallel.hybrid.state_map import (
+    Place,
+    runs_of,
+    small_state,
+    state_arrays,
+    state_places,
+    stripes_of,
+)
+
+ALIGNED = 64            # bytes; where an array may begin in a block
+
+Version = tuple[int, int]
+"""A step, and the generation of the job in which the ranks had it."""
+
+
+class Layout:
+    """A rank's arrays in one block of bytes: first those that no other rank has.
+
+    Args:       alone: of each place, whether no other rank has it.
+    Attributes: pieces: what names each place's numbers; lone: those of the places that no other rank has.
+                lone_bytes: how far they reach.
+    """
+
+    def __init__(self, places: Sequence[Place], alone: Sequence[bool]) -> None:
+        self.places = list(places)
+        self.order = sorted(range(len(places)), key=lambda index: not alone[index])
+        self.pieces = {piece_of(place) for place in places if place.size}
+        self.lone = {piece_of(place) for place, lone in zip(places, alone, strict=True) if lone}
+        self.starts, self.nbytes, self.lone_bytes = [0] * len(places), 0, 0
+        for index in self.order:
+            self.starts[index] = self.nbytes
+            self.nbytes += -(-places[index].size * places[index].dtype.itemsize // ALIGNED) * ALIGNED
+            self.lone_bytes = self.nbytes if alone[index] else self.lone_bytes
+
+    def arrays(self, block: np.ndarray, *, lone: bool = False) -> tuple[list[Place], list[np.ndarray]]:
+        """The places, and the array of each in the block; `lone`: only those that no other rank has."""
+        chosen = [index for index in range(len(self.places)) if not lone or self.starts[index] < self.lone_bytes]
+        places = [self.places[index] for index in chosen]
+        return places, [block[start:start + place.size * place.dtype.itemsize].view(place.dtype)
+                        for start, place in zip((self.starts[index] for index in chosen), places, strict=True)]
+
+
+def piece_of(place: Place) -> str:
+    """The same text for the same numbers of the same tensor."""
+    return f"{place.key} {stripes_of(place.runs)}"
+
+
+class PeerCopies:
+    """The snapshots that a process holds: of its own rank's last two versions, and of its ward's, the rank before it.
+
+    Args: every: steps from one version to the next.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._held: dict[Version, dict[int, Snapshot]] = {}         # by rank of that generation, its own first
+        self._layouts: dict[int, list[tuple[set[str], set[str]]]] = {}  # of each generation: pieces, lone by rank
+        self._generation, self._kept = 0, 0
+
+    # --- after a loss ------------------------------------------------------------------------------------------------
+
+    def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
+        """Fill the trainer's state with the newest version that the ranks of its world hold together.
+
+        Args:    known: a number that all ranks are to learn of each other.
+        Returns: whether there is such a version, else nothing is changed; and what each rank knows.
+                 Every rank calls it.
+        """
+        held = [[*version, list(snapshots)] for version, snapshots in self._held.items()]
+        records = share_records(trainer.world, [held, known])
+        told, known_by = [record[0] for record in records], [int(record[1]) for record in records]
+        best = max(self._whole(told), default=(-1, 0))
+        step, generation = max(tuple(found) for found in share_records(trainer.world, list(best)))
+        if step < 0:
+            return False, known_by
+        mine = self._held.get((step, generation), {})
+        restore([*mine.values()], trainer.strategy, trainer.optimizer, trainer.world)
+        trainer.steps_done = trainer.steps_before = step
+        return True, known_by
+
+    def _whole(self, told: Iterable[Any]) -> Iterable[Version]:
+        """The versions that are whole among what all ranks hold, as far as this rank can judge."""
+        holders, own = dict[Version, set[int]](), dict[Version, set[int]]()
+        for record in told:
+            for step, generation, ranks in record:
+                holders.setdefault((step, generation), set()).update(ranks)
+                own.setdefault((step, generation), set()).add(ranks[0])
+        for version, ranks in holders.items():
+            layouts = self._layouts.get(version[1])
+            if layouts is not None:
+                wanted = set[str]().union(*(pieces for pieces, _ in layouts))
+                found = set[str]().union(*(layouts[rank][0] for rank in own[version]),
+                                         *(layouts[rank][1] for rank in ranks))
+                if wanted == found:
+                    yield version
+
+    # --- from step to step -------------------------------------------------------------------------------------------
+
+    def begin(self, trainer: Trainer, generation: int) -> None:
+        """Keep the state of a new generation. Older ones go after its first step: then all its ranks have kept it."""
+        world = trainer.world
+        places = state_places(trainer.strategy, trainer.optimizer)
+        told = [[Place(kind, name, tuple(shape), runs_of(stripes), np.dtype(dtype))
+                 for kind, name, shape, stripes, dtype in record]
+                for record in share_records(world, [[place.kind, place.name, list(place.shape), stripes_of(place.runs),
+                                                     dtype_name(place.dtype)] for place in places])]
+        owners: dict[str, int] = {}
+        for record in told:
+            for piece in {piece_of(place) for place in record}:
+                owners[piece] = owners.get(piece, 0) + 1
+        layouts = [Layout(record, [owners[piece_of(place)] == 1 and place.size > 0 for place in record])
+                   for record in told]
+        distance = _distance(world)
+        self._partner, self._ward = (world.rank + distance) % world.size, (world.rank - distance) % world.size
+        self._sends = world.size > 1 and any(layout.lone_bytes for layout in layouts)
+        self._layout, self._wards_layout = layouts[world.rank], layouts[self._ward]
+        self._layouts[generation] = [(layout.pieces, layout.lone) for layout in layouts]
+        self._blocks = [np.empty(self._layout.nbytes, np.uint8) for _ in range(2)]
+        self._wards_blocks = [np.empty(self._wards_layout.lone_bytes * self._sends, np.uint8) for _ in range(2)]
+        self._generation, self._kept = generation, 0
+        self._keep(trainer)
+
+    def keep(self, trainer: Trainer) -> None:
+        """After a step: keep the state, if it is the turn of this step. Every rank calls it."""
+        if len(self._layouts) > 1:
+            self._held = {version: held for version, held in self._held.items() if version[1] == self._generation}
+            self._layouts = {self._generation: self._layouts[self._generation]}
+        if trainer.steps_done % self.every == 0:
+            self._keep(trainer)
+
+    def _keep(self, trainer: Trainer) -> None:
+        step, turn = trainer.steps_done, self._kept % 2
+        mine = sorted(version for version in self._held if version[1] == self._generation)
+        for version in mine[:-1]:                           # the block of the older one is written now
+            del self._held[version]
+        places, arrays = self._layout.arrays(self._blocks[turn])
+        for target, source in zip(arrays, state_arrays(trainer.strategy, trainer.optimizer, changes=False),
+                                  strict=True):
+            target[...] = to_host(source)
+        small = small_state(trainer.strategy, trainer.optimizer)
+        held = self._held[step, self._generation] = {trainer.world.rank: Snapshot(places, arrays, small)}
+        self._kept += 1
+        if self._sends:
+            held[self._ward] = self._swap(trainer.world, turn, small)
+
+    def _swap(self, world: Group, turn: int, small: dict[str, Any]) -> Snapshot:
+        """Send to the partner what no other rank has, and take the ward's."""
+        with world.ledger.during("peer copies"):
+            theirs = world.exchange(np.frombuffer(pack(small), np.uint8), self._partner, self._ward)
+            block = self._wards_blocks[turn]
+            world.exchange(self._blocks[turn][:self._layout.lone_bytes], self._partner, self._ward, out=block)
+        return Snapshot(*self._wards_layout.arrays(block, lone=True), unpack(theirs.tobytes()))
+
+
+def _distance(world: Group) -> int:
+    """From a rank to its partner: the least that leads to another node from every rank, else 1."""
+    nodes = world.nodes
+    return next((distance for distance in range(1, world.size) if all(
+        nodes[rank] != nodes[(rank + distance) % world.size] for rank in range(world.size))), 1)

@@ -1,0 +1,97 @@
+"""A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the settings as JSON.
+
+    zero     the ZeRO stage; plan: further axes, as {"tp": 2}
+    steps    of the training
+    wait     the step at which rank 0 waits until the launcher has more ranks
+    deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, or
+             "joining" a generation; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor: "deaf"
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import minidist as md
+from minidist.comm.group import Group
+from minidist.launch import membership
+from minidist.launch.generations import Generations, warm_up
+from minidist.nn import GPTConfig
+from minidist.survive import peer_copies
+from minidist.survive.elastic import Survivor, describe, go_on
+
+CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
+ROWS = 12
+
+
+def batch_of(step):
+    """The global batch of a step."""
+    tokens = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (ROWS, CONFIG.context + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_trainer(world, settings):
+    inner = settings.get("plan", {})
+    size = world.size // int(np.prod([1, *inner.values()]))
+    return md.Trainer(md.Plan(dp=size, zero=settings.get("zero", 0), **inner), CONFIG, world, lr=1e-2, seed=3)
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def cut(file):
+    """Shut down a connection of this process, as a broken network would."""
+    with socket.socket(fileno=os.dup(file)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def train(world, job, survivor, settings, folder):
+    """All steps; rank 0 writes what came of it."""
+    death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
+    trainer = make_trainer(world, settings)
+    survivor.begin(trainer)
+    while trainer.steps_done < settings["steps"]:
+        step = trainer.steps_done
+        deadline = time.monotonic() + 60
+        while step == settings.get("wait") and world.rank == 0 and not job.asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if step == death and when in ("before", "stop"):
+            die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
+        if step == death and when in ("cut", "deaf"):
+            links = world.transport._polled
+            cut(links[min(links)].fileno() if when == "cut" else membership.current().joined.link._sock.fileno())
+        if step == death and when == "within":
+            Group.all_gather = Group._start = lambda *_, **__: die()
+        if step == death and when == "copying":
+            peer_copies.pack = lambda *_: die()
+        start = time.perf_counter()
+        loss = trainer.step(batch_of(step))
+        survivor.after_step(trainer, loss, time.perf_counter() - start)
+    digest = trainer.weights_sha256()
+    if world.rank == 0:
+        (folder / "result.json").write_text(json.dumps({
+            "losses": survivor.losses, "sha256": digest, "elastic": describe(job.records())}))
+    trainer.close()
+    world.barrier()
+    return 0
+
+
+def main(folder, settings):
+    job = Generations.from_environment()
+    survivor = Survivor(job)
+    warm_up(settings.get("transport"))
+    if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
+        survivor.begin = lambda trainer: die()
+    return go_on(survivor, lambda world: train(world, job, survivor, settings, folder),
+                 transport=settings.get("transport"), threads=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
