@@ -58,7 +58,7 @@ def soak(*options: str) -> Any:
 
 
 @pytest.mark.parametrize("options", [
-    ("-n", "2", "--plan", "tp=2", "--dropout", "0.1", "--save-async"),
+    ("-n", "2", "--plan", "tp=2", "--dropout", "0.1"),
     ("--dtype", "float32", "--precision", "fp16", "--tied"),
     soak("--strategy", "data-parallel", "--replicas", "2"),
     soak("-n", "4", "--plan", "dp=2,tp=2", "--zero", "1"), soak(), soak("-n", "3"),
@@ -75,9 +75,10 @@ def test_a_run_that_was_stopped_and_resumed_has_the_same_bits(options: tuple[str
                                                               capfd: pytest.CaptureFixture[str]) -> None:
     words = [*options, "--transport", "threads", "--data", book, "--steps", STEPS]
     assert train(*words, "--out", tmp_path / "whole") == 0
+    behind = ["--save-async"] if "tp=2" in options else []
     with monkeypatch.context() as patch:
         stop_after(patch, STOP)
-        assert train(*words, "--out", tmp_path / "run", "--save-every", 3, "--keep", 2) == 75
+        assert train(*words, "--out", tmp_path / "run", "--save-every", 3, "--keep", 2, *behind) == 75
     assert steps_in(tmp_path / "run") == [3, STOP] and not (tmp_path / "run" / "metrics.json").exists()
     assert f"told to stop after step {STOP} of {STEPS}, saved in " in capfd.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
