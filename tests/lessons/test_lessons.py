@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minidist import launch, lessons
+from minidist.cli import COMMANDS
 from minidist.data import digits
 from minidist.errors import MinidistError
 from minidist.grading import load_module
@@ -85,7 +86,7 @@ def test_each_break_it_is_told_and_each_told_exists(number: str) -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
-    known = {"minidist lesson", "minidist check", "minidist launch", "minidist bench", "minidist train"}
+    known = {f"minidist {command}" for command in COMMANDS}
     for command in commands(number):
         words = command.split()
         assert words[0] in ("python", "mpirun", "minidist") or words[0].startswith("CUDA_"), command
