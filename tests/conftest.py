@@ -116,6 +116,10 @@ SAMPLED = {
     "test_the_peak_is_known_beforehand": 3, "test_the_same_weights": 3, "test_through_the_trainer": 2,
     "test_traffic": 4, "test_traffic_is_the_formula": 3, "test_training_equals_one_process": 2, "test_uneven_splits": 2,
     "test_within_five_percent_of_tracemalloc": 2,
+    # checkpoints
+    "test_a_rank_killed_while_a_save_is_under_way": 2, "test_a_users_own_module": 2,
+    "test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step": 2, "test_goes_on_as_one_process": 2,
+    "test_the_same_bits_as_undisturbed": 2,
     # kernels
     "test_an_overflow_anywhere_shows": 2, "test_bias_gelu": 3, "test_bits": 5, "test_blocks_that_see_each_other": 2,
     "test_bytes_read": 3, "test_each_version_is_the_reference": 3, "test_extreme_scores": 2, "test_swiglu": 3,

@@ -12,7 +12,7 @@ What holds: the update of each step is made once, on the state before it; a step
 from the beginning. The batch of a step follows from seed and step, so the losses are those of a training that changes
 its plan between the same steps on purpose (Trainer.change_plan); under the same plan they are the same bits.
 
-notes:   N2 §12.4 弹性训练, 故障恢复
+notes:   N2 §12.4 资源弹性调度 (N2:557)
 Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 """
 
