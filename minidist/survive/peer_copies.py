@@ -9,9 +9,9 @@ under DDP nothing, because each rank has everything; under ZeRO the chunks; unde
 parallelism the shards. The partner is the nearest rank after this one that is on another node, for all ranks at the
 same distance; the next one, where all are on one node.
 
-Why two steps. A rank may be lost while some have ended step k and others have not. Nobody ends step k before everybody
-has begun it, which is after all copies of step k - 1 have arrived. So of the last two steps that any rank has, the
-older one is whole, unless a rank and its partner are lost at once.
+Why two steps. When a rank is lost, some ranks may have finished step k and others not. But no rank finishes step k
+before all ranks have begun it, and a rank begins step k only after its copies of step k - 1 have arrived. So of the
+newest two steps the older one is whole, unless a rank and its partner are lost at once.
 
 Cost of a step: the state of a rank copied once, and once more sent and received as far as no other rank has it;
 memory: twice its state, and twice what is sent.

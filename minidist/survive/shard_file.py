@@ -223,7 +223,7 @@ def header_bytes(tensors: dict[str, Any]) -> bytes:
 
 
 def _by_blocks(copies: np.ndarray, itemsize: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Copies by the blocks that they need: (first block, end block, the copies), for each run of blocks."""
+    """Group copies into runs of neighbouring blocks: (first block, block after the last, the copies)."""
     first = copies[:, 0] * itemsize // BLOCK
     last = ((copies[:, 0] + copies[:, 2]) * itemsize - 1) // BLOCK + 1
     apart = np.flatnonzero(first[1:] > last[:-1]) + 1
