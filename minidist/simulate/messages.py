@@ -60,7 +60,8 @@ class Program:
     Attributes: verb, size
                 src, dst, nbytes   of each message
                 adds       whether it is added to an array as it arrives
-                meets      whether its sender waits for it at once: then it leaves when sender and receiver are there
+                meets      whether its sender does nothing else meanwhile (send, exchange): then it leaves when its
+                           receiver is ready
                 crowded    whether every rank sends to all others at once
                 kind, arg  (size, steps): each rank's operations, END behind the last; a message's number, or bytes
     """
@@ -272,9 +273,11 @@ class RecordingCall(Call):
         return self.start_recv(src, array), [array]
 
     def waited(self, kind: int, number: int) -> None:
-        """A wait; a send that is waited for at once meets its receiver."""
-        if kind == SENT and self.kinds[-1] == SEND and self.args[-1] == number:
-            self.sends[number][2] = 1
+        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an exchange's receive."""
+        alone = kind == SENT and self.args[-1] == number
+        exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
+        if self.kinds[-1] == SEND and (alone or exchange):
+            self.sends[-1][2] = 1
         self.note(kind, number)
 
     def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
@@ -282,7 +285,7 @@ class RecordingCall(Call):
         """As Call.exchange, at once: rings make thousands of them."""
         sends, posts = len(self.sends), len(self.posts)
         self.posts.append((src, int(reduce is not None)))
-        self.sends.append([dst, outgoing.nbytes, 0])
+        self.sends.append([dst, outgoing.nbytes, 1])
         self.kinds += (POST, SEND, ARRIVED, SENT)
         self.args += (posts, sends, posts, sends)
 

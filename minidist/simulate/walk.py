@@ -10,8 +10,8 @@ the five numbers of comm/cost/link_model.py on each link:
     A link carries one message at a time, in the order in which they come. (Two that share it evenly end when the later
     of these does.)  The first and the last link are also busy for o, a receiver that adds for n·γ, and both for n·κ
     where every rank sends to all others at once.
-    A send that is waited for at once leaves when its receiver is ready; any other leaves when it is started. Either
-    is complete when the message has arrived.
+    A send whose sender does nothing else meanwhile (send, exchange) leaves when its receiver is ready; any other leaves
+    when it is started. Either is complete when the message has arrived.
     What ranks show each other in shared memory is written and read once, at β/2 a byte each, and all wait for all.
 
 So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit.
@@ -218,7 +218,7 @@ class _Walk:
                 times[arg[chosen]] = self.clock[ranks[chosen]]
                 moved |= chosen
         if moved.any():
-            numbers = arg[moved]
+            numbers = np.unique(arg[moved])     # once, if both of its ranks came just now
             self._carry(numbers[np.isnan(self._arrived[numbers]) & ~np.isnan(self._started[numbers]) & ~(
                 program.meets[numbers] & np.isnan(self._ready[numbers]))])
         waits = (kind == SENT) | (kind == ARRIVED)
