@@ -1,0 +1,1 @@
+"""Chapter 24: a plan on a cluster that is not there: the same modules on arrays without data."""
