@@ -212,10 +212,13 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
     """
     values = _bind(source, kernel, args)
     sizes = _check_sizes(kernel, grid, block, shared)
-    if array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays)) is np:
+    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
+    if xp is np:
         from minidist.kernels import on_cpu  # noqa: PLC0415 - it needs g++ and fcntl, which a machine with a GPU may lack
 
         on_cpu.run(source, kernel, *sizes, values, shared)
+    elif hasattr(xp, "record_launch"):      # arrays without data
+        xp.record_launch(kernel, values)
     else:
         _run_on_gpu(source, kernel, *sizes, values, shared)
 

@@ -1,0 +1,164 @@
+"""Chapter 24 · The recorder of a rank: kernels become segments, and these, calls and memory become events.
+
+    with recording.begun(Recording()) as tape:         # this thread's kernels go to `tape` from here on
+        ...
+        tape.start(call)                               # ends the segment: Busy(…), then Start(…)
+    tape.events
+
+Memory changes many times inside a segment. Of these only what matters to a clock is kept: what the categories rose by
+when the segment's total was highest, before its Busy, and what they fell by until its end, behind it.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from minidist.device.account import MemoryAccount
+from minidist.observe.events import Busy, Call, Event, Memory, Move, Start, Wait
+from minidist.simulate.trace import Kernel, Segment
+
+
+class Recording:
+    """The events of one rank so far.
+
+    Attributes: events; segments: distinct ones, by their number in `Busy.work`.
+                paused: no kernel counts (a collective's own arithmetic: the cost of the call has it).
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.segments: list[Segment] = []
+        self.paused = 0
+        self._numbers: dict[Segment, int] = {}
+        self._kernels: Counter[Kernel] = Counter()
+        self._spans: list[tuple[str, int | None]] = [("", None)]
+        self._names: dict[str, list[str]] = {}
+        self._calls = 0
+        self._change: Counter[str] = Counter()      # of the memory since the segment began, by category
+        self._rise: Counter[str] = Counter()        # where it was highest
+
+    # ---------------------------------------------------------------------------------------------------- segments
+
+    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+        """A kernel runs on this rank's device."""
+        if not self.paused:
+            self._kernels[Kernel(kind, dtype, flops, nbytes, size)] += 1
+
+    def memory(self, category: str, nbytes: int) -> None:
+        """The device's account changes."""
+        self._change[category] += nbytes
+        if nbytes > 0 and sum(self._change.values()) > sum(self._rise.values()):
+            self._rise = Counter(self._change)
+
+    def flush(self) -> None:
+        """End the segment."""
+        rise, change = self._rise, self._change
+        if rise or change:
+            self.events += [Memory(category, nbytes) for category, nbytes in rise.items() if nbytes]
+        if self._kernels:
+            segment = tuple(self._kernels.items())
+            number = self._numbers.setdefault(segment, len(self.segments))
+            if number == len(self.segments):
+                self.segments.append(segment)
+            self.events.append(Busy(number, *self._spans[-1]))
+            self._kernels = Counter()
+        if rise or change:
+            change.subtract(rise)
+            self.events += [Memory(category, nbytes) for category, nbytes in change.items() if nbytes]
+            self._rise, self._change = Counter(), Counter()
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def start(self, call: Call) -> int:
+        """A call begins. Returns its id."""
+        return self._begin(lambda number: Start(number, call))
+
+    def move(self, lane: str, nbytes: int) -> int:
+        """A copy between memories begins. Returns its id."""
+        return self._begin(lambda number: Move(number, lane, nbytes))
+
+    def wait(self, number: int) -> None:
+        """The rank waits for a call or a move."""
+        self.flush()
+        self.events.append(Wait(number))
+
+    def _begin(self, event: Any) -> int:
+        self.flush()
+        self._calls += 1
+        self.events.append(event(self._calls))
+        return self._calls
+
+    # ---------------------------------------------------------------------------------- what a Recorder is asked for
+
+    @contextmanager
+    def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
+        """Segments inside carry the name, and the microbatch if the details tell one."""
+        self.flush()
+        inner = self._spans[-1][1]
+        self._spans.append((name, details.get("microbatch", inner)))
+        try:
+            yield
+        finally:
+            self.flush()
+            self._spans.pop()
+
+    def announce(self, axis: str, name: str) -> None:
+        """The next collective along `axis` is called `name`."""
+        self._names.setdefault(axis, []).append(name)
+
+    def name_of_next(self, axis: str) -> str:
+        """What was announced for the next collective along `axis`, or nothing."""
+        names = self._names.get(axis)
+        return names.pop(0) if names else ""
+
+
+class RecordedAccount(MemoryAccount):
+    """The memory account of a rank that tells its changes to a recording as they happen."""
+
+    def __init__(self, tape: Recording) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def _released(self, held: Any) -> None:
+        super()._released(held)
+        self._tape.memory(held.category, -held.nbytes)
+
+    def _add(self, category: str, nbytes: int) -> None:
+        super()._add(category, nbytes)
+        self._tape.memory(category, nbytes)
+
+
+class _Here(threading.local):
+    tape: Recording | None = None
+
+
+_here = _Here()
+
+
+def kernel(kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+    """A kernel of the rank that this thread simulates; without one nothing is kept."""
+    if _here.tape is not None:
+        _here.tape.kernel(kind, dtype, flops, nbytes, size)
+
+
+@contextmanager
+def begun(tape: Recording) -> Iterator[Recording]:
+    """Context manager: this thread's kernels go to `tape`."""
+    before, _here.tape = _here.tape, tape
+    try:
+        yield tape
+    finally:
+        _here.tape = before
+
+
+@contextmanager
+def pause() -> Iterator[None]:
+    """Context manager: no kernel counts."""
+    tape = _here.tape or Recording()
+    tape.paused += 1
+    try:
+        yield
+    finally:
+        tape.paused -= 1
