@@ -2,7 +2,7 @@
 
     world = SimGroup.world(sim)                 # sim: a SimRank, which knows the plan
     tp = world.split(color, axis="tp")          # the ranks follow from the plan: nobody is asked
-    tp.all_reduce(x)                            # Start(Call("tp", "all_reduce", …)), Wait; a row in the ledger
+    tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a row in the ledger
 
 The algorithm's own code runs, on a call whose messages are only counted. So messages, bytes and workspace are those of
 a real call. Arrays without data are not filled. Small NumPy arrays (counts, loss shares, digests) are answered as if
@@ -26,7 +26,7 @@ from minidist.comm.subgroups import derived_id
 from minidist.device import account
 from minidist.device.backend import array_module, is_array, is_virtual
 from minidist.errors import ConfigError
-from minidist.observe.events import Call
+from minidist.observe.events import GroupCall
 from minidist.simulate import recording
 from minidist.simulate.recorded_call import RecordedCall, SimTransport
 from minidist.simulate.sim_rank import SimRank
@@ -125,7 +125,7 @@ class SimGroup(Group):
             axis = "control" if self.ledger.in_control else self.axis
             self.ledger.record(axis, verb, "direct", array.nbytes)
         if peer != self.rank:
-            number = self.sim.tape.start(Call(self.name, way, "direct", array.nbytes, peer=peer,
+            number = self.sim.tape.start(GroupCall(self.name, way, "direct", array.nbytes, peer=peer,
                                               itemsize=array.dtype.itemsize, dims=array.ndim))
         return SimPending(self.sim, number, result, kept)
 
@@ -214,7 +214,7 @@ class SimGroup(Group):
         self.ledger.record(axis, verb, name, call.nbytes, call.messages)
         number = None
         if self.size > 1:
-            number = self.sim.tape.start(Call(
+            number = self.sim.tape.start(GroupCall(
                 self.name, verb, name, array.nbytes if total is None else total, blocks=blocks,
                 name=self.sim.tape.name_of_next(self.axis), itemsize=array.dtype.itemsize, dims=array.ndim))
         return SimPending(self.sim, number, result, arrays)
