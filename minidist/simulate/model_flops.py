@@ -2,8 +2,8 @@
 
 A weight of a matrix costs 2 FLOPs a token in forward and 4 in backward: 6 a token. Attention's scores and its sum of
 values are products of tokens with tokens, of no weights: 12 · layers · width · context a token, as if every token saw
-all others (the causal half is not subtracted: so published MFU count). Lookups in tables, norms and biases are left out,
-and what a plan computes twice.
+all others (published MFU do not subtract the causal half). Lookups in tables, norms, biases, and what a plan computes
+twice do not count.
 
     MFU = tokens a second · FLOPs a token / (devices · peak FLOP/s of the precision)
 

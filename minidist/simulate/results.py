@@ -2,13 +2,13 @@
 
     found = md.simulate(plan, config, "h100:128x8", batch=1024)
     found.step_seconds, found.tokens_per_second, found.mfu
-    found.parts                         # {"busy": {"forward": 3.1, …}, "exposed": {"tp": 0.4, …}, "idle": {"pp": 0.6, …}}
+    found.parts                         # {"busy": {"forward": 3.1, …}, "exposed": {"tp": 0.4, …}, "idle": {"pp": 0.6}}
     found.axes["tp"].nbytes             # what all ranks sent along tp in the step
     found.peak(rank)["total"], found.fits
     found.joules, found.dollars, found.for_tokens(15e12)
 
-The traces hold two steps. The first one makes what only a first step makes (the optimizer's state); the second one, from
-the moment when the last rank begins it to the end, is the step that is told.
+The traces hold two steps. The first one makes what only a first step makes (the optimizer's state). The second one is
+the step that is told: from the moment when the last rank begins it to the end.
 """
 
 from bisect import bisect_right

@@ -65,16 +65,16 @@ def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None
     if plan.size != cluster.size:
         inner = plan.size // plan.dp
         near = f"dp={cluster.size // inner}" if cluster.size % inner == 0 else f"axes whose product is {cluster.size}"
-        nodes = f"{cluster.name}:{plan.size // cluster.per_node}x{cluster.per_node}"
-        other = f"the cluster {nodes}" if plan.size % cluster.per_node == 0 else f"the cluster {cluster.name}:{plan.size}"
+        nodes, rest = divmod(plan.size, cluster.per_node)
+        other = f"{cluster.name}:{plan.size}" if rest else f"{cluster.name}:{nodes}x{cluster.per_node}"
         cut = " × ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
         raise PlanError(f"{cut} are {plan.size} ranks, {cluster.spec} has {cluster.size} devices; choose {near}, or "
-                        f"{other}")
+                        f"the cluster {other}")
     plan.require(plan.size, config)
     least = plan.dp * plan.ep * plan.pieces * plan.accumulate
     if batch < least:
-        raise PlanError(f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} microbatches "
-                        f"each; choose at least {least}, or fewer microbatches")
+        raise PlanError(f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} "
+                        f"microbatches each; choose at least {least}, or fewer microbatches")
 
 
 def _first(role_of: Sequence[int]) -> list[int]:
