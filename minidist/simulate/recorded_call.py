@@ -1,9 +1,11 @@
 """Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.calls.buffers import Place, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.handle import Handle
 from minidist.comm.transport import Transport
@@ -28,18 +30,17 @@ _DONE = Done()
 class RecordedCall(Call):
     """A call whose messages are counted, and go nowhere.
 
-    Args:    shapes: of the blocks that come from each rank.
+    Args:    dtype: of the blocks that come.
     Attributes: nbytes, messages: sent by this rank; rooms: (length, dtype) of each workspace.
     """
 
-    def __init__(self, group: Any, verb: str, algorithm: str, shapes: Any) -> None:
+    def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
         self.device = self.origin = "cpu"
-        self.shapes, self.nbytes, self.messages = shapes, 0, 0
+        self.dtype, self.nbytes, self.messages = dtype, 0, 0
         self.rooms: list[tuple[int, np.dtype]] = []
-        self._dtype = None
 
     def count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -49,14 +50,13 @@ class RecordedCall(Call):
                    chunk: int | None = None) -> Handle:
         self.nbytes += array.nbytes
         self.messages += 1
-        self._dtype = array.dtype
         return _DONE
 
     def start_recv(self, src: int, into: Any, reduce: Any = None) -> Handle:
         return _DONE
 
     def start_recv_block(self, src: int, place: Any) -> tuple[Handle, list[Any]]:
-        return _DONE, [place(self.shapes[src], self._dtype)]
+        return _DONE, [place(place.shape, self.dtype)]
 
     def agree(self) -> None:
         """All ranks of a plan agree."""
@@ -64,6 +64,28 @@ class RecordedCall(Call):
     def workspace(self, length: int, dtype: np.dtype) -> Any:
         self.rooms.append((length, np.dtype(dtype)))
         return account.current().hold(module_for("cpu").empty(length, dtype), "communication")
+
+
+class DeclaredPlace:
+    """Where an incoming block goes (calls/buffers.py), which knows the block's shape in advance."""
+
+    def __init__(self, place: Place, shape: tuple[int, ...]) -> None:
+        self._place, self.shape = place, shape
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return self._place(shape, dtype)
+
+
+class DeclaredRows(Rows):
+    """The result of a gather whose blocks' lengths are known. Args: as Rows'; lengths: of each rank's block."""
+
+    def __init__(self, result: Any, own: Any, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        super().__init__(result, own, len(lengths))
+
+    def place(self, rank: int, count: int = 1) -> DeclaredPlace:
+        rows = sum(self.lengths[rank:rank + count])
+        return DeclaredPlace(super().place(rank, count), (rows, *self._own.shape[1:]))
 
 
 class SimTransport(Transport):

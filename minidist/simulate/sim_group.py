@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.calls.async_call import Pending
-from minidist.comm.calls.buffers import Rows, apart
+from minidist.comm.calls.buffers import apart
 from minidist.comm.calls.members import WORLD
 from minidist.comm.calls.reduction import reduction
 from minidist.comm.chunks import bounds
@@ -28,7 +28,7 @@ from minidist.device.backend import array_module, is_array, is_virtual
 from minidist.errors import ConfigError
 from minidist.observe.events import GroupCall
 from minidist.simulate import recording
-from minidist.simulate.recorded_call import RecordedCall, SimTransport
+from minidist.simulate.recorded_call import DeclaredPlace, DeclaredRows, RecordedCall, SimTransport
 from minidist.simulate.sim_rank import SimRank
 
 _memory: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
@@ -104,7 +104,7 @@ class SimGroup(Group):
 
     def start_send(self, x: Any, dst: int) -> SimPending:
         array = _ready(x)
-        return self._message("send", array, dst, None, array, "send")
+        return self._message("send", array, dst, None, None, "send")
 
     def start_recv(self, src: int, *, out: Any = None) -> SimPending:
         if out is None:
@@ -116,7 +116,7 @@ class SimGroup(Group):
         if out is not None and array_module(array).may_share_memory(array, out):
             array = array.copy()
         result = array_module(array).empty(array.shape, array.dtype) if out is None else out
-        self._message("send", array, dst, None, array, "exchange")
+        self._message("send", array, dst, None, None, "exchange")
         return self._message("recv", result, src, result, array, "exchange")
 
     def _message(self, way: str, array: Any, peer: int, result: Any, kept: Any, verb: str) -> SimPending:
@@ -127,7 +127,7 @@ class SimGroup(Group):
         if peer != self.rank:
             number = self.sim.tape.start(GroupCall(self.name, way, "direct", array.nbytes, peer=peer,
                                               itemsize=array.dtype.itemsize, dims=array.ndim))
-        return SimPending(self.sim, number, result, kept)
+        return SimPending(self.sim, None if way == "send" else number, result, kept)     # a send has left at once
 
     # ----------------------------------------------------------------------------------------------- collectives
 
@@ -150,15 +150,13 @@ class SimGroup(Group):
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> SimPending:
         array = _ready(x)
         own = array if array.ndim else array.reshape(1)
-        result, lengths = _Result(out, own), self.sim.blocks(own, out, self.size, self.rank)
-        rows = Rows(result, own, self.size) if len(set(lengths)) > 1 or out is None else None   # type: ignore
-        if rows is None:
-            rows = Rows(result, own, self.size)                                                 # type: ignore
+        lengths = self.sim.blocks(own, out, self.size, self.rank) if is_virtual(own) else [len(own)] * self.size
+        result: Any = _Result(out, own)
+        rows = DeclaredRows(result, own, lengths)
         each = own.nbytes // max(1, len(own))
         blocks = tuple(length * each for length in lengths) if len(set(lengths)) > 1 else ()
-        shapes = [(length, *own.shape[1:]) for length in lengths]
-        return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks, shapes=shapes,
-                               own=rows.put_own(self.rank), rows=rows)
+        return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks, own=rows.put_own(self.rank),
+                               rows=rows)
 
     def start_all_to_all(self, x: Sequence[Any], *, out: Any = None, algorithm: str = "auto") -> SimPending:
         parts = [_ready(part) for part in x]
@@ -166,11 +164,11 @@ class SimGroup(Group):
         shapes = self._returned([part.shape for part in parts], is_virtual(parts[0]))
         came = list(parts)
 
-        def place(rank: int) -> Callable[..., Any]:
+        def place(rank: int) -> DeclaredPlace:
             def of(shape: tuple[int, ...], dtype: np.dtype) -> Any:
                 came[rank] = results[rank].array(shape, dtype)
                 return came[rank]
-            return of
+            return DeclaredPlace(of, shapes[rank])
 
         def deliver() -> list[Any]:
             if is_virtual(parts[0]):
@@ -178,7 +176,7 @@ class SimGroup(Group):
                 return came
             return [parts[self.rank].copy() for _ in parts]
 
-        return self._carry_out("all_to_all", algorithm, parts[0], deliver, shapes=shapes, parts=parts, place=place,
+        return self._carry_out("all_to_all", algorithm, parts[0], deliver, parts=parts, place=place,
                                blocks=tuple(part.nbytes for part in parts), total=sum(part.nbytes for part in parts))
 
     def _returned(self, sent: list[tuple[int, ...]], virtual: bool) -> list[tuple[int, ...]]:
@@ -195,11 +193,11 @@ class SimGroup(Group):
         return self._carry_out("barrier", algorithm, np.zeros(0, np.uint8), lambda: None)
 
     def _carry_out(self, verb: str, algorithm: str, array: Any, deliver: Callable[[], Any], *, n: int = 0,
-                   op: str = "sum", shapes: Any = None, blocks: tuple[int, ...] = (), total: int | None = None,
+                   op: str = "sum", blocks: tuple[int, ...] = (), total: int | None = None,
                    **arrays: Any) -> SimPending:
         """Count the call, and tell the recording."""
         name = choose(verb, algorithm, n, self.size)
-        call = RecordedCall(self, verb, name, shapes)
+        call = RecordedCall(self, verb, name, array.dtype)
         if "out" in arrays:
             arrays["op"] = reduction(op, array.dtype, self.size)
         with recording.pause():
