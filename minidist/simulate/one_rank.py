@@ -42,7 +42,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
         raise ConfigError(f"device_kind {device_kind!r}: choose gpu or cpu")
     _require(plan)
     length = tokens or config.context
-    sim = SimRank(plan, config, rank, length)
+    sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
     if batch is None:
         ids = np.arange(length) % config.vocabulary

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidist.device import backend
-from minidist.simulate import recording, strides
+from minidist.simulate import strides
 from minidist.simulate.strides import Shape
 
 _addresses = itertools.count(1)
@@ -170,7 +170,7 @@ class ShapeArray:
         parts = strides.expanded(_without_masks(index), self.ndim)
         if any(map(is_picked, parts)):
             result = self.like(strides.picked(self.shape, parts, is_picked))
-            recording.kernel("memory", self.dtype.name, 0, 2 * result.nbytes + _index_bytes(parts))
+            self.module.kernel("memory", self.dtype.name, 0, 2 * result.nbytes + _index_bytes(parts))
             return result
         shape, steps, offset = strides.view_of(self.shape, self.strides, parts)
         if shape == () and self.device_name == "cpu" and Ellipsis not in (index if type(index) is tuple else (index,)):
@@ -190,7 +190,7 @@ class ShapeArray:
             read = value.nbytes
         else:
             read = 0
-        recording.kernel("memory", self.dtype.name, 0, read + target.nbytes)
+        self.module.kernel("memory", self.dtype.name, 0, read + target.nbytes)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -205,7 +205,7 @@ class ShapeArray:
         if not copy and kind == self.dtype:
             return self
         result = self.like(self.shape, kind)
-        recording.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
+        self.module.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
         return result
 
     def get(self, **_: Any) -> "ShapeArray":

@@ -19,9 +19,9 @@ from minidist.simulate.recording import Recording
 class SimRank:
     """One rank of a plan. Attributes: tape: its recording; lengths: of dims that ranks divide (tokens, heads)."""
 
-    def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int) -> None:
+    def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int, device: str) -> None:
         self.plan, self.config, self.rank, self.size = plan, config, rank, plan.size
-        self.tape, self.ledger = Recording(), Ledger(rank)
+        self.tape, self.ledger = Recording(device), Ledger(rank)
         self.lengths = (tokens, config.heads)
 
     def subgroup(self, parent: str, axis: str | None) -> tuple[str, tuple[int, ...]]:

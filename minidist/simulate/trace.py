@@ -10,7 +10,8 @@ class Kernel(NamedTuple):
     """One operation on arrays, as a device runs it.
 
     kind "matmul": a stack of matrix products; "attention": scores and values in one kernel; "memory": a pass over
-    arrays (elementwise, sums, copies, gathers); "launch": nothing but its launch.
+    arrays (elementwise, sums, copies, gathers); "launch": nothing but its launch; "host": what the host of a GPU computes
+    (offload), pass by pass.
     """
 
     kind: str
