@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array
+from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array, is_virtual
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 HERE = Path(__file__).parent
@@ -237,7 +237,7 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Kernel
                          f"not {len(args)}")
     arrays = [array for arg in args for array in (arg.arrays if isinstance(arg, Table) else [arg])]
     devices = sorted({_device(array) for array in arrays if is_array(array)})
-    if len(devices) > 1:
+    if len(devices) > 1 and not any(map(is_virtual, arrays)):       # whose integers stay on the host
         raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
     return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
             for p, a in zip(parameters, args, strict=True)]

@@ -302,7 +302,7 @@ class Shapes:
         """A kernel of kernels/ runs: it reads or writes each of its arrays once."""
         given = {parameter.name: value for parameter, value in values}
         arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
-                  if isinstance(each, ShapeArray)]
+                  if isinstance(each, _Array)]
         flops = _attention_flops(name, given)
         kind = next((x.dtype.name for x in arrays if x.dtype.kind == "f" or x.dtype.name == "bfloat16"), "float32")
         self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
