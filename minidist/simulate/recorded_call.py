@@ -89,7 +89,7 @@ class DeclaredRows(Rows):
 
 
     @property
-    def place_whole(self) -> DeclaredPlace:     # type: ignore[override]
+    def place_whole(self) -> DeclaredPlace:
         """Where all blocks at once are received."""
         return DeclaredPlace(super().place_whole, (sum(self.lengths), *self._own.shape[1:]))
 

@@ -50,8 +50,8 @@ def _role(plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, i
         serves = at["dp"] >= plan.workers
         given = (-1 - at["dp"],) if serves else (rows_of(rows, size=plan.workers, rank=at["dp"])[0],)
     copy = ((at["dp"] * plan.ep + at["ep"]) * plan.cp + at["cp"]) // (plan.shard or plan.copies)
-    return (at["pp"], _tensor_part(plan, config, tokens, at["tp"]), _context_part(plan, config, tokens, at["cp"]), given,
-            not plan.composed or (copy == 0 if plan.zero else at["ep"] == 0), _experts(plan, config, at["ep"]))
+    return (at["pp"], _tensor_part(plan, config, tokens, at["tp"]), _context_part(plan, config, tokens, at["cp"]),
+            given, not plan.composed or (copy == 0 if plan.zero else at["ep"] == 0), _experts(plan, config, at["ep"]))
 
 
 def _length(whole: int, size: int, rank: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from minidist.device import backend
 from minidist.simulate import strides
+from minidist.simulate.operators import Operators
 from minidist.simulate.strides import Shape
 
 _addresses = itertools.count(1)
@@ -47,7 +48,7 @@ def is_picked(part: Any) -> bool:
     return isinstance(part, np.ndarray | ShapeArray) and part.ndim > 0 or isinstance(part, list)
 
 
-class ShapeArray:
+class ShapeArray(Operators):
     """An array without data, of an array module (shape_module.py). base: None if it owns its buffer."""
 
     __slots__ = ("shape", "dtype", "module", "base", "writeable", "_strides", "_offset", "_number", "__weakref__")
@@ -249,14 +250,8 @@ class ShapeArray:
         raise TypeError(f"an array without data ({self.dtype} {self.shape}) has no numbers to copy; what depends on "
                         "them must be declared (simulate/one_rank.py)")
 
-    def __matmul__(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(self, other)      # type: ignore[no-any-return]
-
-    def __rmatmul__(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(other, self)      # type: ignore[no-any-return]
-
-    def dot(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(self, other)      # type: ignore[no-any-return]
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def _without_masks(index: Any) -> Any:
@@ -275,34 +270,5 @@ def _without_masks(index: Any) -> Any:
 def _index_bytes(parts: Sequence[Any]) -> int:
     return sum(part.nbytes for part in parts if isinstance(part, np.ndarray | ShapeArray))
 
-
-def _binary(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (self, other))
-
-
-def _reversed(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (other, self))
-
-
-def _in_place(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (self, other), self)
-
-
-for _name, _ufunc in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
-                      "floordiv": np.floor_divide, "mod": np.remainder, "pow": np.power, "and": np.bitwise_and,
-                      "or": np.bitwise_or, "xor": np.bitwise_xor, "rshift": np.right_shift,
-                      "lshift": np.left_shift}.items():
-    setattr(ShapeArray, f"__{_name}__", _binary(_ufunc))
-    setattr(ShapeArray, f"__r{_name}__", _reversed(_ufunc))
-    setattr(ShapeArray, f"__i{_name}__", _in_place(_ufunc))
-for _name, _ufunc in {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-                      "ge": np.greater_equal}.items():
-    setattr(ShapeArray, f"__{_name}__", _binary(_ufunc))
-for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert}.items():
-    setattr(ShapeArray, f"__{_name}__", lambda self, ufunc=_ufunc: self.module.elementwise(ufunc, (self,)))
-for _name in ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take", "cumsum", "squeeze"):
-    setattr(ShapeArray, _name, lambda self, *args, name=_name, **options: getattr(self.module, name)(
-        self, *args, **options))
-ShapeArray.__hash__ = object.__hash__       # type: ignore[method-assign,assignment]
 
 backend.add_virtual(ShapeArray)

@@ -135,7 +135,7 @@ class Shapes:
         """What NumPy's ufuncs do with arrays without data."""
         result = out[0] if isinstance(out, tuple) else out
         if ufunc is np.matmul:
-            return self.matmul(*inputs, out=result)
+            return self.matmul(inputs[0], inputs[1], out=result)
         if method == "__call__":
             if result is None and options.get("dtype") is not None:
                 result = self.empty(strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"])
@@ -151,7 +151,7 @@ class Shapes:
         raise TypeError(f"arrays without data know no {ufunc.__name__}.{method}")
 
     def where(self, condition: Any, a: Any, b: Any) -> ShapeArray:
-        kind = _dtype_of(np.add, (a, b)) if not (np.result_type(a.dtype, b.dtype) == bool) else np.dtype(bool)
+        kind = np.result_type(*(getattr(x, "dtype", x) for x in (a, b)))
         shape = strides.broadcast([getattr(x, "shape", ()) for x in (condition, a, b)])
         return self._made(shape, kind, condition, a, b)
 
