@@ -60,23 +60,36 @@ def _doubling(size: int) -> Path:
     return Path(steps + 2 * fold, steps + 2 * fold, steps + 2 * fold, steps + fold)
 
 
+def _halves(size: int) -> float:
+    """What the first rank gets in all steps of halving: with each surplus rank a core rank speaks for two chunks."""
+    steps, _ = _doublings(size)
+    surplus = size - (1 << steps)
+    return sum((1 << step) + min(1 << step, surplus) for step in range(steps)) / size
+
+
 def _halving_doubling(size: int) -> Path:
     steps, fold = _doublings(size)
-    waits, chunks = 2 * (steps + fold), _part(1 << steps)
+    waits, chunks = 2 * (steps + fold), _halves(size)
     return Path(waits, waits, 2 * (chunks + fold), chunks + fold)
 
 
 def _halving(size: int) -> Path:
     steps, fold = _doublings(size)
-    waits, chunks = steps + 2 * fold, _part(1 << steps)
+    waits, chunks = steps + 2 * fold, _halves(size)
     return Path(waits, waits, chunks + fold * (1 + 1 / size), chunks + fold)
+
+
+def _tree(size: int) -> Path:
+    """Up the tree every message waits; down, the longest way of floor(log2 P) hops follows ceil(log2 P) messages."""
+    waits = _log(size) + size.bit_length() - 1
+    return Path(waits, 2 * _log(size), 2 * _log(size), _log(size))
 
 
 PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
     ("reduce", "naive"): lambda size: Path(size - 1, size - 1, size - 1, size - 1),
     ("reduce", "tree"): lambda size: Path(_log(size), _log(size), _log(size), _log(size)),
     ("all_reduce", "naive"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * (size - 1), size - 1),
-    ("all_reduce", "tree"): lambda size: Path(2 * _log(size), 2 * _log(size), 2 * _log(size), _log(size)),
+    ("all_reduce", "tree"): _tree,
     ("all_reduce", "ring"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size),
                                               stretched=True),
     ("all_reduce", "direct"): lambda size: Path(min(1, size - 1), size - 1, size - 1, size - 1, _crowd(size - 1, size)),

@@ -1,0 +1,311 @@
+"""Chapter 24 · Clusters: devices, nodes and wires as data (clusters.toml, or a file of yours), and where ranks lie.
+
+    cluster = Cluster.parse("h100:128x8")           # 128 nodes of 8; "h100:1024" is the same, "tpu-v4:8x8x8" a torus
+    cluster.device.peak("bfloat16")                 # 989.4e12 FLOP/s
+    cluster.route(0, 9)                             # numbers of links; cluster.links[number] is a Link
+    Placement({"dp": 128, "tp": 8}, cluster)        # rank -> place: the last axis of the order lies inside nodes
+
+Places are numbered node by node. `here` is this machine as `minidist bench calibrate` measured it (simulate/here.py).
+
+notes: N2 §11, N4 §1.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minidist.console import meant
+from minidist.errors import ConfigError
+from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.simulate.topology import Link, Topology, Wire, most_even
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OWN_FILE = Path(__file__).with_name("clusters.toml")
+_SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "float8"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, TPU or processor. What no source states is None."""
+
+    name: str
+    peaks: Mapping[str, float]          # FLOP/s of matrix products, dense, by dtype ("tf32" among them)
+    memory_bytes: int
+    memory_bandwidth: float             # bytes a second
+    memory_kind: str = ""
+    watts: float | None = None          # at full load
+    idle_watts: float | None = None
+    price_an_hour: float | None = None  # dollars
+    kind: str = "gpu"                   # or cpu
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the dtype."""
+        name = _SHORT.get(dtype, dtype)
+        if name not in self.peaks:
+            raise ConfigError(f"{self.name} has no rate for {name}; take a precision of "
+                              f"{', '.join(name for name in self.peaks if name != 'tf32')}")
+        return self.peaks[name]
+
+
+class Tier(NamedTuple):
+    """Memory beyond the device: the host's, CXL, a disk."""
+
+    name: str
+    bandwidth: float                    # bytes a second between it and one device, in one direction
+    alpha: float                        # seconds until a copy begins
+    nbytes: int | None = None           # of a node; None: not stated
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Some nodes of some devices, and what connects them.
+
+    Attributes: name        "h100"; spec "h100:128x8"
+                nodes, per_node, size
+                tiers       memory beyond the device, by name: host, disk, cxl2
+                host_watts  of a node without its devices, a device; None where no source states it
+    """
+
+    name: str
+    spec: str
+    device: Device
+    nodes: int
+    per_node: int
+    topology: Topology
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    host_watts: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
+        """The cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a torus: NAME:AxBxC.
+
+        Raises: ConfigError with the nearest name that there is, or the nearest count that fits.
+        """
+        path, name, shape = _parts(text)
+        tables = _tables(path or file)
+        entry = tables["cluster"].get(name)
+        if entry is None:
+            known = sorted(tables["cluster"])
+            raise ConfigError(f"no cluster {name!r}{meant(name, known)}; choose from {', '.join(known)}, or give a file "
+                              f"of yours")
+        try:
+            return _build(name, text, entry, tables, shape)
+        except KeyError as error:
+            raise ConfigError(f"cluster {name} lacks {error.args[0]!r}; {OWN_FILE.name} shows what one needs") from None
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.nodes * self.per_node
+
+    @property
+    def links(self) -> list[Link]:
+        """The links that routes have used so far."""
+        return self.topology.links
+
+    def node_of(self, place: int) -> int:
+        """The node that a place is in."""
+        return place // self.per_node
+
+    def route(self, src: int, dst: int) -> tuple[int, ...]:
+        """Numbers of the links from place `src` to place `dst`."""
+        return self.topology.route(src, dst)
+
+    def slowed(self, links: Mapping[str, float]) -> "Cluster":
+        """The same cluster, in which a byte takes longer on some links: {"node3.nic0-out": 4.0, "leaf0.*": 2.0}."""
+        return replace(self, topology=replace(self.topology, slow={**self.topology.slow, **links}))
+
+    def rewired(self, wires: Mapping[str, Mapping[str, float]]) -> "Cluster":
+        """The same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha": 1e-6}}."""
+        def changed(wire: Wire | None) -> Wire | None:
+            return None if wire is None else wire._replace(**wires.get(wire.name, {}))
+
+        inside = changed(self.topology.inside)
+        assert inside is not None
+        return replace(self, topology=replace(self.topology, inside=inside, between=changed(self.topology.between)))
+
+    def move_seconds(self, lane: str, nbytes: int) -> float:
+        """Seconds of a copy between device and host, or between host and the disk or CXL memory that `lane` names."""
+        tier = next((tier for name, tier in self.tiers.items() if name != "host" and name in lane), None)
+        tier = tier or self.tiers.get("host")
+        if tier is None:
+            raise ConfigError(f"cluster {self.name} has no memory beyond the device; add `host`, or plan without offload")
+        return tier.alpha + nbytes / tier.bandwidth
+
+
+def names(file: str | Path | None = None) -> list[str]:
+    """The clusters that there are."""
+    return sorted(_tables(file)["cluster"])
+
+
+def _parts(text: str) -> tuple[str | None, str, str]:
+    """FILE, NAME and the shape of "FILE:NAME:16x8"."""
+    *path, name, shape = ["", *text.split(":")] if ":" in text else ["", text, ""]
+    if not name or not shape:
+        raise ConfigError(f"cluster {text!r}: write NAME:NODESxDEVICES, such as {text.strip(':') or 'h100'}:16x8")
+    return ":".join(path).lstrip(":") or None, name, shape
+
+
+def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
+    """Wires, tiers and clusters of a user's file, before those of minidist's own."""
+    tables: dict[str, dict[str, Any]] = {"wire": {}, "tier": {}, "cluster": {}}
+    for path in [OWN_FILE, *([Path(file)] if file else [])]:
+        try:
+            read = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cluster file {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"cluster file {path}: {error}") from error
+        for kind, table in tables.items():
+            table.update(read.get(kind, {}))
+    return tables
+
+
+def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, Any], shape: str) -> Cluster:
+    per_node = int(entry["per_node"])
+    numbers = _numbers(spec, shape)
+    torus = _torus(entry, numbers)
+    if torus:
+        per_node = per_node if prod(torus) % per_node == 0 else 1
+        nodes = prod(torus) // per_node
+    else:
+        nodes, per_node = _nodes(spec, numbers, per_node)
+    inside = _wire(entry["inside"], tables)
+    between = _wire(entry["network"], tables) if "network" in entry else None
+    if nodes > 1 and between is None and not torus:
+        raise ConfigError(f"cluster {name} has no network between nodes; choose {name}:1x{per_node}")
+    options = {key: entry[key] for key in ("nics", "rails", "nodes_per_leaf", "spines", "oversubscription", "routing",
+                                           "per_switch") if key in entry}
+    topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
+    node_watts, watts = entry.get("node_watts"), entry.get("watts")
+    device = Device(entry["device"], entry["peak"], int(entry["memory_bytes"]), float(entry["memory_bandwidth"]),
+                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"))
+    tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes")) for key, tier in tables["tier"].items()}
+    if "host" in entry:
+        host = _wire(entry["host"], tables)
+        tiers["host"] = Tier("host", host.bandwidth, host.alpha, entry.get("host_bytes"))
+    return Cluster(name, spec, device, nodes, per_node, topology, tiers,
+                   None if node_watts is None or watts is None else node_watts / entry["per_node"] - watts,
+                   entry.get("source", {}))
+
+
+def _numbers(spec: str, shape: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in shape.lower().split("x"))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"cluster {spec!r}: {shape!r} is no shape; write nodes x devices, such as 16x8, or devices")
+    return numbers
+
+
+def _torus(entry: Mapping[str, Any], numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims of a torus; () where the cluster is none."""
+    dims = int(entry.get("torus_dims", 0))
+    if not dims:
+        return ()
+    if len(numbers) not in (1, dims):
+        raise ConfigError(f"a torus here has {dims} dims; write {'x'.join('4' * dims)}, or the number of devices")
+    most = entry.get("most")
+    if most and prod(numbers) > most:
+        raise ConfigError(f"{prod(numbers)} devices are more than the {most} of one torus; choose {most} or fewer")
+    return numbers if len(numbers) == dims else most_even(numbers[0], dims)
+
+
+def _nodes(spec: str, numbers: tuple[int, ...], usual: int) -> tuple[int, int]:
+    """Nodes and devices a node: as given, or as many full nodes as the devices need."""
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    if len(numbers) > 2:
+        raise ConfigError(f"cluster {spec!r}: write nodes x devices, such as {numbers[0]}x{numbers[1]}")
+    devices, = numbers
+    if devices > usual and devices % usual:
+        raise ConfigError(f"{devices} devices do not fill nodes of {usual}; choose {devices // usual * usual} or "
+                          f"{-(-devices // usual) * usual}, or write nodes x devices")
+    return max(1, devices // usual), min(devices, usual)
+
+
+def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
+    entry = tables["wire"].get(name)
+    if entry is None:
+        raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
+    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)))
+
+
+# ---------------------------------------------------------------- where ranks lie
+
+
+class Placement:
+    """Ranks of a plan on the places of a cluster.
+
+    Ranks count as Mesh counts them (dp, pp, ep, cp, tp, the last innermost). Places are dealt along `order`, whose last
+    axis is innermost: it lies inside nodes. As long as `order` is Mesh's own, rank r is at place r.
+
+    Raises: ConfigError if the plan has another number of ranks than the cluster has devices, or the order names no axis.
+    """
+
+    def __init__(self, plan: Any, cluster: Cluster | None = None, order: Sequence[str] | None = None) -> None:
+        sizes = {axis: plan.get(axis, 1) if isinstance(plan, Mapping) else getattr(plan, axis) for axis in AXES}
+        self.shape = {axis: int(size) for axis, size in sizes.items()}
+        self.size = prod(self.shape.values())
+        if cluster is not None and self.size > cluster.size:
+            cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1) or "dp=1"
+            raise ConfigError(f"{cut} are {self.size} ranks, and {cluster.spec} has {cluster.size} devices; choose axes "
+                              f"whose product is {cluster.size}")
+        given = list(order or AXES)
+        wrong = [axis for axis in given if axis not in AXES]
+        if wrong or len(set(given)) < len(given):
+            raise ConfigError(f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last")
+        self.order = [*(axis for axis in AXES if axis not in given), *given]
+        self._strides = _strides(self.shape, AXES)
+        self._steps = _strides(self.shape, self.order)
+        self.places = [self._place(rank) for rank in range(self.size)]
+        self._groups: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
+
+    def place_of(self, rank: int) -> int:
+        """Where a rank is."""
+        return self.places[rank]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place on each axis."""
+        return {axis: rank // self._strides[axis] % self.shape[axis] for axis in AXES}
+
+    def members(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of `rank` along "tp", "dp,cp" or "world", in the group's order."""
+        if axis == "world":
+            return self._everyone
+        named = tuple(name for name in AXES if name in axis.split(","))
+        if not named:
+            raise ConfigError(f"no group {axis!r}; groups lie along world, or axes of {', '.join(AXES)}")
+        first = rank - sum(rank // self._strides[name] % self.shape[name] * self._strides[name] for name in named)
+        known = self._groups.get((named, first))
+        if known is None:
+            found = [first]
+            for name in named:
+                found = [start + step * self._strides[name] for start in found for step in range(self.shape[name])]
+            known = self._groups[named, first] = tuple(found)
+        return known
+
+    @cached_property
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def _place(self, rank: int) -> int:
+        return sum(rank // self._strides[axis] % self.shape[axis] * self._steps[axis] for axis in AXES)
+
+
+def _strides(shape: Mapping[str, int], order: Iterable[str]) -> dict[str, int]:
+    """How far apart neighbours along each axis are, the last of `order` innermost."""
+    found, step = {}, 1
+    for axis in reversed(list(order)):
+        found[axis], step = step, step * shape[axis]
+    return found

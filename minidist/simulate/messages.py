@@ -1,0 +1,407 @@
+"""Chapter 24 · What each rank does in a collective: the algorithm's own code, run once a rank without data.
+
+    program = record("all_reduce", "ring", Arrays(nbytes=4096), size=4)
+    program.src, program.dst, program.nbytes        # every message
+    program.kind, program.arg                       # every rank's operations, in its order
+
+A RecordingCall stands in for the Call that algorithms know. Its arrays have lengths but no memory of their own, and
+its reductions add nothing. An algorithm's control flow does not depend on values, so each rank runs alone, to its end.
+
+Where an algorithm learns a length from a message (gather along a tree, say), the receiver needs the sender's array: a
+rank that asks for a message that is not sent yet is put back, and run again when the others have run.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.comm.calls.buffers import Place
+from minidist.comm.calls.call import Arrays as Shown
+from minidist.comm.calls.call import Call
+from minidist.comm.chunks import bounds
+from minidist.comm.collectives.select import ALGORITHMS
+from minidist.comm.handle import Handle
+from minidist.comm.signature import BlockHeader
+from minidist.comm.transport import Reduce
+from minidist.errors import ConfigError
+
+SEND, POST, SENT, ARRIVED, ADD, SHOW, END = range(7)
+"""Operations: begin to send, be ready to receive, wait for either, add arrays, show (and all wait), nothing more."""
+
+REDUCES = ("reduce", "all_reduce", "reduce_scatter")
+_BYTE = np.dtype(np.uint8)
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, as comm/cost/volume.py's Case has them.
+
+    Attributes: nbytes   of each rank's array, or the root's; of each block or part where all are alike
+                blocks   of a gather: bytes of each rank; of an all_to_all: bytes to each rank, from any
+    """
+
+    nbytes: int = 0
+    blocks: tuple[int, ...] = ()
+    itemsize: int = 1
+    dims: int = 1
+
+    def block(self, rank: int) -> int:
+        """Bytes of a rank's block, or of the part for it."""
+        return self.blocks[rank] if self.blocks else self.nbytes
+
+
+@dataclass
+class Program:
+    """What all ranks of a call do.
+
+    Attributes: verb, size
+                src, dst, nbytes   of each message
+                adds       whether it is added to an array as it arrives
+                meets      whether its sender does nothing else meanwhile (send, exchange): then it leaves when its
+                           receiver is ready
+                crowded    whether every rank sends to all others at once
+                kind, arg  (size, steps): each rank's operations, END behind the last; a message's number, or bytes
+    """
+
+    verb: str
+    size: int
+    src: np.ndarray
+    dst: np.ndarray
+    nbytes: np.ndarray
+    adds: np.ndarray
+    meets: np.ndarray
+    crowded: bool
+    kind: np.ndarray
+    arg: np.ndarray
+
+    @property
+    def messages(self) -> int:
+        """Of all ranks; what a rank shows at a time counts as one."""
+        return len(self.src) + int((self.kind == SHOW).sum())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all ranks."""
+        return int(self.nbytes.sum()) + int(self.arg[self.kind == SHOW].sum())
+
+
+def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()) -> Program:
+    """Run the algorithm on every rank; the root is rank 0.
+
+    Raises: ConfigError for an algorithm that the verb does not have, or that is no code of ours (native).
+    """
+    if algorithm not in ALGORITHMS[verb] or algorithm == "native":
+        raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
+                          f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
+    mail = _Mail(size, algorithm)
+    ranks: dict[int, _Recorded] = {}
+    waiting, before = list(range(size)), -1
+    while waiting:
+        left = []
+        for rank in waiting:
+            call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+            try:
+                ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
+            except _NotYetSent:
+                left.append(rank)
+            ranks[rank] = _Recorded.of(call)
+        done = sum(len(recorded.kinds) for recorded in ranks.values())
+        assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for what nobody sends"
+        waiting, before = left, done
+    return _program(verb, [ranks[rank] for rank in range(size)])
+
+
+# ---------------------------------------------------------------- arrays and reductions without values
+
+
+def hollow(length: int, dtype: np.dtype = _BYTE) -> np.ndarray:
+    """An array whose elements all lie in one place: its slices know their lengths, and it takes no memory."""
+    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), (length,), (0,), writeable=True)
+
+
+class Known:
+    """A Place whose array is there before the message comes."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return self.array
+
+
+class HollowRows:
+    """calls/buffers.Rows for blocks whose lengths are known."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._edges = [0, *accumulate(blocks)]
+        self._whole = hollow(self._edges[-1])
+
+    def place(self, rank: int, count: int = 1) -> Known:
+        """Of the blocks of `count` ranks from `rank` on."""
+        return Known(self._whole[self._edges[rank]:self._edges[rank + count]])
+
+    def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
+        """One stretch of the result."""
+        return self._whole[:sum(map(len, blocks))]
+
+    def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """All blocks."""
+        return self._whole
+
+    def join(self, blocks: list[np.ndarray]) -> np.ndarray:
+        """All blocks."""
+        return self._whole
+
+    def complete(self, joined: np.ndarray) -> np.ndarray:
+        """All blocks."""
+        return self._whole
+
+
+class HollowReduction:
+    """calls/reduction.Reduction without values; what a rank adds by itself is told to its call."""
+
+    op = "sum"
+
+    def __init__(self, call: "RecordingCall", dtype: np.dtype) -> None:
+        self._call, self.dtype, self.total = call, dtype, dtype
+
+    def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
+        """A mark that what arrives is added."""
+        return _added
+
+    def onto(self, total: np.ndarray) -> Reduce:
+        """As into."""
+        return _added
+
+    def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """Each value but the first is added."""
+        self._call.note(ADD, (len(values) - 1) * out.nbytes)
+
+    def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
+        """Nothing: it costs no more than the storing that is counted."""
+
+    def finish(self, total: np.ndarray, out: np.ndarray) -> None:
+        """Nothing, as pass_on."""
+
+
+def _added(target: np.ndarray, start: int, piece: np.ndarray) -> None:
+    raise AssertionError("no values arrive")
+
+
+# ---------------------------------------------------------------- the call
+
+
+class _NotYetSent(Exception):
+    """A rank asks for the length of a message whose sender has not come so far."""
+
+
+class _Mail:
+    """What all ranks sent and showed so far, in order; `read`: whether receivers look into it (labels of shapes)."""
+
+    def __init__(self, size: int, algorithm: str) -> None:
+        self.read = algorithm in ("bruck", "shared")
+        self.sent: list[defaultdict[int, list[np.ndarray]]] = [defaultdict(list) for _ in range(size)]
+        self.shown: list[list[tuple[Any, np.ndarray]]] = [[] for _ in range(size)]
+
+
+class _Waiting(Handle):
+    """The handle of a recorded transfer."""
+
+    def __init__(self, call: "RecordingCall", kind: int, number: int) -> None:
+        self._call, self._kind, self._number = call, kind, number
+
+    def wait(self) -> None:
+        self._call.waited(self._kind, self._number)
+
+    def done(self) -> bool:
+        return False
+
+
+class RecordingCall(Call):
+    """One rank's call, which notes operations in place of carrying them out.
+
+    Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's sends or posts
+                sends, posts  of each send peer, bytes, and whether it meets; of each post peer, and whether it adds
+    """
+
+    def __init__(self, rank: int, size: int, nodes: Sequence[int], mail: _Mail) -> None:
+        self.rank, self.size, self.nodes, self.world_ranks = rank, size, tuple(nodes), tuple(range(size))
+        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
+        self.device = self.origin = "cpu"
+        self.side, self.board = None, None
+        self.signature = None                           # type: ignore[assignment]  # SubsetCall hands it on, unread
+        self.kinds: list[int] = []
+        self.args: list[int] = []
+        self.sends: list[int] = []
+        self.posts: list[int] = []
+        self._mail, self._received, self._shows = mail, defaultdict[int, int](int), 0
+        mail.sent[rank].clear()
+        mail.shown[rank].clear()
+
+    def note(self, kind: int, arg: int) -> None:
+        """One more operation."""
+        self.kinds.append(kind)
+        self.args.append(arg)
+
+    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
+                   chunk: int | None = None) -> Handle:
+        number = len(self.sends) // 3
+        self.note(SEND, number)
+        self.sends += (dst, array.nbytes, 0)
+        if block:
+            self._mail.sent[self.rank][dst].append(array)
+        return _Waiting(self, SENT, number)
+
+    def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
+        number = len(self.posts) // 2
+        self.note(POST, number)
+        self.posts += (src, reduce is not None)
+        return _Waiting(self, ARRIVED, number)
+
+    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+        number = self._received[src]
+        self._received[src] += 1
+        if isinstance(place, Known):
+            return self.start_recv(src, place.array), [place.array]
+        letters = self._mail.sent[src][self.rank]
+        if len(letters) <= number:
+            raise _NotYetSent
+        sent = letters[number]
+        array = place(sent.shape, sent.dtype)
+        if self._mail.read and sent.size:
+            array[...] = sent
+        return self.start_recv(src, array), [array]
+
+    def waited(self, kind: int, number: int) -> None:
+        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an exchange's receive."""
+        alone = kind == SENT and self.args[-1] == number
+        exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
+        if self.kinds[-1] == SEND and (alone or exchange):
+            self.sends[-1] = 1
+        self.note(kind, number)
+
+    def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
+                 step: int | None = None, chunk: int | None = None) -> None:
+        """As Call.exchange, at once: rings make thousands of them."""
+        sends, posts = len(self.sends) // 3, len(self.posts) // 2
+        self.posts += (src, reduce is not None)
+        self.sends += (dst, outgoing.nbytes, 1)
+        self.kinds += (POST, SEND, ARRIVED, SENT)
+        self.args += (posts, sends, posts, sends)
+
+    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
+                        chunk: int | None = None) -> np.ndarray:
+        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it receives."""
+        self._mail.sent[self.rank][dst].append(outgoing)
+        received, (array,) = self.start_recv_block(src, place)
+        self.wait([received, self.start_send(dst, outgoing)])
+        return array
+
+    def agree(self) -> None:
+        """Nothing: a header without payload is in no cost."""
+
+    def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
+        return np.empty(length, dtype) if self._mail.read else hollow(length, dtype)
+
+    def show(self, *arrays: np.ndarray, lent: Shown = ()) -> list[np.ndarray]:
+        return [shown for _, shown in self._show_all(None, arrays)]
+
+    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
+                   lent: Shown = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
+        return self._show_all(None if block is None else BlockHeader(block.dtype, block.shape, "cpu"), arrays)
+
+    def _show_all(self, header: BlockHeader | None, arrays: Shown) -> list[tuple[Any, np.ndarray]]:
+        number, shown = self._shows, self._mail.shown
+        self._shows += 1
+        self.note(SHOW, sum(array.nbytes for array in arrays))
+        shown[self.rank].append((header, np.concatenate(arrays)))
+        if any(len(theirs) <= number for theirs in shown):
+            raise _NotYetSent
+        return [theirs[number] for theirs in shown]
+
+
+def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, Any]:
+    """What comm/verbs.py hands to the algorithm, without memory."""
+    if verb == "barrier":
+        return {}
+    root = {"root": 0} if verb in ("broadcast", "scatter", "reduce", "gather") else {}
+    at_root, rank, size = call.rank == 0, call.rank, call.size
+    if verb in REDUCES:
+        item = np.dtype(f"V{operands.itemsize}")
+        length = operands.nbytes // operands.itemsize
+        kept = bounds(length, size)[rank:rank + 2] if verb == "reduce_scatter" else (0, length)
+        out = hollow(kept[1] - kept[0], item) if at_root or verb != "reduce" else None
+        return {"x": hollow(length, item), "out": out, "op": HollowReduction(call, item), **root}
+    if verb in ("broadcast", "scatter"):
+        item = np.dtype(f"V{operands.itemsize}") if verb == "scatter" else _BYTE
+        length = operands.nbytes // item.itemsize
+        kept = bounds(length, size)[rank:rank + 2] if verb == "scatter" else (0, length)
+        return {"x": hollow(length, item) if at_root else None, "place": Known(hollow(kept[1] - kept[0], item)), **root}
+    if verb == "all_to_all":
+        shape = (*(1,) * (operands.dims - 1), -1)
+        own = hollow(operands.block(rank)).reshape(shape)
+        return {"parts": [hollow(operands.block(dst)).reshape(shape) for dst in range(size)],
+                "place": lambda src: Known(own)}
+    rows = HollowRows([operands.block(other) for other in range(size)])
+    return {"own": hollow(operands.block(rank)), "rows": rows if at_root or not root else None, **root}
+
+
+# ---------------------------------------------------------------- all ranks together
+
+
+class _Recorded(NamedTuple):
+    """What one rank did, as arrays."""
+
+    kinds: np.ndarray
+    args: np.ndarray
+    sends: np.ndarray           # (messages, 3)
+    posts: np.ndarray           # (messages, 2)
+    tells_all: bool
+
+    @classmethod
+    def of(cls, call: RecordingCall) -> "_Recorded":
+        """The call's operations; those of a thousand ranks would be millions of Python's numbers."""
+        kinds, args = np.array(call.kinds, np.int8), np.array(call.args, np.int32)
+        return cls(kinds, args, np.array(call.sends, np.int64).reshape(-1, 3),
+                   np.array(call.posts, np.int32).reshape(-1, 2), _tells_all(call))
+
+
+def _tells_all(call: RecordingCall) -> bool:
+    """Whether a rank has sends to all others under way at once."""
+    under_way: set[int] = set()
+    for kind, arg in zip(call.kinds[:3 * call.size], call.args, strict=False):     # before it waits for any
+        if kind == SEND:
+            under_way.add(call.sends[3 * arg])
+        elif kind in (SENT, ARRIVED):
+            break
+    return len(under_way) == call.size - 1
+
+
+def _program(verb: str, ranks: Sequence[_Recorded]) -> Program:
+    """Number the messages, and bring the ranks' operations into one table."""
+    size = len(ranks)
+    sent, posted = np.concatenate([rank.sends for rank in ranks]), np.concatenate([rank.posts for rank in ranks])
+    src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
+    at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
+    left, right = np.argsort(src * size + dst, kind="stable"), np.argsort(origin * size + at, kind="stable")
+    matched = len(left) == len(right) and bool((src[left] == origin[right]).all() and (dst[left] == at[right]).all())
+    assert matched, "every message is received"
+    number_of_post = np.empty(len(right), np.int64)         # a message's number is that of its send
+    number_of_post[right] = left
+    adds = np.zeros(len(left), bool)
+    adds[left] = posted[right, 1] != 0
+    steps = max(len(rank.kinds) for rank in ranks) + 1
+    kind, arg = np.full((size, steps), END, np.int8), np.zeros((size, steps), np.int64)
+    sends = posts = 0
+    for number, rank in enumerate(ranks):
+        args = rank.args.astype(np.int64)
+        args[np.isin(rank.kinds, (SEND, SENT))] += sends
+        theirs = np.isin(rank.kinds, (POST, ARRIVED))
+        args[theirs] = number_of_post[args[theirs] + posts]
+        kind[number, :len(args)], arg[number, :len(args)] = rank.kinds, args
+        sends, posts = sends + len(rank.sends), posts + len(rank.posts)
+    crowded = size > 2 and all(rank.tells_all for rank in ranks)
+    return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)
