@@ -3,7 +3,7 @@
 A rank's trace is a list of these. Chapter 24 records it from the modules themselves, without data; chapter 23 from a
 captured run. `minidist.observe.replay` puts all ranks' traces on one clock.
 
-    Busy(7, "forward", 0)  Start(0, Call("tp", "all_reduce", "ring", 1 << 20))  Wait(0)  …
+    Busy(7, "forward", 0)  Start(0, GroupCall("tp", "all_reduce", "ring", 1 << 20))  Await(0)  …
 """
 
 from collections.abc import Hashable
@@ -18,7 +18,7 @@ class Busy(NamedTuple):
     micro: int | None = None    # microbatch
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """A collective, or a message to or from one peer. The axis and the rank together name the group.
 
     The n-th collective of a group on one rank meets the n-th on the others. Messages of a pair meet in order. An
@@ -40,11 +40,11 @@ class Start(NamedTuple):
     """A call begins in the background; the calls of one group run one after another."""
 
     id: int                         # unique in the rank's trace
-    call: Call
+    call: GroupCall
 
 
-class Wait(NamedTuple):
-    """The rank stands still until call or move `id` has ended. A blocking call is Start and Wait."""
+class Await(NamedTuple):
+    """The rank stands still until call or move `id` has ended. A blocking call is Start and Await."""
 
     id: int
 
@@ -56,12 +56,12 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-class Move(NamedTuple):
-    """A copy between device, host and disk, on a lane of its own; Wait(id) waits for it."""
+class Transfer(NamedTuple):
+    """A copy between device, host and disk, on a lane of its own; Await(id) waits for it."""
 
     id: int
     lane: str
     nbytes: int
 
 
-Event: TypeAlias = Busy | Start | Wait | Memory | Move
+Event: TypeAlias = Busy | Start | Await | Memory | Transfer
