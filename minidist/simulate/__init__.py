@@ -1,1 +1,1 @@
-"""Chapter 24: a plan on a cluster that is not there: the same modules on arrays without data."""
+"""Chapter 24: the same modules on a thousand virtual ranks, one clock for all of them."""

@@ -97,20 +97,21 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
         raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
                           f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
     mail = _Mail(size, algorithm)
-    calls: dict[int, RecordingCall] = {}
+    ranks: dict[int, _Recorded] = {}
     waiting, before = list(range(size)), -1
     while waiting:
         left = []
         for rank in waiting:
-            calls[rank] = call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+            call = RecordingCall(rank, size, nodes or (0,) * size, mail)
             try:
                 ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
             except _NotYetSent:
                 left.append(rank)
-        done = sum(len(call.kinds) for call in calls.values())
+            ranks[rank] = _Recorded.of(call)
+        done = sum(len(recorded.kinds) for recorded in ranks.values())
         assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for what nobody sends"
         waiting, before = left, done
-    return _program(verb, [calls[rank] for rank in range(size)])
+    return _program(verb, [ranks[rank] for rank in range(size)])
 
 
 # ---------------------------------------------------------------- arrays and reductions without values
@@ -223,7 +224,7 @@ class RecordingCall(Call):
     """One rank's call, which notes operations in place of carrying them out.
 
     Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's sends or posts
-                sends, posts  [peer, bytes, meets], (peer, added)
+                sends, posts  of each send peer, bytes, and whether it meets; of each post peer, and whether it adds
     """
 
     def __init__(self, rank: int, size: int, nodes: Sequence[int], mail: _Mail) -> None:
@@ -234,8 +235,8 @@ class RecordingCall(Call):
         self.signature = None                           # type: ignore[assignment]  # SubsetCall hands it on, unread
         self.kinds: list[int] = []
         self.args: list[int] = []
-        self.sends: list[list[int]] = []
-        self.posts: list[tuple[int, int]] = []
+        self.sends: list[int] = []
+        self.posts: list[int] = []
         self._mail, self._received, self._shows = mail, defaultdict[int, int](int), 0
         mail.sent[rank].clear()
         mail.shown[rank].clear()
@@ -247,16 +248,18 @@ class RecordingCall(Call):
 
     def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
                    chunk: int | None = None) -> Handle:
-        self.note(SEND, len(self.sends))
-        self.sends.append([dst, array.nbytes, 0])
+        number = len(self.sends) // 3
+        self.note(SEND, number)
+        self.sends += (dst, array.nbytes, 0)
         if block:
             self._mail.sent[self.rank][dst].append(array)
-        return _Waiting(self, SENT, len(self.sends) - 1)
+        return _Waiting(self, SENT, number)
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
-        self.note(POST, len(self.posts))
-        self.posts.append((src, int(reduce is not None)))
-        return _Waiting(self, ARRIVED, len(self.posts) - 1)
+        number = len(self.posts) // 2
+        self.note(POST, number)
+        self.posts += (src, reduce is not None)
+        return _Waiting(self, ARRIVED, number)
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
         number = self._received[src]
@@ -277,17 +280,25 @@ class RecordingCall(Call):
         alone = kind == SENT and self.args[-1] == number
         exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
         if self.kinds[-1] == SEND and (alone or exchange):
-            self.sends[-1][2] = 1
+            self.sends[-1] = 1
         self.note(kind, number)
 
     def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
                  step: int | None = None, chunk: int | None = None) -> None:
         """As Call.exchange, at once: rings make thousands of them."""
-        sends, posts = len(self.sends), len(self.posts)
-        self.posts.append((src, int(reduce is not None)))
-        self.sends.append([dst, outgoing.nbytes, 1])
+        sends, posts = len(self.sends) // 3, len(self.posts) // 2
+        self.posts += (src, reduce is not None)
+        self.sends += (dst, outgoing.nbytes, 1)
         self.kinds += (POST, SEND, ARRIVED, SENT)
         self.args += (posts, sends, posts, sends)
+
+    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
+                        chunk: int | None = None) -> np.ndarray:
+        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it receives."""
+        self._mail.sent[self.rank][dst].append(outgoing)
+        received, (array,) = self.start_recv_block(src, place)
+        self.wait([received, self.start_send(dst, outgoing)])
+        return array
 
     def agree(self) -> None:
         """Nothing: a header without payload is in no cost."""
@@ -341,15 +352,40 @@ def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, 
 # ---------------------------------------------------------------- all ranks together
 
 
-def _program(verb: str, calls: Sequence[RecordingCall]) -> Program:
+class _Recorded(NamedTuple):
+    """What one rank did, as arrays."""
+
+    kinds: np.ndarray
+    args: np.ndarray
+    sends: np.ndarray           # (messages, 3)
+    posts: np.ndarray           # (messages, 2)
+    tells_all: bool
+
+    @classmethod
+    def of(cls, call: RecordingCall) -> "_Recorded":
+        """The call's operations; those of a thousand ranks would be millions of Python's numbers."""
+        kinds, args = np.array(call.kinds, np.int8), np.array(call.args, np.int32)
+        return cls(kinds, args, np.array(call.sends, np.int64).reshape(-1, 3),
+                   np.array(call.posts, np.int32).reshape(-1, 2), _tells_all(call))
+
+
+def _tells_all(call: RecordingCall) -> bool:
+    """Whether a rank has sends to all others under way at once."""
+    under_way: set[int] = set()
+    for kind, arg in zip(call.kinds[:3 * call.size], call.args, strict=False):     # before it waits for any
+        if kind == SEND:
+            under_way.add(call.sends[3 * arg])
+        elif kind in (SENT, ARRIVED):
+            break
+    return len(under_way) == call.size - 1
+
+
+def _program(verb: str, ranks: Sequence[_Recorded]) -> Program:
     """Number the messages, and bring the ranks' operations into one table."""
-    size = len(calls)
-    sends = [np.array(call.sends, np.int64).reshape(-1, 3) for call in calls]
-    posts = [np.array(call.posts, np.int64).reshape(-1, 2) for call in calls]
-    before_sends, before_posts = ([0, *accumulate(map(len, rows))] for rows in (sends, posts))
-    sent, posted = np.concatenate(sends), np.concatenate(posts)
-    src, dst = np.repeat(np.arange(size), list(map(len, sends))), sent[:, 0]
-    at, origin = np.repeat(np.arange(size), list(map(len, posts))), posted[:, 0]
+    size = len(ranks)
+    sent, posted = np.concatenate([rank.sends for rank in ranks]), np.concatenate([rank.posts for rank in ranks])
+    src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
+    at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
     left, right = np.argsort(src * size + dst, kind="stable"), np.argsort(origin * size + at, kind="stable")
     matched = len(left) == len(right) and bool((src[left] == origin[right]).all() and (dst[left] == at[right]).all())
     assert matched, "every message is received"
@@ -357,27 +393,15 @@ def _program(verb: str, calls: Sequence[RecordingCall]) -> Program:
     number_of_post[right] = left
     adds = np.zeros(len(left), bool)
     adds[left] = posted[right, 1] != 0
-    steps = max(len(call.kinds) for call in calls) + 1
+    steps = max(len(rank.kinds) for rank in ranks) + 1
     kind, arg = np.full((size, steps), END, np.int8), np.zeros((size, steps), np.int64)
-    for rank, call in enumerate(calls):
-        kinds, args = np.array(call.kinds, np.int8), np.array(call.args, np.int64)
-        own = (kinds == SEND) | (kinds == SENT)
-        args[own] += before_sends[rank]
-        theirs = (kinds == POST) | (kinds == ARRIVED)
-        args[theirs] = number_of_post[args[theirs] + before_posts[rank]]
-        kind[rank, :len(kinds)], arg[rank, :len(args)] = kinds, args
-    crowded = size > 2 and all(map(_tells_all, calls))
+    sends = posts = 0
+    for number, rank in enumerate(ranks):
+        args = rank.args.astype(np.int64)
+        args[np.isin(rank.kinds, (SEND, SENT))] += sends
+        theirs = np.isin(rank.kinds, (POST, ARRIVED))
+        args[theirs] = number_of_post[args[theirs] + posts]
+        kind[number, :len(args)], arg[number, :len(args)] = rank.kinds, args
+        sends, posts = sends + len(rank.sends), posts + len(rank.posts)
+    crowded = size > 2 and all(rank.tells_all for rank in ranks)
     return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)
-
-
-def _tells_all(call: RecordingCall) -> bool:
-    """Whether a rank has sends to all others under way at once."""
-    under_way: set[int] = set()
-    for kind, arg in zip(call.kinds, call.args, strict=True):
-        if kind == SEND:
-            under_way.add(call.sends[arg][0])
-            if len(under_way) == call.size - 1:
-                return True
-        elif kind in (SENT, ARRIVED):
-            under_way.clear()
-    return False

@@ -42,10 +42,10 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
         raise ConfigError(f"device_kind {device_kind!r}: choose gpu or cpu")
     _require(plan)
     length = tokens or config.context
-    sim = SimRank(plan, config, rank, length)
+    sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
     if batch is None:
-        ids = np.arange(length) % config.vocabulary
+        ids = np.arange(length) * config.vocabulary // length
         batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
     modules = {device: module(device) for device in ("cpu", "cuda")}
     with simulated(modules), account.use(memory), recording.begun(sim.tape):

@@ -88,6 +88,12 @@ class DeclaredRows(Rows):
         return DeclaredPlace(super().place(rank, count), (rows, *self._own.shape[1:]))
 
 
+    @property
+    def place_whole(self) -> DeclaredPlace:
+        """Where all blocks at once are received."""
+        return DeclaredPlace(super().place_whole, (sum(self.lengths), *self._own.shape[1:]))
+
+
 class SimTransport(Transport):
     """The transport of a rank that runs alone: it moves nothing."""
 

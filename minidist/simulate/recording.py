@@ -11,23 +11,25 @@ when the segment's total was highest, before its Busy, and what they fell by unt
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from minidist.device.account import MemoryAccount
-from minidist.observe.events import Busy, GroupCall, Event, Memory, Transfer, Start, Await
+from minidist.observe.events import Busy, Call, Event, Memory, Move, Start, Wait
 from minidist.simulate.trace import Kernel, Segment
 
 
 class Recording:
     """The events of one rank so far.
 
+    Args:    device: "cuda" or "cpu": where the rank computes.
     Attributes: events; segments: distinct ones, by their number in `Busy.work`.
                 paused: no kernel counts (a collective's own arithmetic: the cost of the call has it).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
         self.events: list[Event] = []
         self.segments: list[Segment] = []
         self.paused = 0
@@ -37,7 +39,8 @@ class Recording:
         self._names: dict[str, list[str]] = {}
         self._calls = 0
         self._change: Counter[str] = Counter()      # of the memory since the segment began, by category
-        self._rise: Counter[str] = Counter()        # where it was highest
+        self._rise: dict[str, int] = {}             # where it was highest
+        self._sum = self._highest = 0
 
     # ---------------------------------------------------------------------------------------------------- segments
 
@@ -49,13 +52,14 @@ class Recording:
     def memory(self, category: str, nbytes: int) -> None:
         """The device's account changes."""
         self._change[category] += nbytes
-        if nbytes > 0 and sum(self._change.values()) > sum(self._rise.values()):
-            self._rise = Counter(self._change)
+        self._sum += nbytes
+        if self._sum > self._highest:
+            self._highest, self._rise = self._sum, dict(self._change)
 
     def flush(self) -> None:
         """End the segment."""
         rise, change = self._rise, self._change
-        if rise or change:
+        if rise:
             self.events += [Memory(category, nbytes) for category, nbytes in rise.items() if nbytes]
         if self._kernels:
             segment = tuple(self._kernels.items())
@@ -64,25 +68,26 @@ class Recording:
                 self.segments.append(segment)
             self.events.append(Busy(number, *self._spans[-1]))
             self._kernels = Counter()
-        if rise or change:
+        if change:
             change.subtract(rise)
             self.events += [Memory(category, nbytes) for category, nbytes in change.items() if nbytes]
-            self._rise, self._change = Counter(), Counter()
+            self._rise, self._change, self._sum, self._highest = {}, Counter(), 0, 0
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    def start(self, call: GroupCall) -> int:
+    def start(self, call: Call) -> int:
         """A call begins. Returns its id."""
         return self._begin(lambda number: Start(number, call))
 
-    def move(self, lane: str, nbytes: int) -> int:
-        """A copy between memories begins. Returns its id."""
-        return self._begin(lambda number: Transfer(number, lane, nbytes))
+    def moving(self, way: str, nbytes: int) -> Callable[[], None]:
+        """A copy between memories begins, on a lane of its own. Returns what waits for its end."""
+        number = self._begin(lambda number: Move(number, way, nbytes))
+        return lambda: self.wait(number)
 
     def wait(self, number: int) -> None:
         """The rank waits for a call or a move."""
         self.flush()
-        self.events.append(Await(number))
+        self.events.append(Wait(number))
 
     def _begin(self, event: Any) -> int:
         self.flush()
@@ -134,29 +139,24 @@ class _Here(threading.local):
     tape: Recording | None = None
 
 
-_here = _Here()
-
-
-def kernel(kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
-    """A kernel of the rank that this thread simulates; without one nothing is kept."""
-    if _here.tape is not None:
-        _here.tape.kernel(kind, dtype, flops, nbytes, size)
+here = _Here()
+"""The recording of the rank that this thread simulates."""
 
 
 @contextmanager
 def begun(tape: Recording) -> Iterator[Recording]:
     """Context manager: this thread's kernels go to `tape`."""
-    before, _here.tape = _here.tape, tape
+    before, here.tape = here.tape, tape
     try:
         yield tape
     finally:
-        _here.tape = before
+        here.tape = before
 
 
 @contextmanager
 def pause() -> Iterator[None]:
     """Context manager: no kernel counts."""
-    tape = _here.tape or Recording()
+    tape = here.tape or Recording()
     tape.paused += 1
     try:
         yield

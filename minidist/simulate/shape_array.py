@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from minidist.device import backend
-from minidist.simulate import recording, strides
+from minidist.simulate import strides
+from minidist.simulate.operators import Operators
 from minidist.simulate.strides import Shape
 
 _addresses = itertools.count(1)
@@ -47,7 +48,7 @@ def is_picked(part: Any) -> bool:
     return isinstance(part, np.ndarray | ShapeArray) and part.ndim > 0 or isinstance(part, list)
 
 
-class ShapeArray:
+class ShapeArray(Operators):
     """An array without data, of an array module (shape_module.py). base: None if it owns its buffer."""
 
     __slots__ = ("shape", "dtype", "module", "base", "writeable", "_strides", "_offset", "_number", "__weakref__")
@@ -170,7 +171,7 @@ class ShapeArray:
         parts = strides.expanded(_without_masks(index), self.ndim)
         if any(map(is_picked, parts)):
             result = self.like(strides.picked(self.shape, parts, is_picked))
-            recording.kernel("memory", self.dtype.name, 0, 2 * result.nbytes + _index_bytes(parts))
+            self.module.kernel("memory", self.dtype.name, 0, 2 * result.nbytes + _index_bytes(parts))
             return result
         shape, steps, offset = strides.view_of(self.shape, self.strides, parts)
         if shape == () and self.device_name == "cpu" and Ellipsis not in (index if type(index) is tuple else (index,)):
@@ -190,7 +191,7 @@ class ShapeArray:
             read = value.nbytes
         else:
             read = 0
-        recording.kernel("memory", self.dtype.name, 0, read + target.nbytes)
+        self.module.kernel("memory", self.dtype.name, 0, read + target.nbytes)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -205,7 +206,7 @@ class ShapeArray:
         if not copy and kind == self.dtype:
             return self
         result = self.like(self.shape, kind)
-        recording.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
+        self.module.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
         return result
 
     def get(self, **_: Any) -> "ShapeArray":
@@ -249,14 +250,8 @@ class ShapeArray:
         raise TypeError(f"an array without data ({self.dtype} {self.shape}) has no numbers to copy; what depends on "
                         "them must be declared (simulate/one_rank.py)")
 
-    def __matmul__(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(self, other)      # type: ignore[no-any-return]
-
-    def __rmatmul__(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(other, self)      # type: ignore[no-any-return]
-
-    def dot(self, other: Any) -> "ShapeArray":
-        return self.module.matmul(self, other)      # type: ignore[no-any-return]
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def _without_masks(index: Any) -> Any:
@@ -275,34 +270,5 @@ def _without_masks(index: Any) -> Any:
 def _index_bytes(parts: Sequence[Any]) -> int:
     return sum(part.nbytes for part in parts if isinstance(part, np.ndarray | ShapeArray))
 
-
-def _binary(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (self, other))
-
-
-def _reversed(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (other, self))
-
-
-def _in_place(ufunc: np.ufunc) -> Any:
-    return lambda self, other: self.module.elementwise(ufunc, (self, other), self)
-
-
-for _name, _ufunc in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
-                      "floordiv": np.floor_divide, "mod": np.remainder, "pow": np.power, "and": np.bitwise_and,
-                      "or": np.bitwise_or, "xor": np.bitwise_xor, "rshift": np.right_shift,
-                      "lshift": np.left_shift}.items():
-    setattr(ShapeArray, f"__{_name}__", _binary(_ufunc))
-    setattr(ShapeArray, f"__r{_name}__", _reversed(_ufunc))
-    setattr(ShapeArray, f"__i{_name}__", _in_place(_ufunc))
-for _name, _ufunc in {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-                      "ge": np.greater_equal}.items():
-    setattr(ShapeArray, f"__{_name}__", _binary(_ufunc))
-for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert}.items():
-    setattr(ShapeArray, f"__{_name}__", lambda self, ufunc=_ufunc: self.module.elementwise(ufunc, (self,)))
-for _name in ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take", "cumsum", "squeeze"):
-    setattr(ShapeArray, _name, lambda self, *args, name=_name, **options: getattr(self.module, name)(
-        self, *args, **options))
-ShapeArray.__hash__ = object.__hash__       # type: ignore[method-assign,assignment]
 
 backend.add_virtual(ShapeArray)

@@ -70,6 +70,12 @@ class Shapes:
             raise TypeError(f"arrays without data know no {name}; add it to simulate/shape_module.py")
         return found
 
+    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+        """Tell the recording of this thread, if there is one; what the host does for a GPU is of the kind "host"."""
+        tape = recording.here.tape
+        if tape is not None:
+            tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
+
     # ------------------------------------------------------------------------------------------------------ new
 
     def empty(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> ShapeArray:
@@ -77,7 +83,7 @@ class Shapes:
 
     def zeros(self, shape: Any, dtype: Any = np.float64) -> ShapeArray:
         result = self.empty(shape, dtype)
-        recording.kernel("memory", result.dtype.name, 0, result.nbytes)
+        self.kernel("memory", result.dtype.name, 0, result.nbytes)
         return result
 
     ones = zeros
@@ -122,20 +128,20 @@ class Shapes:
         shape = strides.broadcast([x.shape for x in arrays])
         kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
         result = ShapeArray(shape, kind, self) if out is None else out
-        recording.kernel("memory", kind.name, 0, sum(x.nbytes for x in arrays) + result.nbytes)
+        self.kernel("memory", kind.name, 0, sum(x.nbytes for x in arrays) + result.nbytes)
         return result
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any) -> Any:
         """What NumPy's ufuncs do with arrays without data."""
         result = out[0] if isinstance(out, tuple) else out
         if ufunc is np.matmul:
-            return self.matmul(*inputs, out=result)
+            return self.matmul(inputs[0], inputs[1], out=result)
         if method == "__call__":
             if result is None and options.get("dtype") is not None:
                 result = self.empty(strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"])
             return self.elementwise(ufunc, inputs, result)
         if method == "at":
-            recording.kernel("memory", inputs[0].dtype.name, 0, 2 * getattr(inputs[-1], "nbytes", 0))
+            self.kernel("memory", inputs[0].dtype.name, 0, 2 * getattr(inputs[-1], "nbytes", 0))
             return None
         if method == "reduceat":
             x, places, axis = inputs[0], inputs[1], options.get("axis", 0)
@@ -145,7 +151,7 @@ class Shapes:
         raise TypeError(f"arrays without data know no {ufunc.__name__}.{method}")
 
     def where(self, condition: Any, a: Any, b: Any) -> ShapeArray:
-        kind = _dtype_of(np.add, (a, b)) if not (np.result_type(a.dtype, b.dtype) == bool) else np.dtype(bool)
+        kind = np.result_type(*(getattr(x, "dtype", x) for x in (a, b)))
         shape = strides.broadcast([getattr(x, "shape", ()) for x in (condition, a, b)])
         return self._made(shape, kind, condition, a, b)
 
@@ -191,7 +197,7 @@ class Shapes:
         kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
         result = ShapeArray(shape, kind, self) if out is None else out
         count, (m, k), n = math.prod(lead), left[-2:], right[-1]
-        recording.kernel("matmul", kind.name, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
+        self.kernel("matmul", kind.name, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
                          (count, m, k, n))
         return result
 
@@ -208,11 +214,11 @@ class Shapes:
     def _made(self, shape: Shape, dtype: Any, *read: Any) -> ShapeArray:
         """A new array, made in one pass over `read`."""
         result = ShapeArray(shape, np.dtype(dtype), self)
-        recording.kernel("memory", result.dtype.name, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
+        self.kernel("memory", result.dtype.name, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
         return result
 
     def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
-        shape = _shape(shape)
+        shape, x = _shape(shape), x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
         lead = len(shape) - x.ndim
         steps = tuple(0 if d < lead or x.shape[d - lead] == 1 != n else x.strides[d - lead]
                       for d, n in enumerate(shape))
@@ -263,7 +269,7 @@ class Shapes:
     def take(self, x: Any, index: Any, axis: int = 0) -> ShapeArray:
         dim = axis % x.ndim
         result = ShapeArray((*x.shape[:dim], *getattr(index, "shape", ()), *x.shape[dim + 1:]), x.dtype, self)
-        recording.kernel("memory", x.dtype.name, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
+        self.kernel("memory", x.dtype.name, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
         return result
 
     # -------------------------------------------------------------------------------------------------- integers
@@ -296,10 +302,10 @@ class Shapes:
         """A kernel of kernels/ runs: it reads or writes each of its arrays once."""
         given = {parameter.name: value for parameter, value in values}
         arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
-                  if isinstance(each, ShapeArray)]
+                  if isinstance(each, _Array)]
         flops = _attention_flops(name, given)
         kind = next((x.dtype.name for x in arrays if x.dtype.kind == "f" or x.dtype.name == "bfloat16"), "float32")
-        recording.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
+        self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
 
 
 def _attention_flops(name: str, given: dict[str, Any]) -> float:

@@ -11,18 +11,28 @@ from minidist.comm.chunks import bounds
 from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
+from minidist.parallel.context.ring_attention import zigzag
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.recording import Recording
 
 
 class SimRank:
-    """One rank of a plan. Attributes: tape: its recording; lengths: of dims that ranks divide (tokens, heads)."""
+    """One rank of a plan. Attributes: tape: its recording; lengths: tokens of a sequence, and
+    of this rank of cp's part of one: what other axes divide further.
+    """
 
-    def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int) -> None:
+    def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int, device: str) -> None:
         self.plan, self.config, self.rank, self.size = plan, config, rank, plan.size
-        self.tape, self.ledger = Recording(), Ledger(rank)
-        self.lengths = (tokens, config.heads)
+        self.tape, self.ledger = Recording(device), Ledger(rank)
+        self.lengths = tuple(dict.fromkeys((tokens, self._own_tokens(tokens))))
+
+    def _own_tokens(self, tokens: int) -> int:
+        """The tokens of a sequence that this rank of cp works on."""
+        place = group_ranks(self.plan, self.config, "cp", self.rank).index(self.rank)
+        if self.plan.attention == "ring":
+            return len(zigzag(tokens, place, self.plan.cp))
+        return _part(tokens, self.plan.cp, place)
 
     def subgroup(self, parent: str, axis: str | None) -> tuple[str, tuple[int, ...]]:
         """The name and the world ranks of this rank's part of a group that is split."""
@@ -48,16 +58,14 @@ class SimRank:
         return any(whole % size and _part(whole, size, rank) == mine for whole in self.lengths)
 
     def swapped(self, sent: Sequence[tuple[int, ...]], size: int, rank: int) -> list[tuple[int, ...]]:
-        """The shapes that come in an all_to_all of arrays: as this rank's own part, but for a divided dim."""
+        """The shapes that come in an all_to_all of arrays: as this rank's own part, or (B, heads, T, D) of their tokens.
+
+        An all_to_all that sends what came in an earlier one is its way back (SimGroup), and is not asked for here.
+        """
         own = sent[rank]
-        came = [own] * size
-        for dim in range(len(own)):
-            if len({shape[dim] for shape in sent}) > 1:
-                continue
-            for whole in self.lengths:
-                if whole % size and own[dim] == _part(whole, size, rank):
-                    came = [(*own[:dim], _part(whole, size, r), *own[dim + 1:]) for r in range(size)]
-        return came
+        if len(own) < 4:
+            return [own] * size
+        return [(*own[:2], _part(self.lengths[0], size, r), *own[3:]) for r in range(size)]
 
 
 def _part(whole: int, size: int, rank: int) -> int:

@@ -116,7 +116,8 @@ def picked(shape: Shape, parts: Sequence[Any], is_array: Any) -> Shape:
     """The shape of an index with integer arrays among its entries, one entry a dim, as `expanded` makes it."""
     places = [i for i, part in enumerate(parts) if is_array(part) or isinstance(part, int | np.integer)]
     found = broadcast([tuple(parts[i].shape) if is_array(parts[i]) else () for i in places])
-    rest, dim, at = [], 0, None
+    rest: list[int] = []
+    dim, at = 0, None
     for i, part in enumerate(parts):
         if i in places:
             at = len(rest) if at is None else at

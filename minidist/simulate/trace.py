@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minidist.observe.events import Event
+from minidist.observe.events import Busy, Event
 
 
 class Kernel(NamedTuple):
     """One operation on arrays, as a device runs it.
 
     kind "matmul": a stack of matrix products; "attention": scores and values in one kernel; "memory": a pass over
-    arrays (elementwise, sums, copies, gathers); "launch": nothing but its launch.
+    arrays (elementwise, sums, copies, gathers); "host": what the host of a GPU computes (offload), pass by pass.
     """
 
     kind: str
@@ -51,5 +51,5 @@ class RankTrace:
 
     def kernels(self) -> list[tuple[Kernel, int]]:
         """Every kernel that ran, with how often, segment by segment."""
-        from minidist.observe.events import Busy
-        return [pair for event in self.events if isinstance(event, Busy) for pair in self.segments[event.work]]
+        ran: list[Any] = [event.work for event in self.events if isinstance(event, Busy)]
+        return [pair for work in ran for pair in self.segments[work]]

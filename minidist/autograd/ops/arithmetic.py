@@ -7,8 +7,6 @@ float32 and rounded once. CuPy does so itself, in one launch, where it adds and 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, dtype, narrow, on_host, widen
 from minidist.errors import DtypeError

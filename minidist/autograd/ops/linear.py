@@ -2,8 +2,6 @@
 
 import math
 
-import numpy as np
-
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.device.backend import Array, array_module, narrow, on_host, widen

@@ -238,7 +238,8 @@ class Rows:
         return self.complete(self._joined(blocks))  # not into `out`: blocks may stand where equal ones would have
 
     def _joined(self, blocks: list[np.ndarray]) -> np.ndarray:
-        return backend.array_module(*blocks).concatenate(blocks, dtype=self._own.dtype)    # told, because its own choice has the machine's order
+        xp = backend.array_module(*blocks)      # told the dtype, because its own choice has the machine's order
+        return xp.concatenate(blocks, dtype=self._own.dtype)    # type: ignore[no-any-return]
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
         """The blocks of all ranks, as `merge` gave them, as the array of the result."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.device.backend import Array, array_module, module_for
+from minidist.device.backend import Array, array_module, device_of, is_simulated, is_virtual, module_for, to_host
 
 _local = threading.local()
 
@@ -18,7 +18,7 @@ _local = threading.local()
 def mark(array: Array) -> Any:
     """An event behind the current stream's work on `array`; a copy of or into `array` must wait for it."""
     xp = array_module(array)
-    if xp is np:
+    if xp is np or is_virtual(array):
         return None
     event = xp.cuda.Event(disable_timing=True)
     event.record()
@@ -30,6 +30,8 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 
     Args:    ready: mark() of the side on the device.
     """
+    if is_virtual(source):
+        return
     if array_module(source, target) is np:
         target[...] = source
         return
@@ -48,8 +50,8 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 
 def bring(source: Array, ready: Any = None) -> np.ndarray:
     """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
-    if isinstance(source, np.ndarray):
-        return source
+    if device_of(source) == "cpu" or is_virtual(source):
+        return to_host(source)
     target: np.ndarray = host_bytes(source.nbytes, "cuda").view(source.dtype)
     copy(source, target, ready)
     return target
@@ -64,6 +66,8 @@ def _stream(xp: Any) -> Any:
 
 def host_bytes(nbytes: int, device: str) -> np.ndarray:
     """Host memory that begins on a page; pinned where the device is a GPU, so that its copy engine reaches it."""
+    if is_simulated():
+        return module_for("cpu").empty(nbytes, np.uint8)    # type: ignore[no-any-return]
     if module_for(device) is np:
         return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
     import cupyx  # noqa: PLC0415 - a GPU is in use, so CuPy is here

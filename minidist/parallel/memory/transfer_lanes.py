@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
+from minidist.device.backend import is_simulated
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.zero.shards import MemoryTraffic
@@ -53,6 +54,20 @@ class Move:
             raise TimeoutError(f"{self.what}: not done after {LIMIT:g} s; is the disk still there?") from error
 
 
+class RecordedMove(Move):
+    """A move of a rank that is simulated: its work is done, and its wait() is an event."""
+
+    def __init__(self, what: str, ended: Callable[[], None], result: Any) -> None:
+        self.what, self._result, self._ended = what, result, ended
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        self._ended()
+        return self._result
+
+
 class TransferLane:
     """Carries moves out one after the other, in the order they were started.
 
@@ -69,9 +84,14 @@ class TransferLane:
     def start(self, what: str, nbytes: int, work: Callable[[], Any]) -> Move:
         """Begin `work()`, which moves `nbytes`; they are counted now."""
         self.traffic.count(self.source, self.target, nbytes)
+        way = f"{self.source} to {self.target}"
+
+        if is_simulated():
+            recording: Any = self.recorder      # chapter 24's
+            return RecordedMove(what, recording.moving(way, nbytes), work())
 
         def carry_out() -> Any:
-            with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):
+            with self.recorder.span(what, "moves", bytes=nbytes, way=way):
                 time.sleep(self.pace.latency + nbytes * self.pace.per_byte)     # arrives at the end, as over a bus
                 return work()
 
