@@ -87,7 +87,7 @@ class PathPiece(NamedTuple):
 def critical_path(replayed: Replayed, begin: float = 0.0) -> list[PathPiece]:
     """The pieces that determined the end, from `begin` to the end, each beginning when the one before it stops."""
     pieces = [piece._replace(start=max(piece.start, begin)) for piece in _backwards(replayed, begin)
-              if piece.stop > piece.start]
+              if piece.stop > max(piece.start, begin)]
     return pieces[::-1]
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from minidist.device.account import MemoryAccount
-from minidist.observe.events import Busy, Call, Event, Memory, Move, Start, Wait
+from minidist.observe.events import Busy, GroupCall, Event, Memory, Transfer, Start, Await
 from minidist.simulate.trace import Kernel, Segment
 
 
@@ -75,19 +75,19 @@ class Recording:
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    def start(self, call: Call) -> int:
+    def start(self, call: GroupCall) -> int:
         """A call begins. Returns its id."""
         return self._begin(lambda number: Start(number, call))
 
     def moving(self, way: str, nbytes: int) -> Callable[[], None]:
         """A copy between memories begins, on a lane of its own. Returns what waits for its end."""
-        number = self._begin(lambda number: Move(number, way, nbytes))
+        number = self._begin(lambda number: Transfer(number, way, nbytes))
         return lambda: self.wait(number)
 
     def wait(self, number: int) -> None:
         """The rank waits for a call or a move."""
         self.flush()
-        self.events.append(Wait(number))
+        self.events.append(Await(number))
 
     def _begin(self, event: Any) -> int:
         self.flush()

@@ -11,6 +11,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minidist.errors import PlanError
@@ -50,8 +51,9 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     require(plan, config, cluster, batch)
     cluster = cluster.slowed(slow_links) if slow_links else cluster
     placement = Placement(plan, cluster, order or None)
+    free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
     role_of = roles(plan, config, batch)
-    each = [traces(plan, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
+    each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
     replayed = replay_on(cluster, placement, plan, config, each, role_of, stragglers=stragglers or {}, folded=folded,
                          rates=rates or Rates.of(cluster.device))
