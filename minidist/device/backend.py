@@ -130,13 +130,18 @@ def to_host(array: Array) -> np.ndarray:
     """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write directly."""
     if device_of(array) == "cpu":
         return array        # type: ignore[no-any-return]
-    if is_virtual(array):
-        return array.get()  # type: ignore[no-any-return]
-    import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
-
-    host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
+    host = pinned(array.shape, array.dtype)
     array.get(out=host)
     return host
+
+
+def pinned(shape: tuple[int, ...] | int, kind: Any) -> np.ndarray:
+    """A new array in host memory that a GPU can write directly; on a rank that is simulated one without data."""
+    if is_simulated():
+        return module_for("cpu").empty(shape, kind)     # type: ignore[no-any-return]
+    import cupyx  # noqa: PLC0415 - a GPU is in use, so CuPy is here
+
+    return cupyx.empty_pinned(shape, kind)              # type: ignore[no-any-return]
 
 
 _PINNED = 1         # cudaMemoryTypeHost

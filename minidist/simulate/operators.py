@@ -1,4 +1,4 @@
-"""The operators and the reductions of an array, handed to its array module: `a + b` is module.elementwise(np.add, …)."""
+"""The operators and reductions of an array, handed to its array module: `a + b` is module.elementwise(np.add, …)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _BINARY: dict[str, np.ufunc] = {
 _COMPARED: dict[str, np.ufunc] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
                                   "gt": np.greater, "ge": np.greater_equal}
 _UNARY: dict[str, np.ufunc] = {"neg": np.negative, "abs": np.absolute, "invert": np.invert}
-_NAMED = ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take", "cumsum", "squeeze")
+_NAMED = ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take")
 
 
 class Operators:

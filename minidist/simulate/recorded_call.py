@@ -27,19 +27,30 @@ class Done(Handle):
 _DONE = Done()
 
 
+class NoLibrary:
+    """A library of collectives that moves nothing."""
+
+    def __getattr__(self, verb: str) -> Any:
+        return lambda *_: None
+
+
+NO_LIBRARY = NoLibrary()
+
+
 class RecordedCall(Call):
     """A call whose messages are counted, and go nowhere.
 
-    Args:    dtype: of the blocks that come.
+    Args:    dtype: of the blocks that come; held: whether workspace counts in the account.
     Attributes: nbytes, messages: sent by this rank; rooms: (length, dtype) of each workspace.
     """
 
-    def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype) -> None:
+    def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
         self.device = self.origin = "cpu"
         self.dtype, self.nbytes, self.messages = dtype, 0, 0
+        self._held = held
         self.rooms: list[tuple[int, np.dtype]] = []
 
     def count(self, nbytes: int) -> None:
@@ -58,12 +69,16 @@ class RecordedCall(Call):
     def start_recv_block(self, src: int, place: Any) -> tuple[Handle, list[Any]]:
         return _DONE, [place(place.shape, self.dtype)]
 
+    def native(self) -> Any:
+        return NO_LIBRARY
+
     def agree(self) -> None:
         """All ranks of a plan agree."""
 
     def workspace(self, length: int, dtype: np.dtype) -> Any:
         self.rooms.append((length, np.dtype(dtype)))
-        return account.current().hold(module_for("cpu").empty(length, dtype), "communication")
+        room = module_for("cpu").empty(length, dtype)
+        return account.current().hold(room, "communication") if self._held else room
 
 
 class DeclaredPlace:

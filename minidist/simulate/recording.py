@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from minidist.device.account import MemoryAccount
-from minidist.observe.events import Busy, GroupCall, Event, Memory, Transfer, Start, Await
+from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
 from minidist.simulate.trace import Kernel, Segment
 
 
@@ -79,10 +79,10 @@ class Recording:
         """A call begins. Returns its id."""
         return self._begin(lambda number: Start(number, call))
 
-    def moving(self, way: str, nbytes: int) -> Callable[[], None]:
-        """A copy between memories begins, on a lane of its own. Returns what waits for its end."""
+    def moving(self, way: str, nbytes: int, work: Callable[[], Any]) -> "RecordedMove":
+        """A copy between memories begins, on a lane of its own (parallel/memory/transfer_lanes.py)."""
         number = self._begin(lambda number: Transfer(number, way, nbytes))
-        return lambda: self.wait(number)
+        return RecordedMove(self, number, work())
 
     def wait(self, number: int) -> None:
         """The rank waits for a call or a move."""
@@ -119,6 +119,22 @@ class Recording:
         return names.pop(0) if names else ""
 
 
+class RecordedMove:
+    """A move whose work is done, and whose wait() is an event."""
+
+    def __init__(self, tape: Recording, number: int, result: Any) -> None:
+        self._tape, self._number, self._result = tape, number, result
+
+    def wait(self) -> Any:
+        """The work's result."""
+        self._tape.wait(self._number)
+        return self._result
+
+    def done(self) -> bool:
+        """False: how long it takes is not known here."""
+        return False
+
+
 class RecordedAccount(MemoryAccount):
     """The memory account of a rank that tells its changes to a recording as they happen."""
 
@@ -135,11 +151,11 @@ class RecordedAccount(MemoryAccount):
         self._tape.memory(category, nbytes)
 
 
-class _Here(threading.local):
+class _Tapes(threading.local):
     tape: Recording | None = None
 
 
-here = _Here()
+here = _Tapes()
 """The recording of the rank that this thread simulates."""
 
 

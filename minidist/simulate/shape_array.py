@@ -18,6 +18,7 @@ import numpy as np
 
 from minidist.device import backend
 from minidist.simulate import strides
+from minidist.simulate.no_gpu import NO_GPU, NoGpu
 from minidist.simulate.operators import Operators
 from minidist.simulate.strides import Shape
 
@@ -209,12 +210,16 @@ class ShapeArray(Operators):
         self.module.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
         return result
 
-    def get(self, **_: Any) -> "ShapeArray":
-        """The array on the host, as CuPy's."""
-        return self.module.host.empty(self.shape, self.dtype)       # type: ignore[no-any-return]
+    def get(self, **_: Any) -> None:
+        """To the host, as CuPy's get(out=): a lane's move, or a number of a few bytes."""
 
     def set(self, source: Any, **_: Any) -> None:
-        """Filled from the host, as CuPy's."""
+        """From the host, as CuPy's."""
+
+    @property
+    def device(self) -> NoGpu:
+        """As CuPy's."""
+        return NO_GPU
 
     def fill(self, value: Any) -> None:
         self[...] = value

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidist.simulate import recording, strides
+from minidist.simulate.no_gpu import NO_GPU
 from minidist.simulate.shape_array import ShapeArray
 from minidist.simulate.strides import Shape
 
@@ -54,15 +55,10 @@ def _dims(axis: Any, ndim: int) -> tuple[int, ...]:
 class Shapes:
     """The functions. What is not here (dtypes, constants, ufuncs) is NumPy's."""
 
-    ndarray = ShapeArray
+    ndarray, cuda = ShapeArray, NO_GPU
 
     def __init__(self, device: str) -> None:
         self.device, self.__name__ = device, f"shapes on {device}"
-
-    @property
-    def host(self) -> "Shapes":
-        """The module of the host's memory."""
-        return module("cpu")
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)
@@ -158,9 +154,6 @@ class Shapes:
     def clip(self, x: ShapeArray, low: Any, high: Any) -> ShapeArray:
         return self._made(x.shape, x.dtype, x)
 
-    def isinf(self, x: ShapeArray) -> Any:
-        return self.elementwise(np.isinf, (x,))
-
     # ----------------------------------------------------------------------------------------------- reductions
 
     def _reduced(self, name: str, x: ShapeArray, axis: Any, keepdims: bool, dtype: Any = None, out: Any = None) -> Any:
@@ -224,25 +217,12 @@ class Shapes:
                       for d, n in enumerate(shape))
         return x._view(shape, steps, writeable=False)       # type: ignore[no-any-return]
 
-    def reshape(self, x: ShapeArray, shape: Any) -> ShapeArray:
-        return x.reshape(shape)
-
-    def transpose(self, x: ShapeArray, axes: Any = None) -> ShapeArray:
-        return x.transpose(axes)
-
-    def swapaxes(self, x: ShapeArray, a: int, b: int) -> ShapeArray:
-        return x.swapaxes(a, b)
-
     def moveaxis(self, x: Any, source: Any, target: Any) -> Any:
         ends = [_dims(ends, x.ndim) for ends in (source, target)]
         order = [d for d in range(x.ndim) if d not in ends[0]]
         for place, dim in sorted(zip(ends[1], ends[0], strict=True)):
             order.insert(place, dim)
         return x.transpose(tuple(order))
-
-    def squeeze(self, x: ShapeArray, axis: Any = None) -> ShapeArray:
-        dims = [d for d, n in enumerate(x.shape) if n == 1] if axis is None else _dims(axis, x.ndim)
-        return x[tuple(0 if d in dims else slice(None) for d in range(x.ndim))]
 
     def split(self, x: Any, cuts: Any, axis: int = 0) -> list[Any]:
         length = x.shape[axis]
@@ -277,17 +257,8 @@ class Shapes:
     def argsort(self, x: Any, axis: int = -1, kind: str | None = None) -> ShapeArray:
         return self._made(x.shape, np.int64, x)
 
-    def sort(self, x: Any, axis: int = -1) -> ShapeArray:
-        return self._made(x.shape, x.dtype, x)
-
-    def cumsum(self, x: Any, axis: Any = None, dtype: Any = None) -> ShapeArray:
-        return self._made(x.shape if axis is not None else (x.size,), dtype or x.dtype, x)
-
     def searchsorted(self, x: Any, values: Any, side: str = "left") -> ShapeArray:
         return self._made(values.shape, np.int64, x, values)
-
-    def bincount(self, x: Any, minlength: int = 0) -> ShapeArray:
-        return self._made((minlength,), np.int64, x)
 
     def may_share_memory(self, a: Any, b: Any) -> bool:
         """Whether the bytes between the ends of two arrays overlap."""

@@ -6,7 +6,8 @@
 
 The algorithm's own code runs, on a call whose messages are only counted. So messages, bytes and workspace are those of
 a real call. Arrays without data are not filled. Small NumPy arrays (counts, loss shares, digests) are answered as if
-every rank had brought what this one brings: sums are P times it, gathers repeat it.
+every rank had brought what this one brings: sums are P times it, gathers repeat it. Arrays on a GPU are a library's to
+move, as NCCL: their calls are "native" in the events, and need no workspace. The ledger counts the plan's algorithm.
 """
 
 import itertools
@@ -33,6 +34,7 @@ from minidist.simulate.sim_rank import SimRank
 
 _memory: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
 """What calls did that came before: bytes, messages, workspace."""
+NATIVE = "native"
 
 
 class SimPending(Pending):
@@ -152,9 +154,14 @@ class SimGroup(Group):
         own = array if array.ndim else array.reshape(1)
         lengths = self.sim.blocks(own, out, self.size, self.rank) if is_virtual(own) else [len(own)] * self.size
         result: Any = _Result(out, own)
-        rows = DeclaredRows(result, own, lengths)
         each = own.nbytes // max(1, len(own))
         blocks = tuple(length * each for length in lengths) if len(set(lengths)) > 1 else ()
+        if self._by_library(own):
+            result.array((sum(lengths), *own.shape[1:]), own.dtype)
+            passed_on = sum(lengths) - lengths[(self.rank + 1) % self.size]     # as round a ring
+            return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks,
+                                   sent=(passed_on * each, self.size - 1))
+        rows = DeclaredRows(result, own, lengths)
         return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks, own=rows.put_own(self.rank),
                                rows=rows)
 
@@ -194,14 +201,16 @@ class SimGroup(Group):
 
     def _carry_out(self, verb: str, algorithm: str, array: Any, deliver: Callable[[], Any], *, n: int = 0,
                    op: str = "sum", blocks: tuple[int, ...] = (), total: int | None = None,
-                   **arrays: Any) -> SimPending:
+                   sent: tuple[int, int] | None = None, **arrays: Any) -> SimPending:
         """Count the call, and tell the recording."""
         name = choose(verb, algorithm, n, self.size)
-        call = RecordedCall(self, verb, name, array.dtype)
+        call = RecordedCall(self, verb, name, array.dtype, held=not self._by_library(array))
         if "out" in arrays:
             arrays["op"] = reduction(op, array.dtype, self.size)
         with recording.pause():
-            if self.size == 1:
+            if sent is not None:
+                call.nbytes, call.messages = sent
+            elif self.size == 1:
                 ALONE[verb](call, **arrays)
             else:
                 self._work(verb, name, call, arrays)
@@ -213,9 +222,13 @@ class SimGroup(Group):
         number = None
         if self.size > 1:
             number = self.sim.tape.start(GroupCall(
-                self.name, verb, name, array.nbytes if total is None else total, blocks=blocks,
-                name=self.sim.tape.name_of_next(self.axis), itemsize=array.dtype.itemsize, dims=array.ndim))
+                self.name, verb, NATIVE if self._by_library(array) else name, array.nbytes if total is None else total,
+                blocks, name=self.sim.tape.name_of_next(self.axis), itemsize=array.dtype.itemsize, dims=array.ndim))
         return SimPending(self.sim, number, result, arrays)
+
+    def _by_library(self, array: Any) -> bool:
+        """Whether a library moves the array, as NCCL does on GPUs."""
+        return self.size > 1 and is_virtual(array) and array.device_name != "cpu"
 
     def _work(self, verb: str, name: str, call: RecordedCall, arrays: dict[str, Any]) -> None:
         """Run the algorithm; one that was run before is remembered, if all ranks bring the same."""
@@ -225,7 +238,7 @@ class SimGroup(Group):
             function(call, **arrays)
             return
         same = arrays["out"].owner is x.owner
-        key = verb, name, arrays["op"], self.size, self.rank, self.nodes, x.size, x.dtype, same
+        key = verb, name, arrays["op"], self.size, self.rank, x.size, x.dtype, same
         if key not in _memory:
             function(call, **arrays)
             _memory[key] = call.nbytes, call.messages, tuple(call.rooms)

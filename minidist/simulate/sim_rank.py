@@ -58,7 +58,7 @@ class SimRank:
         return any(whole % size and _part(whole, size, rank) == mine for whole in self.lengths)
 
     def swapped(self, sent: Sequence[tuple[int, ...]], size: int, rank: int) -> list[tuple[int, ...]]:
-        """The shapes that come in an all_to_all of arrays: as this rank's own part, or (B, heads, T, D) of their tokens.
+        """The shapes that come in an all_to_all: as this rank's own part, or (B, heads, T, D) of their tokens.
 
         An all_to_all that sends what came in an earlier one is its way back (SimGroup), and is not asked for here.
         """

@@ -189,8 +189,8 @@ class OnHost(OffDevice):
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Zeros."""
-        new = partial(array_module(weights.data).zeros, weights.data.shape, weights.data.dtype)
-        return {name: self.host.hold(new(), "optimizer") for name in names}
+        zeros = array_module(weights.data).zeros_like
+        return {name: self.host.hold(zeros(weights.data), "optimizer") for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the new weights of the one before go up."""

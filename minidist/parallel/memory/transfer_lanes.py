@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from minidist.device.backend import is_simulated
 from minidist.errors import ConfigError, TimeoutError
@@ -54,20 +54,6 @@ class Move:
             raise TimeoutError(f"{self.what}: not done after {LIMIT:g} s; is the disk still there?") from error
 
 
-class RecordedMove(Move):
-    """A move of a rank that is simulated: its work is done, and its wait() is an event."""
-
-    def __init__(self, what: str, ended: Callable[[], None], result: Any) -> None:
-        self.what, self._result, self._ended = what, result, ended
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> Any:
-        self._ended()
-        return self._result
-
-
 class TransferLane:
     """Carries moves out one after the other, in the order they were started.
 
@@ -85,10 +71,8 @@ class TransferLane:
         """Begin `work()`, which moves `nbytes`; they are counted now."""
         self.traffic.count(self.source, self.target, nbytes)
         way = f"{self.source} to {self.target}"
-
         if is_simulated():
-            recording: Any = self.recorder      # chapter 24's
-            return RecordedMove(what, recording.moving(way, nbytes), work())
+            return cast(Move, cast(Any, self.recorder).moving(way, nbytes, work))       # chapter 24's
 
         def carry_out() -> Any:
             with self.recorder.span(what, "moves", bytes=nbytes, way=way):
