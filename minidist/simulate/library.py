@@ -17,13 +17,15 @@ Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a qu
 Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL, the α of the wires, times NCCL's own
 ratios. Not modelled: reductions inside switches (NVLS, SHARP), and PXN.
 
+A node whose devices are linked pair by pair, and no others: every device sends each other its share at once.
+
 On a torus a group that fills a box of it sends a share of the array both ways along every dim, dims in turn: all its
 links are busy. Other groups are rings through their members in order.
 
 Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, in Lucas 1892); Jouppi et al. 2023.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from minidist.simulate.messages import Operands
 
 
-class Protocol(NamedTuple):
+class LibraryProtocol(NamedTuple):
     """How a library moves bytes. Latencies are multiples of the wires' α."""
 
     name: str
@@ -48,14 +50,17 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = (
-    Protocol("LL", 6.6e-6, 1.0, 1.0, 1 / 4, 1.0, 5.0 / 2.7, 6.8e-6),
-    Protocol("LL128", 14.0e-6, 1.9 / 0.6, 4.0 / 2.7, 0.92, 1.25 / 0.6, 8.5 / 2.7, 14.0e-6),
-    Protocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
+    LibraryProtocol("LL", 6.6e-6, 1.0, 1.0, 1 / 4, 1.0, 5.0 / 2.7, 6.8e-6),
+    LibraryProtocol("LL128", 14.0e-6, 1.9 / 0.6, 4.0 / 2.7, 0.92, 1.25 / 0.6, 8.5 / 2.7, 14.0e-6),
+    LibraryProtocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
 )
 """NCCL's baseLat, hwLat (NVLink and network) and its shares of the bandwidth."""
 TREE_SHARE = 0.9                # of the bandwidth that a tree reaches (tuning.cc)
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""
+
+
+_PerByte = defaultdict[int, float]
 
 
 class Load(NamedTuple):
@@ -98,13 +103,13 @@ class Library:
 
     def _ways(self, verb: str) -> list[tuple[str, Load]]:
         if not self._loads.get(verb):
-            self._loads[verb] = self._on_torus(verb) or self._rings(verb)
+            self._loads[verb] = self._on_torus(verb) or self._on_mesh(verb) or self._rings(verb)
         ways = [("ring", self._loads[verb])]
         if verb == "all_reduce" and len(self.nodes) > 1 and not self.cluster.topology.torus:
             ways.append(("tree", self._loads.setdefault("tree", self._tree())))
         return ways
 
-    def _seconds(self, name: str, load: Load, nbytes: int, protocol: Protocol) -> float:
+    def _seconds(self, name: str, load: Load, nbytes: int, protocol: LibraryProtocol) -> float:
         if name == "tree":
             return (protocol.tree_base + load.inside * protocol.tree_inside + load.between * protocol.tree_between
                     + nbytes * load.seconds / (TREE_SHARE * protocol.share))
@@ -119,7 +124,7 @@ class Library:
         around = [[place for node in self.nodes for place in zigzag(node, number)] for number in range(channels)]
         edges = [list(pairwise([*ring, ring[0]])) for ring in around]
         bytes_an_edge = ROUNDS[verb] * (self.size - 1) / self.size if verb in ROUNDS else 1.0
-        per_byte: Counter[int] = Counter()
+        per_byte = _PerByte(float)
         for ring in edges:
             for src, dst in ring if verb in ROUNDS else ring[:-1]:
                 for number in self.cluster.route(src, dst):
@@ -128,9 +133,17 @@ class Library:
         inside, between = self._alphas(edges[0])
         return self._load(per_byte, hops * inside, hops * between)
 
+    def _on_mesh(self, verb: str) -> Load | None:
+        """A node whose devices are linked pair by pair: every device sends each other its share, over its own link."""
+        if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1 or verb not in ROUNDS:
+            return None
+        per_byte = _PerByte(float, {number: ROUNDS[verb] / self.size for src in self.members for dst in self.members
+                                    for number in self.cluster.route(src, dst)})
+        return self._load(per_byte, ROUNDS[verb] * self.cluster.topology.inside.alpha, 0.0)
+
     def _tree(self) -> Load:
         """A chain inside each node, a double binary tree between them."""
-        per_byte: Counter[int] = Counter()
+        per_byte = _PerByte(float)
         width = min(map(len, self.nodes))
         for number in range(width):
             heads = [node[number] for node in self.nodes]
@@ -152,7 +165,7 @@ class Library:
         box = self._box()
         if box is None or verb not in ROUNDS:
             return None
-        topology, per_byte = self.cluster.topology, Counter[int]()
+        topology, per_byte = self.cluster.topology, _PerByte(float)
         dims = [dim for dim in range(len(box)) if box[dim] > 1]
         ways = 2 * len(dims)
         for first in range(len(dims)):
@@ -204,7 +217,7 @@ class Library:
                 between += alpha
         return inside, between
 
-    def _load(self, per_byte: Counter[int], inside: float, between: float) -> Load:
+    def _load(self, per_byte: _PerByte, inside: float, between: float) -> Load:
         links = self.cluster.links
         return Load(dict(per_byte), max((share / links[number].bandwidth for number, share in per_byte.items()),
                                         default=0.0), inside, between)

@@ -65,7 +65,8 @@ def test_leaders_on_two_kinds_of_links(verb, nodes, each):
     """Inside a node links are faster; all leaders have a NIC."""
     inside = LinkCost("inside", 2, 2e-6, 0.5e-6, 0.1e-9, 0.05e-9, 0.0)
     between = LinkCost("between", 2, 7e-6, 1.5e-6, 1e-9, 0.3e-9, 0.0)
-    topology = Topology(each, wire(inside, "inside"), between=wire(between, "between"), nics=each, spines=1, nodes_per_leaf=64)
+    topology = Topology(each, wire(inside, "inside"), between=wire(between, "between"), nics=each, spines=1,
+                        nodes_per_leaf=64)
     n = 5040 * 4
     expected = Tiers(nodes, each, inside, between).seconds(verb, n)
     cost = cost_on(cluster_of(topology, nodes), nodes * each, verb, "hierarchical", n)
@@ -96,7 +97,7 @@ def test_messages_and_bytes_are_those_of_the_formulas(verb, algorithm, size):
             blocks = tuple(chunk_bytes(length, 4, size))
         operands = Operands(4 * length, () if verb == "scatter" else blocks, 4, 2)
     else:
-        blocks, operands = tuple(chunk_bytes(length, 1 if verb == "broadcast" else 4, size)), Operands(4 * length, (), 4)
+        blocks, operands = tuple(chunk_bytes(length, 4, size)), Operands(4 * length, (), 4)
     if verb == "broadcast":
         blocks = tuple(chunk_bytes(4 * length, 1, size))
     case = Case(size, 0 if verb == "barrier" else 4 * length, blocks, [blocks] * size, 2, 4, nodes)

@@ -1,0 +1,50 @@
+"""The fit of what computation costs, to seconds that the model itself made; and one real figure."""
+
+import pytest
+
+from minidist.bench import computation
+from minidist.bench.computation import BYTES_A_PASS, FIGURES, fit, measure
+
+
+def made(kind, dtype, size, launch=2e-6, peaks=(100e9, 40e9), half=12.0, cache=BYTES_A_PASS * (1 << 16)):
+    if kind == "matmul":
+        m, k, n = size
+        peak = peaks[dtype == "float64"]
+        return launch + 2 * m * k * n / peak * (1 + half * (1 / m + 1 / k + 1 / n))
+    nbytes = BYTES_A_PASS * size[0]
+    return launch + nbytes / (5e9 if nbytes > cache else 20e9)
+
+
+def test_a_fit_finds_the_numbers_that_made_the_seconds():
+    cost = fit(2, {figure: made(*figure) for figure in FIGURES})
+    assert cost.ranks == 2
+    assert cost.peaks == pytest.approx({"float32": 100e9, "float64": 40e9}, rel=1e-6)
+    assert (cost.half, cost.launch, cost.bandwidth) == pytest.approx((12.0, 2e-6, 5e9), rel=1e-6)
+    assert (cost.cache_bytes, cost.cache_factor) == pytest.approx((BYTES_A_PASS * (1 << 16), 4.0), rel=1e-6)
+    assert cost.misfit < 1e-6
+
+
+def test_a_disturbed_figure_shows_in_the_misfit():
+    seconds = {figure: made(*figure) for figure in FIGURES}
+    seconds[FIGURES[4]] *= 1.5
+    cost = fit(1, seconds)
+    assert 0.15 < cost.misfit < 0.6
+    assert cost.launch == pytest.approx(2e-6, rel=0.05)
+
+
+@pytest.mark.parametrize("figure", [FIGURES[2], FIGURES[-5]])
+def test_a_figure_is_measured(figure):
+    kind, dtype, size = figure
+    seconds, = measure(kind, dtype, size)
+    assert 1e-7 < seconds < 1
+
+
+def test_ranks_compute_at_once(monkeypatch):
+    """One rank alone, and two on a machine of two cores or more."""
+    few = [figure for figure in FIGURES if figure[0] == "pass" or max(figure[2]) <= 128]
+    monkeypatch.setattr(computation, "FIGURES", few)
+    told = []
+    costs = computation.measure_all([2, 64], 1, told.append)
+    assert [cost.ranks for cost in costs][:1] == [1]
+    assert all(min(cost.peaks.values()) > 1e6 and cost.bandwidth > 1e6 for cost in costs)
+    assert told
