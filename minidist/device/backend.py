@@ -9,7 +9,9 @@ sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones
 
 import hashlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -37,24 +39,62 @@ def imported_cupy() -> ModuleType | None:
     return sys.modules.get("cupy")
 
 
+_virtual: tuple[type, ...] = ()     # classes of arrays without data (simulate/shape_array.py), once it is imported
+_local = threading.local()          # `modules`: device -> array module, of a rank that this thread simulates
+
+
+def add_virtual(kind: type) -> None:
+    """From here on `kind` is a class of arrays, whose `module` and `device_name` say where they live."""
+    global _virtual
+    _virtual += (kind,)
+
+
+def is_virtual(value: object) -> bool:
+    """Whether `value` is an array without data."""
+    return isinstance(value, _virtual)
+
+
+def is_simulated() -> bool:
+    """Whether this thread simulates a rank: then nothing is drawn, and large arrays have no data."""
+    return getattr(_local, "modules", None) is not None
+
+
+@contextmanager
+def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: what this thread allocates are arrays without data; `modules`: those of "cpu" and "cuda"."""
+    before, _local.modules = getattr(_local, "modules", None), modules
+    try:
+        yield
+    finally:
+        _local.modules = before
+
+
 def is_array(value: object) -> TypeGuard[Array]:
-    """Whether `value` is a NumPy or CuPy array."""
-    return isinstance(value, np.ndarray) or array_module(value) is not np
+    """Whether `value` is a NumPy or CuPy array, or one without data."""
+    return isinstance(value, (np.ndarray, *_virtual)) or array_module(value) is not np
 
 
 def array_module(*arrays: object) -> Any:
     """The module that computes on `arrays`: cupy if one of them is on a GPU, else numpy. Never imports CuPy."""
     cupy = imported_cupy()
-    if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
-        return cupy
+    if cupy is None and not _virtual:
+        return np
+    for array in arrays:
+        if isinstance(array, _virtual):
+            return array.module     # type: ignore[attr-defined]
+        if cupy is not None and isinstance(array, cupy.ndarray):
+            return cupy
     return np
 
 
 def module_for(device: str) -> Any:
-    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy.
+    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy; on a rank that is simulated, those without data.
 
     Raises:  DeviceError if CuPy or a GPU is missing; ConfigError for another name.
     """
+    modules = getattr(_local, "modules", None)
+    if modules is not None and device in modules:
+        return modules[device]
     if device == "cpu":
         return np
     if device != "cuda":
@@ -71,7 +111,14 @@ def module_for(device: str) -> Any:
 
 def device_of(array: Array) -> str:
     """The device of an array: "cpu" or "cuda"."""
-    return "cpu" if isinstance(array, np.ndarray) else "cuda"
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    return array.device_name if isinstance(array, _virtual) else "cuda"     # type: ignore[attr-defined]
+
+
+def on_host(*arrays: object) -> bool:
+    """Whether none of `arrays` is on a GPU: the host's way of computing is taken, in blocks that its caches hold."""
+    return all(device_of(array) == "cpu" for array in arrays if is_array(array))
 
 
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
@@ -81,13 +128,20 @@ def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
 
 def to_host(array: Array) -> np.ndarray:
     """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write directly."""
-    if isinstance(array, np.ndarray):
-        return array
-    import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
-
-    host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
+    if device_of(array) == "cpu":
+        return array        # type: ignore[no-any-return]
+    host = pinned(array.shape, array.dtype)
     array.get(out=host)
     return host
+
+
+def pinned(shape: tuple[int, ...] | int, kind: Any) -> np.ndarray:
+    """A new array in host memory that a GPU can write directly; on a rank that is simulated one without data."""
+    if is_simulated():
+        return module_for("cpu").empty(shape, kind)     # type: ignore[no-any-return]
+    import cupyx  # noqa: PLC0415 - a GPU is in use, so CuPy is here
+
+    return cupyx.empty_pinned(shape, kind)              # type: ignore[no-any-return]
 
 
 _PINNED = 1         # cudaMemoryTypeHost
@@ -102,8 +156,10 @@ def to_device(array: Array, device: str) -> Array:
     if device_of(array) == device:
         return array
     xp = module_for(device)
-    if xp is np:
+    if device == "cpu":
         return to_host(array)
+    if is_simulated():
+        return xp.asarray(array)
     native = array.dtype.newbyteorder("=")
     result = xp.empty(array.shape, native)
     source = np.asarray(array, native, order="C")               # ascontiguousarray would give an array without dims one
@@ -121,6 +177,11 @@ def beside(array: Array, other: Array) -> Array:
     if device_of(array) == "cpu" and device_of(other) == "cuda":
         return array_module(other).array(array, order="C")
     return to_device(array, device_of(other))
+
+
+def digested(array: Array) -> Any:
+    """The bytes of an array on any device, for a digest; of one without data none."""
+    return b"" if is_virtual(array) else bytes_view(np.ascontiguousarray(to_host(array))).data
 
 
 def bytes_view(array: np.ndarray) -> np.ndarray:
@@ -183,7 +244,7 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
 def add_into(total: Array, array: Array) -> None:
     """total += array; low precision is added in float32 and rounded once, as a GPU does it."""
-    alone = not isinstance(total, np.ndarray) and array.dtype == total.dtype
+    alone = not on_host(total) and array.dtype == total.dtype
     if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)
     else:
@@ -199,7 +260,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     xp, instead = array_module(a, b), cublas.current()
     if instead is not None and xp is not np:
         return instead.multiply(a, b, out)
-    if a.dtype not in LOW_PRECISION or (xp is not np and a.ndim == b.ndim == 2):
+    if a.dtype not in LOW_PRECISION or (xp is not np and not on_host(a) and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
     return narrow(xp.matmul(widen(a), widen(b)), a.dtype, out)
 

@@ -162,8 +162,9 @@ class Mixture(Module):
         In training an expert takes the first tokens of each sequence, up to its capacity. So no later token decides
         whether a token is dropped, as a causal model requires.
         """
-        xp, config = array_module(chances), self.config
+        config = self.config
         chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
+        xp = array_module(chosen)
         kept, whole = xp.ones(chosen.shape, bool), chosen
         if self.training and (config.capacity is not None or config.balance == "loss"):
             whole = self.sequences.joined(chosen)

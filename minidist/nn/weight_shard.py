@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.device.backend import Array
+from minidist.device.backend import Array, is_simulated
 from minidist.errors import ShapeError
 from minidist.nn.module import Module
-from minidist.nn.weights import Part, Weight, positions_of
+from minidist.nn.weights import Part, Weight, positions_of, shape_of
 
 ShardIndex = tuple[Any, ...]
 """Which elements of a tensor a rank has: a slice or an integer array for each leading dim."""
@@ -36,8 +36,7 @@ class WeightShard(Weight):
     def __init__(self, weight: Weight, parts: Sequence[ShardIndex], rank: int, *, sharers: Group | None = None,
                  among: Group | None = None, word: str = "") -> None:
         self.whole: tuple[int, ...] = weight.whole if isinstance(weight, WeightShard) else weight.shape
-        own = np.broadcast_to(np.zeros(()), self.whole)[_grid(parts[rank], self.whole)]
-        super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
+        super().__init__(shape_of(self.whole, parts[rank]), weight.init, dtype=weight.dtype, name=weight.name)
         self.requires_grad, self.seed = weight.requires_grad, weight.seed
         self.parts, self.rank, self.sharers, self.among, self.word = parts, rank, sharers, among, word
 
@@ -51,6 +50,8 @@ class WeightShard(Weight):
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu", dtype: Any = None) -> Array:
         """The first values of this rank's part, or of `part` of it; as Weight.draw."""
+        if is_simulated():
+            return super().draw(seed, part, device=device, dtype=dtype)
         places = positions_of(self.whole, self.parts[self.rank])
         if not (isinstance(part, tuple) and not part):
             places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]

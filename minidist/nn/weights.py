@@ -92,9 +92,19 @@ class Weight(Parameter):
         Raises:  ConfigError if the weight has no name; ShapeError if the part does not fit.
         """
         kind = dtype or self.dtype
+        if backend.is_simulated():
+            return module_for(device).empty(shape_of(self.shape, part), backend.dtype(kind))
         if isinstance(part, tuple) and not part:
             return self.init.draw(self.name, seed, range(self.size), kind, device=device).reshape(self.shape)
         return self.init.draw(self.name, seed, positions_of(self.shape, part), kind, device=device)
+
+
+def shape_of(shape: Sequence[int], part: Part) -> tuple[int, ...]:
+    """The shape of `part` of a tensor of this shape, without its positions."""
+    if isinstance(part, range):
+        return (len(part),)
+    chosen = [len(np.arange(size)[part[dim]]) if dim < len(part) else size for dim, size in enumerate(shape)]
+    return tuple(chosen)
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:

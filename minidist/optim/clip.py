@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.device.backend import Array, array_module, is_array
+from minidist.device.backend import Array, array_module, is_array, on_host
 from minidist.device.dispatch import kernel
 
 _BLOCK = 8192           # float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
@@ -32,7 +32,7 @@ def squares_of(gradients: Iterable[Array | None]) -> float | Array:
     if fast is not None:
         return fast(present)
     sums = [block for gradient in present for block in block_sums(gradient)]
-    return add_exactly(map(float, sums)) if xp is np else xp.stack(sums).sum()
+    return add_exactly(map(float, sums)) if on_host(*present) else xp.stack(sums).sum()
 
 
 def add_exactly(sums: Iterable[float]) -> float:
@@ -44,7 +44,7 @@ def add_exactly(sums: Iterable[float]) -> float:
 def block_sums(gradient: Array) -> Iterator[Array]:
     """The sum of squares of each block of one tensor: float64, without dims."""
     xp = array_module(gradient)
-    flat, size = gradient.reshape(-1), _BLOCK if xp is np else _DEVICE_BLOCK
+    flat, size = gradient.reshape(-1), _BLOCK if on_host(gradient) else _DEVICE_BLOCK
     scratch = xp.empty(min(size, flat.size), np.float64)
     for start in range(0, flat.size, size):
         piece = flat[start:start + size]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidist.device import account, backend
-from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, is_array, narrow, widen
+from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, is_array, narrow, on_host, widen
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 
 BLOCK = 65536           # elements, 256 KiB in float32: data, gradient, two states and scratch fit the outer caches
@@ -139,7 +139,7 @@ class Optimizer(ABC):
             xp = array_module(data)
             step = Step(slot.steps, rate, scale, self.weight_decay if slot.decays else 0.0, xp)
             arrays = (data, gradient, *slot.state.values())
-            for p, g, *state in blocks(arrays, BLOCK if xp is np else DEVICE_BLOCK):
+            for p, g, *state in blocks(arrays, BLOCK if on_host(data) else DEVICE_BLOCK):
                 if g.dtype != p.dtype:
                     g = widen(g)             # gradients in low precision beside float32 master weights
                 self.update(p, g, state, self._scratch_like(xp, p), step)

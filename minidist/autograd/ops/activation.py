@@ -12,7 +12,7 @@ import numpy as np
 from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.backend import Array, array_module, narrow, on_host, widen
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
@@ -73,7 +73,7 @@ def _run_block(xp: Any, block: _Block, near: float, far: float, x: Array, y: Arr
     Up to `near` exp(-z) is finite and sigmoid(z) normal. Beyond `far` sigmoid(z) is 0 or 1, up to there exp(-z/2) is
     finite. On a GPU the host would wait for the answer whether all are near, so none is taken for it.
     """
-    if xp is not np:
+    if not on_host(x):
         block(xp, x, xp.clip(x, -far, far), False, y, slope, room)
     elif -near <= x.min() and x.max() <= near:
         block(xp, x, x, True, y, slope, room)

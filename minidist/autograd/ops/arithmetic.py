@@ -7,10 +7,8 @@ float32 and rounded once. CuPy does so itself, in one launch, where it adds and 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, dtype, narrow, widen
+from minidist.device.backend import Array, array_module, dtype, narrow, on_host, widen
 from minidist.errors import DtypeError
 
 BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than the nearer cache saves
@@ -24,13 +22,13 @@ def row_blocks(x: Array) -> Iterator[slice]:
     """
     n = len(x)
     per_row = max(1, x.nbytes // max(1, n))
-    height = max(1, min(n, BLOCK_BYTES // per_row) if isinstance(x, np.ndarray) else n)
+    height = max(1, min(n, BLOCK_BYTES // per_row) if on_host(x) else n)
     return (slice(start, min(start + height, n)) for start in range(0, n, height))
 
 
 def _computed(a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of one operation: on the host low precision as float32, on a GPU unchanged."""
-    return (widen(a), widen(b)) if array_module(a, b) is np else (a, b)
+    return (widen(a), widen(b)) if on_host(a, b) else (a, b)
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], kind: Any = None) -> Array:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import LOW_PRECISION, Array, array_module, matmul, narrow, widen
+from minidist.device.backend import LOW_PRECISION, Array, array_module, matmul, narrow, on_host, widen
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
@@ -28,7 +28,7 @@ WIDEST = 128             # columns of a head that the tiles of a kernel hold
 def sequences(q: Array) -> Iterator[slice]:
     """The sequences of a batch (B, H, T, D) to compute together: what fits the cache on the host, all on a GPU."""
     b, heads, t, _ = q.shape
-    together = max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if array_module(q) is np else max(1, b)
+    together = max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if on_host(q) else max(1, b)
     for start in range(0, b, together):
         yield slice(start, start + together)
 
@@ -39,7 +39,7 @@ def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
     The mask (Q, Q) is added to the scores of the block's own tokens: -inf where the key is after the query, else 0.
     """
     xp, length = array_module(q), q.shape[-2]
-    height = min(max(1, length), QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU)
+    height = min(max(1, length), QUERY_BLOCK if on_host(q) else QUERY_BLOCK_GPU)
     ahead = xp.arange(height)[:, None] > xp.arange(height)
     mask = xp.where(ahead, q.dtype.type(-np.inf), q.dtype.type(0))
     for start in reversed(range(0, length, height)):

@@ -4,15 +4,18 @@
 expert. `from_experts` weights the results and sums them per token.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.ops.gather import sum_by_id
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.backend import Array, array_module, is_virtual, narrow, widen
 from minidist.device.backend import matmul as multiply
 from minidist.device.dispatch import kernel
 from minidist.errors import ShapeError
@@ -20,7 +23,15 @@ from minidist.errors import ShapeError
 
 def top_positions(scores: Array, k: int) -> Array:
     """The positions of the k largest of each row, in descending order; ties: the first. (…, n) -> (…, k) integers."""
+    if is_virtual(scores):
+        return drawn_positions(scores.shape, k)
     return array_module(scores).argsort(-widen(scores), axis=-1, kind="stable")[..., :k]
+
+
+def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
+    """Even choices for scores of this shape that have no data: row r gets k positions from k·r on, round the n."""
+    first = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[..., None] * k
+    return (first + np.arange(k)) % shape[-1]
 
 
 def places_in_runs(ids: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
+from minidist.device.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, on_host, widen
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import DtypeError, ShapeError
 
@@ -86,7 +86,7 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
         return fast(ids, xp.ascontiguousarray(values), count)
     wide = widen(values)
     result = xp.zeros((count, values.shape[1]), wide.dtype)
-    if xp is np and len(ids):
+    if on_host(values) and len(ids):
         order = np.argsort(ids, kind="stable")
         sorted_ids = ids[order]
         starts = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))

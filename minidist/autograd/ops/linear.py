@@ -2,11 +2,9 @@
 
 import math
 
-import numpy as np
-
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.backend import Array, array_module, narrow, on_host, widen
 from minidist.device.backend import matmul as multiply
 from minidist.errors import ShapeError
 
@@ -73,7 +71,7 @@ def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
     """
     if b is None:
         return multiply(x, w)
-    if array_module(x) is not np:
+    if not on_host(x):
         return multiply(x, w) + b
     y = multiply(widen(x), widen(w))
     y += widen(b)

@@ -20,7 +20,7 @@ import numpy as np
 
 from minidist.autograd.ops import attention
 from minidist.autograd.ops.attention import block_scores, flip, highest, query_blocks, sequences, shared, sum_heads
-from minidist.device.backend import Array, array_module, matmul
+from minidist.device.backend import Array, array_module, matmul, on_host
 
 
 class OnlineSoftmax:
@@ -112,7 +112,7 @@ class OnlineGradients:
 def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array | None]]:
     """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the cache."""
     length = q.shape[2]
-    height = attention.QUERY_BLOCK if array_module(q) is np else attention.QUERY_BLOCK_GPU
+    height = attention.QUERY_BLOCK if on_host(q) else attention.QUERY_BLOCK_GPU
     for i in sequences(q):
         if causal:
             yield from ((i, rows, keys, mask) for rows, keys, mask in query_blocks(q))

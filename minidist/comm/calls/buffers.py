@@ -211,7 +211,7 @@ class Rows:
         def of_ranks(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             rows = len(self._own)
             if self.whole is None or shape != (count * rows, *self._own.shape[1:]):
-                return account.current().hold(np.empty(shape, dtype), "communication")
+                return account.current().hold(backend.array_module(self._own).empty(shape, dtype), "communication")
             return self.whole[rank * rows:(rank + count) * rows]
 
         return of_ranks
@@ -238,7 +238,8 @@ class Rows:
         return self.complete(self._joined(blocks))  # not into `out`: blocks may stand where equal ones would have
 
     def _joined(self, blocks: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(blocks, dtype=self._own.dtype)    # told, because its own choice has the machine's order
+        xp = backend.array_module(*blocks)      # told the dtype, because its own choice has the machine's order
+        return xp.concatenate(blocks, dtype=self._own.dtype)    # type: ignore[no-any-return]
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
         """The blocks of all ranks, as `merge` gave them, as the array of the result."""

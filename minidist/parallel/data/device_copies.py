@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from minidist.device.backend import Array, array_module, module_for
+from minidist.device.backend import Array, array_module, is_simulated, on_host, pinned
 
 _local = threading.local()
 
 
 def mark(array: Array) -> Any:
     """An event behind the current stream's work on `array`; a copy of or into `array` must wait for it."""
-    xp = array_module(array)
-    if xp is np:
+    if on_host(array):
         return None
-    event = xp.cuda.Event(disable_timing=True)
+    event = array_module(array).cuda.Event(disable_timing=True)
     event.record()
     return event
 
@@ -30,13 +29,12 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 
     Args:    ready: mark() of the side on the device.
     """
-    if array_module(source, target) is np:
+    if on_host(source, target):
         target[...] = source
         return
-    onto_device = isinstance(source, np.ndarray)
+    onto_device = on_host(source)
     device_side = target if onto_device else source
-    stream = _stream(array_module(device_side))
-    with device_side.device, stream:
+    with device_side.device, (stream := _stream(array_module(device_side))):
         if ready is not None:
             stream.wait_event(ready)
         if onto_device:
@@ -48,9 +46,9 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 
 def bring(source: Array, ready: Any = None) -> np.ndarray:
     """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
-    if isinstance(source, np.ndarray):
-        return source
-    target: np.ndarray = host_bytes(source.nbytes, "cuda").view(source.dtype)
+    if on_host(source):
+        return source       # type: ignore[no-any-return]
+    target = pinned(source.shape, source.dtype)
     copy(source, target, ready)
     return target
 
@@ -64,8 +62,6 @@ def _stream(xp: Any) -> Any:
 
 def host_bytes(nbytes: int, device: str) -> np.ndarray:
     """Host memory that begins on a page; pinned where the device is a GPU, so that its copy engine reaches it."""
-    if module_for(device) is np:
+    if device == "cpu" and not is_simulated():
         return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
-    import cupyx  # noqa: PLC0415 - a GPU is in use, so CuPy is here
-
-    return cupyx.empty_pinned(nbytes, np.uint8)  # type: ignore[no-any-return]
+    return pinned(nbytes, np.uint8)

@@ -96,7 +96,7 @@ class TokenShardSequences(Sequences):
         with self.group.ledger.control():
             gathered = self.group.all_gather(xp.ascontiguousarray(xp.moveaxis(chosen, TOKENS, 0)), algorithm="ring")
             places = self.group.all_gather(np.arange(len(gathered))[self.own(len(gathered))], algorithm="ring")
-        whole = xp.empty_like(gathered)
+        whole = xp.zeros_like(gathered)     # a simulated rank knows its own places only
         whole[to_device(places, device_of(gathered))] = gathered
         return xp.ascontiguousarray(xp.moveaxis(whole, 0, TOKENS))
 

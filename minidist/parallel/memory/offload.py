@@ -58,7 +58,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.device import account
-from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host
+from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of, to_host
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.optim.optimizer import Slot
@@ -189,7 +189,8 @@ class OnHost(OffDevice):
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Zeros."""
-        return {name: self.host.hold(np.zeros(weights.data.shape, weights.data.dtype), "optimizer") for name in names}
+        zeros = array_module(weights.data).zeros_like
+        return {name: self.host.hold(zeros(weights.data), "optimizer") for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the new weights of the one before go up."""

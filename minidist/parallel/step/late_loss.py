@@ -8,7 +8,7 @@ pinned memory behind the pass, and read when it is asked for. On a CPU it is the
 from typing import Any
 
 from minidist.autograd.tensor import Tensor
-from minidist.device.backend import Array, array_module, device_of
+from minidist.device.backend import Array, array_module, device_of, pinned
 
 
 class LateLoss:
@@ -40,9 +40,7 @@ class LateLoss:
 
 def _copied(number: Array) -> tuple[Any, Any]:
     """Where it will be on the host, and the event that says when."""
-    import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
-
-    host = cupyx.empty_pinned(number.shape, number.dtype)
+    host = pinned(number.shape, number.dtype)
     number.get(out=host, blocking=False)
     event = array_module(number).cuda.Event(disable_timing=True)
     event.record()

@@ -8,7 +8,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.device.backend import bytes_view, to_host
+from minidist.device.backend import bytes_view, digested
 from minidist.errors import MismatchError
 
 
@@ -29,7 +29,7 @@ def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) 
     for parameter in parameters:
         shared = sharers([parameter], group)
         digest = hashes.setdefault(shared.id, (shared, hashlib.blake2b(digest_size=8)))[1]
-        digest.update(bytes_view(np.ascontiguousarray(to_host(parameter.data))).data)
+        digest.update(digested(parameter.data))
     for shared, digest in hashes.values():
         with shared.ledger.control():
             digests = shared.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))

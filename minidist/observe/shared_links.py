@@ -1,0 +1,129 @@
+"""Chapter 24 · Links that several calls use at the same time.
+
+A call alone takes its seconds and uses of each link a share of its capacity. While the shares on a link add up to more
+than 1, each call on it slows down by that sum; a call on several links by the largest. So speeds change only when a
+call begins or ends, and between two such moments each call goes on evenly:
+
+    call    alone    its link    0      1      2      3      4      5 s
+    a       2 s      all of it   |a a a a|a a a|                        1 s alone, then at half speed: ends at 3 s
+    b       2 s      all of it          |b b b b|b b b b|               begins at 1 s; from 3 s on alone: ends at 4 s
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from minidist.observe.stations import UNKNOWN, Station
+from minidist.observe.tracks import Job
+
+FULL = 1.0 + 1e-9       # sums of shares are not exact
+
+JobLoads = Mapping[Job, Sequence[tuple[Any, float]]]
+
+
+def busy_links(stations: Iterable[Station]) -> set[Any]:
+    """The links on which more than their capacity can be asked for: a station runs one job at a time."""
+    most: dict[Any, float] = defaultdict(float)
+    for station in stations:
+        worst: dict[Any, float] = {}
+        for cost in station.costs.values():
+            for link, share in cost.loads.items():
+                if share > worst.get(link, 0.0):
+                    worst[link] = share
+        for link, share in worst.items():
+            most[link] += share
+    return {link for link, share in most.items() if share > FULL}
+
+
+class Running:
+    """The job that a station runs on shared links; a station has one of these.
+
+    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of what is not yet done
+                at time `since`. slowness: how many times longer it takes now. turn: of its end in the heap; others are
+                old.
+    """
+
+    __slots__ = ("left", "loads", "number", "since", "slowness", "station", "turn")
+
+    def __init__(self, station: Station, loads: JobLoads) -> None:
+        self.station, self.loads = station, loads
+        self.number, self.turn, self.left, self.since, self.slowness = -1, -1, 0.0, 0.0, 0.0
+
+    @property
+    def links(self) -> Sequence[tuple[Any, float]]:
+        """What it loads now."""
+        return self.loads[self.station.jobs[self.number]]
+
+
+class SharedLinks:
+    """The clock of all calls that share links: they begin and end in the order of time."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, bool, Running]] = []
+        self._turns = count()
+        self._asked: dict[Any, float] = defaultdict(float)              # link -> sum of shares
+        self._users: dict[Any, dict[Running, None]] = defaultdict(dict)
+        self._changed: dict[Running, None] = {}     # calls whose speed is to be found anew before time goes on
+        self._now = 0.0
+
+    def complete(self, station: Station, number: int) -> None:
+        """All comers are there for a job of a station. It begins when the one before has ended."""
+        before = station.ends[number - 1] if number else 0.0
+        if before != UNKNOWN:
+            heapq.heappush(self._heap, (max(before, station.late[number]), next(self._turns), True, station.sharing))
+
+    def next_end(self) -> tuple[Station, int] | None:
+        """Let time go on to the next end of a job; None if nothing runs."""
+        while self._heap or self._changed:
+            if self._changed and (not self._heap or self._heap[0][0] > self._now):
+                self._settle()
+            time, turn, begins, running = heapq.heappop(self._heap)
+            if begins:
+                self._now = time
+                self._begin(running)
+            elif turn == running.turn:
+                self._now = time
+                return self._end(running)
+        return None
+
+    def _begin(self, running: Running) -> None:
+        station = running.station
+        running.number += 1
+        running.left, running.since, running.slowness = station.alone[running.number], self._now, 0.0
+        station.begins[running.number] = self._now
+        self._changed[running] = None
+        for link, share in running.links:
+            self._asked[link] += share
+            self._users[link][running] = None
+            if self._asked[link] > FULL:
+                self._changed.update(self._users[link])
+
+    def _end(self, running: Running) -> tuple[Station, int]:
+        station, number = running.station, running.number
+        station.ends[number] = self._now
+        running.turn = -1
+        self._changed.pop(running, None)
+        for link, share in running.links:
+            users = self._users[link]
+            del users[running]
+            if self._asked[link] > FULL:
+                self._changed.update(users)
+            self._asked[link] = self._asked[link] - share if users else 0.0
+        if number + 1 < len(station.jobs) and not station.left[number + 1]:
+            self.complete(station, number + 1)
+        return station, number
+
+    def _settle(self) -> None:
+        """Find the speed of every call whose links have changed, and with it the time of its end."""
+        for running in self._changed:
+            slowness = max((self._asked[link] for link, _ in running.links), default=1.0)
+            slowness = slowness if slowness > FULL else 1.0
+            if slowness != running.slowness:
+                if running.slowness:
+                    running.left -= (self._now - running.since) / running.slowness
+                running.since, running.slowness, running.turn = self._now, slowness, next(self._turns)
+                end = self._now + max(0.0, running.left) * slowness
+                heapq.heappush(self._heap, (end, running.turn, False, running))
+        self._changed.clear()

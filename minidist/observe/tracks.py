@@ -1,0 +1,81 @@
+"""Chapter 24 · Tracks: a rank's trace in the form in which the replay plays it, made once for all ranks of a role.
+
+Memory events are left out, because they take no time. Each call knows its place beforehand: it is the n-th of its slot.
+A slot is where the rank meets others: its group along an axis, the messages to or from one peer, or a lane of moves.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from minidist.errors import MismatchError
+from minidist.observe.events import Await, Busy, Event, GroupCall, Start, Transfer
+
+BUSY, START, WAIT, CALL = range(4)
+"""Kinds of an op; CALL is a START and the WAIT for it in one."""
+
+
+class Meeting(NamedTuple):
+    """Where a rank meets others. Calls of one slot run one after another."""
+
+    kind: str           # "collective", "send", "recv" or "move"
+    axis: str           # or the lane of moves
+    peer: int = -1      # of messages: rank in the group
+
+
+Job: TypeAlias = GroupCall | Transfer
+"""What a slot runs."""
+
+
+class Track(NamedTuple):
+    """A trace, ready to be played.
+
+    Attributes: ops: (BUSY, place in `works`, 0) or (START, WAIT or CALL, slot, number of the call in its slot).
+                at: for each op the place of its event in the trace; jobs: what each slot runs, in order.
+    """
+
+    ops: list[tuple[int, int, int]]
+    at: list[int]
+    works: list[Busy]
+    slots: list[Meeting]
+    jobs: list[tuple[Job, ...]]
+
+
+def track_of(trace: Sequence[Event]) -> Track:
+    """The track of a trace. Raises: MismatchError for a wait whose call was not started before."""
+    ops, at = list[tuple[int, int, int]](), list[int]()
+    works, slots, jobs = dict[Busy, int](), dict[Meeting, int](), list[list[Job]]()
+    begun, known = dict[int, tuple[int, int]](), dict[Job, Job]()
+    for place, event in enumerate(trace):
+        if isinstance(event, Busy):
+            op = (BUSY, works.setdefault(event, len(works)), 0)
+        elif isinstance(event, (Start, Transfer)):
+            job = event.call if isinstance(event, Start) else event._replace(id=0)
+            slot = slots.setdefault(_slot(job), len(slots))
+            if slot == len(jobs):
+                jobs.append([])
+            begun[event.id] = slot, len(jobs[slot])
+            jobs[slot].append(known.setdefault(job, job))
+            if _slot(job).kind == "recv":       # the rank does nothing for it but wait
+                continue
+            op = (START, *begun[event.id])
+        elif isinstance(event, Await):
+            if event.id not in begun:
+                raise MismatchError(f"event {place} of a trace waits for call {event.id}, which no event before it "
+                                    f"starts; start it, or leave the wait out")
+            if ops and ops[-1] == (START, *begun[event.id]):
+                ops[-1] = (CALL, *begun[event.id])
+                continue
+            op = (WAIT, *begun[event.id])
+        else:
+            continue
+        ops.append(op)
+        at.append(place)
+    return Track(ops, at, list(works), list(slots), [tuple(slot) for slot in jobs])
+
+
+def _slot(job: Job) -> Meeting:
+    if isinstance(job, Transfer):
+        return Meeting("move", job.lane)
+    if job.verb in ("send", "recv"):
+        return Meeting(job.verb, job.axis, job.peer)
+    return Meeting("collective", job.axis)

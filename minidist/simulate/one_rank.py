@@ -1,0 +1,76 @@
+"""Chapter 24 · One rank of a plan, run alone to its end: the Trainer and its modules, on arrays without data.
+
+    trace = run_rank(Plan(dp=16, pp=8, tp=8, zero=1), config, rank=3, rows=1024)
+    trace.events, trace.peak["total"], trace.ledger
+
+What a rank does depends on its plan and on shapes, not on numbers. So each rank can run by itself: no threads, no
+processes, no messages. What it would learn from the others is declared (sim_rank.py).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.device import account
+from minidist.device.backend import simulated
+from minidist.errors import ConfigError, PlanError
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate import recording
+from minidist.simulate.recording import RecordedAccount
+from minidist.simulate.shape_module import module
+from minidist.simulate.sim_group import SimGroup
+from minidist.simulate.sim_rank import SimRank
+from minidist.simulate.trace import RankTrace
+
+DEVICES = {"gpu": "cuda", "cpu": "cpu"}
+
+
+def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens: int | None = None, steps: int = 2,
+             seed: int = 0, optimizer: str = "adamw", device_kind: str = "gpu", batch: Any = None,
+             **options: Any) -> RankTrace:
+    """Run `steps` steps of one rank, and return what it did.
+
+    Args:    rows: sequences of the global batch, each of `tokens` (default: the model's context).
+             device_kind: "gpu": as on a GPU, with the kernels of kernels/; "cpu": as with NumPy, pass by pass.
+             batch: (inputs, targets) of integers, in place of rows of equal ones; options: further ones of Trainer.
+    Raises:  PlanError for what cannot run, or what cannot be known of a rank alone.
+    """
+    from minidist.parallel.hybrid.hybrid import Trainer
+
+    if device_kind not in DEVICES:
+        raise ConfigError(f"device_kind {device_kind!r}: choose gpu or cpu")
+    _require(plan)
+    length = tokens or config.context
+    sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
+    memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
+    if batch is None:
+        ids = np.arange(length) * config.vocabulary // length
+        batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
+    modules = {device: module(device) for device in ("cpu", "cuda")}
+    with simulated(modules), account.use(memory), recording.begun(sim.tape):
+        trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
+                          device=DEVICES[device_kind], recorder=sim.tape, **options)
+        for _ in range(steps):
+            sim.tape.flush()
+            trace.steps.append(len(sim.tape.events))
+            trainer.step(batch)
+        sim.tape.flush()
+        trace.events, trace.segments, trace.ledger = sim.tape.events, sim.tape.segments, sim.ledger.rows()
+        trace.peak, trace.now, trace.host_peak = memory.peak, memory.now, trainer.store.host.peak
+        trace.lanes = dict(trainer.store.traffic.step)
+        trace.parameters = sum(parameter.size for parameter in trainer.model.parameters())
+        trainer.close()
+    return trace
+
+
+def _require(plan: Plan) -> None:
+    """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
+    if plan.strategy == "data-parallel":
+        raise PlanError("simulate: strategy=data-parallel drives several devices from one process; simulate the same "
+                        "as ranks: strategy=ddp with dp=")
+    if plan.asynchronous:
+        raise PlanError("simulate: an asynchronous server does what depends on who comes first; simulate it "
+                        "synchronous")
+    if plan.stage_layers == "measured":
+        raise PlanError("simulate: stage_layers=measured times the layers on a machine; name the numbers, or take even")

@@ -1,0 +1,134 @@
+"""Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.calls.buffers import Place, Rows
+from minidist.comm.calls.call import Call
+from minidist.comm.handle import Handle
+from minidist.comm.transport import Transport
+from minidist.device import account
+from minidist.device.backend import module_for
+from minidist.errors import CommError
+
+
+class Done(Handle):
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def done(self) -> bool:
+        return True
+
+
+_DONE = Done()
+
+
+class NoLibrary:
+    """A library of collectives that moves nothing."""
+
+    def __getattr__(self, verb: str) -> Any:
+        return lambda *_: None
+
+
+NO_LIBRARY = NoLibrary()
+
+
+class RecordedCall(Call):
+    """A call whose messages are counted, and go nowhere.
+
+    Args:    dtype: of the blocks that come; held: whether workspace counts in the account.
+    Attributes: nbytes, messages: sent by this rank; rooms: (length, dtype) of each workspace.
+    """
+
+    def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool) -> None:
+        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
+        self.device = self.origin = "cpu"
+        self.dtype, self.nbytes, self.messages = dtype, 0, 0
+        self._held = held
+        self.rooms: list[tuple[int, np.dtype]] = []
+
+    def count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.messages += 1
+
+    def start_send(self, dst: int, array: Any, *, block: bool = False, step: int | None = None,
+                   chunk: int | None = None) -> Handle:
+        self.nbytes += array.nbytes
+        self.messages += 1
+        return _DONE
+
+    def start_recv(self, src: int, into: Any, reduce: Any = None) -> Handle:
+        return _DONE
+
+    def start_recv_block(self, src: int, place: Any) -> tuple[Handle, list[Any]]:
+        return _DONE, [place(place.shape, self.dtype)]
+
+    def native(self) -> Any:
+        return NO_LIBRARY
+
+    def agree(self) -> None:
+        """All ranks of a plan agree."""
+
+    def workspace(self, length: int, dtype: np.dtype) -> Any:
+        self.rooms.append((length, np.dtype(dtype)))
+        room = module_for("cpu").empty(length, dtype)
+        return account.current().hold(room, "communication") if self._held else room
+
+
+class DeclaredPlace:
+    """Where an incoming block goes (calls/buffers.py), which knows the block's shape in advance."""
+
+    def __init__(self, place: Place, shape: tuple[int, ...]) -> None:
+        self._place, self.shape = place, shape
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return self._place(shape, dtype)
+
+
+class DeclaredRows(Rows):
+    """The result of a gather whose blocks' lengths are known. Args: as Rows'; lengths: of each rank's block."""
+
+    def __init__(self, result: Any, own: Any, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        super().__init__(result, own, len(lengths))
+
+    def place(self, rank: int, count: int = 1) -> DeclaredPlace:
+        rows = sum(self.lengths[rank:rank + count])
+        return DeclaredPlace(super().place(rank, count), (rows, *self._own.shape[1:]))
+
+
+    @property
+    def place_whole(self) -> DeclaredPlace:
+        """Where all blocks at once are received."""
+        return DeclaredPlace(super().place_whole, (sum(self.lengths), *self._own.shape[1:]))
+
+
+class SimTransport(Transport):
+    """The transport of a rank that runs alone: it moves nothing."""
+
+    name, limit = "sim", 60.0
+
+    def __init__(self, world_rank: int, world_size: int) -> None:
+        self.world_rank, self.world_size = world_rank, world_size
+
+        class _Waits:
+            step = 0
+        self.waits: Any = _Waits()
+
+    def start_send(self, peer: int, tag: Any, view: Any, meta: bytes = b"") -> Handle:
+        raise CommError("a rank that runs alone has nobody to send to")
+
+    def start_recv(self, peer: int, tag: Any, accept: Any, reduce: Any = None) -> Handle:
+        raise CommError("a rank that runs alone has nobody to receive from")
+
+    def loopback(self) -> Transport:
+        return self
+
+    def close(self) -> None:
+        """Nothing is open."""

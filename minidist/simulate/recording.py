@@ -1,0 +1,180 @@
+"""Chapter 24 · The recorder of a rank: kernels become segments, and these, calls and memory become events.
+
+    with recording.begun(Recording()) as tape:         # this thread's kernels go to `tape` from here on
+        ...
+        tape.start(call)                               # ends the segment: Busy(…), then Start(…)
+    tape.events
+
+Memory changes many times inside a segment. Of these only what matters to a clock is kept: what the categories rose by
+when the segment's total was highest, before its Busy, and what they fell by until its end, behind it.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from minidist.device.account import MemoryAccount
+from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
+from minidist.simulate.trace import Kernel, Segment
+
+
+class Recording:
+    """The events of one rank so far.
+
+    Args:    device: "cuda" or "cpu": where the rank computes.
+    Attributes: events; segments: distinct ones, by their number in `Busy.work`.
+                paused: no kernel counts (a collective's own arithmetic: the cost of the call has it).
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self.events: list[Event] = []
+        self.segments: list[Segment] = []
+        self.paused = 0
+        self._numbers: dict[Segment, int] = {}
+        self._kernels: Counter[Kernel] = Counter()
+        self._spans: list[tuple[str, int | None]] = [("", None)]
+        self._names: dict[str, list[str]] = {}
+        self._calls = 0
+        self._change: Counter[str] = Counter()      # of the memory since the segment began, by category
+        self._rise: dict[str, int] = {}             # where it was highest
+        self._sum = self._highest = 0
+
+    # ---------------------------------------------------------------------------------------------------- segments
+
+    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+        """A kernel runs on this rank's device."""
+        if not self.paused:
+            self._kernels[Kernel(kind, dtype, flops, nbytes, size)] += 1
+
+    def memory(self, category: str, nbytes: int) -> None:
+        """The device's account changes."""
+        self._change[category] += nbytes
+        self._sum += nbytes
+        if self._sum > self._highest:
+            self._highest, self._rise = self._sum, dict(self._change)
+
+    def flush(self) -> None:
+        """End the segment."""
+        rise, change = self._rise, self._change
+        if rise:
+            self.events += [Memory(category, nbytes) for category, nbytes in rise.items() if nbytes]
+        if self._kernels:
+            segment = tuple(self._kernels.items())
+            number = self._numbers.setdefault(segment, len(self.segments))
+            if number == len(self.segments):
+                self.segments.append(segment)
+            self.events.append(Busy(number, *self._spans[-1]))
+            self._kernels = Counter()
+        if change:
+            change.subtract(rise)
+            self.events += [Memory(category, nbytes) for category, nbytes in change.items() if nbytes]
+            self._rise, self._change, self._sum, self._highest = {}, Counter(), 0, 0
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def start(self, call: GroupCall) -> int:
+        """A call begins. Returns its id."""
+        return self._begin(lambda number: Start(number, call))
+
+    def moving(self, way: str, nbytes: int, work: Callable[[], Any]) -> "RecordedMove":
+        """A copy between memories begins, on a lane of its own (parallel/memory/transfer_lanes.py)."""
+        number = self._begin(lambda number: Transfer(number, way, nbytes))
+        return RecordedMove(self, number, work())
+
+    def wait(self, number: int) -> None:
+        """The rank waits for a call or a move."""
+        self.flush()
+        self.events.append(Await(number))
+
+    def _begin(self, event: Any) -> int:
+        self.flush()
+        self._calls += 1
+        self.events.append(event(self._calls))
+        return self._calls
+
+    # ---------------------------------------------------------------------------------- what a Recorder is asked for
+
+    @contextmanager
+    def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
+        """Segments inside carry the name, and the microbatch if the details tell one."""
+        self.flush()
+        inner = self._spans[-1][1]
+        self._spans.append((name, details.get("microbatch", inner)))
+        try:
+            yield
+        finally:
+            self.flush()
+            self._spans.pop()
+
+    def announce(self, axis: str, name: str) -> None:
+        """The next collective along `axis` is called `name`."""
+        self._names.setdefault(axis, []).append(name)
+
+    def name_of_next(self, axis: str) -> str:
+        """What was announced for the next collective along `axis`, or nothing."""
+        names = self._names.get(axis)
+        return names.pop(0) if names else ""
+
+
+class RecordedMove:
+    """A move whose work is done, and whose wait() is an event."""
+
+    def __init__(self, tape: Recording, number: int, result: Any) -> None:
+        self._tape, self._number, self._result = tape, number, result
+
+    def wait(self) -> Any:
+        """The work's result."""
+        self._tape.wait(self._number)
+        return self._result
+
+    def done(self) -> bool:
+        """False: how long it takes is not known here."""
+        return False
+
+
+class RecordedAccount(MemoryAccount):
+    """The memory account of a rank that tells its changes to a recording as they happen."""
+
+    def __init__(self, tape: Recording) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def _released(self, held: Any) -> None:
+        super()._released(held)
+        self._tape.memory(held.category, -held.nbytes)
+
+    def _add(self, category: str, nbytes: int) -> None:
+        super()._add(category, nbytes)
+        self._tape.memory(category, nbytes)
+
+
+class _Tapes(threading.local):
+    tape: Recording | None = None
+
+
+here = _Tapes()
+"""The recording of the rank that this thread simulates."""
+
+
+@contextmanager
+def begun(tape: Recording) -> Iterator[Recording]:
+    """Context manager: this thread's kernels go to `tape`."""
+    before, here.tape = here.tape, tape
+    try:
+        yield tape
+    finally:
+        here.tape = before
+
+
+@contextmanager
+def pause() -> Iterator[None]:
+    """Context manager: no kernel counts."""
+    tape = here.tape or Recording()
+    tape.paused += 1
+    try:
+        yield
+    finally:
+        tape.paused -= 1

@@ -1,0 +1,81 @@
+"""Chapter 24 · Roles: ranks that do the same. One of them runs, and its trace stands for all.
+
+What a rank does follows from its place on each axis, and from what it is given there:
+
+    pp        its stage
+    tp        how many heads, hidden numbers and token ids it has; the first also counts undivided weights in the norm
+    cp        ring: its place (which keys it sees when); all-to-all: how many tokens
+    dp, ep    how many rows; with servers whether it is one; in whose copy of the state it counts in the norm
+
+ZeRO's chunks begin anywhere in a parameter, so with ZeRO no two ranks of the data axis hold the same pieces. They are
+as long, to an element a bucket; ranks that differ in that alone share a role.
+"""
+
+from collections.abc import Hashable
+
+from minidist.nn import GPTConfig
+from minidist.nn.shares import even_slices, head_shares
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.step.step import rows_of
+
+
+def roles(plan: Plan, config: GPTConfig, rows: int, tokens: int | None = None) -> list[int]:
+    """The role of each rank, from 0 on; the first rank of a role is the one to run.
+
+    Args:    rows: sequences of the global batch, each of `tokens`.
+    """
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(role, len(numbers)) for role in
+            (_role(plan, config, rows, tokens or config.context, place) for place in _places(plan))]
+
+
+def first_of(role_of: list[int]) -> list[int]:
+    """The first rank of each role."""
+    return [role_of.index(role) for role in range(max(role_of) + 1)]
+
+
+def _places(plan: Plan) -> list[dict[str, int]]:
+    """The coordinates of each rank."""
+    steps, step = {}, 1
+    for axis in reversed(plan.axes):
+        steps[axis] = step
+        step *= plan.axes[axis]
+    return [{axis: rank // steps[axis] % plan.axes[axis] for axis in plan.axes} for rank in range(plan.size)]
+
+
+def _role(plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, int]) -> Hashable:
+    readers = at["dp"] * plan.ep + at["ep"]
+    given: tuple[int, ...] = (rows_of(rows, size=plan.dp * plan.ep, rank=readers)[0],)
+    if plan.strategy == "parameter-server":
+        serves = at["dp"] >= plan.workers
+        given = (-1 - at["dp"],) if serves else (rows_of(rows, size=plan.workers, rank=at["dp"])[0],)
+    copy = ((at["dp"] * plan.ep + at["ep"]) * plan.cp + at["cp"]) // (plan.shard or plan.copies)
+    return (at["pp"], _tensor_part(plan, config, tokens, at["tp"]), _context_part(plan, config, tokens, at["cp"]),
+            given, not plan.composed or (copy == 0 if plan.zero else at["ep"] == 0), _experts(plan, config, at["ep"]))
+
+
+def _length(whole: int, size: int, rank: int) -> int:
+    part = even_slices(whole, size)[rank]
+    return int(part.stop - part.start)
+
+
+def _tensor_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hashable:
+    if plan.tp == 1:
+        return 0
+    shares = head_shares(config.heads, config.key_heads, plan.tp)
+    queries, keys = shares[rank]
+    hidden = (config.mixture.hidden if config.mixture else None) or config.hidden
+    first_sharer = [share[1] for share in shares].index(keys) == rank
+    return (rank == 0, len(queries), len(keys), first_sharer, _length(hidden, plan.tp, rank),
+            _length(config.vocabulary, plan.tp, rank), _length(tokens, plan.tp, rank) * plan.sequence_parallel)
+
+
+def _context_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hashable:
+    if plan.cp == 1 or plan.attention == "ring":
+        return rank
+    queries, keys = head_shares(config.heads // plan.tp, max(1, config.key_heads // plan.tp), plan.cp)[rank]
+    return _length(tokens, plan.cp, rank), len(queries), len(keys)
+
+
+def _experts(plan: Plan, config: GPTConfig, rank: int) -> int:
+    return 0 if config.mixture is None else _length(config.mixture.experts, plan.ep, rank)

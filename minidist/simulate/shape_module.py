@@ -1,0 +1,298 @@
+"""Chapter 24 · The array module of a device that is not there: NumPy's functions on arrays without data.
+
+    xp = module("cuda")
+    xp.exp(x, out=x); xp.concatenate([a, b]); xp.empty((3, 4), "float32")
+
+Each function computes the shape and dtype of its result as NumPy does, and tells the recording what a device would do:
+a matrix product, or a pass over memory that reads its arguments and writes its result.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from minidist.simulate import recording, strides
+from minidist.simulate.no_gpu import NO_GPU
+from minidist.simulate.shape_array import ShapeArray
+from minidist.simulate.strides import Shape
+
+_Array = (ShapeArray, np.ndarray)
+_kinds: dict[Any, np.dtype] = {}
+
+
+def _sample(value: Any) -> Any:
+    """A small value of the same type, for NumPy to find a result's dtype."""
+    return np.ones(1, value) if isinstance(value, np.dtype) else value(1)
+
+
+def _dtype_of(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
+    """The dtype of a ufunc's result."""
+    key = (ufunc, *(x.dtype if isinstance(x, (*_Array, np.generic)) else type(x) for x in inputs))
+    if key not in _kinds:
+        with np.errstate(all="ignore"):
+            result = ufunc(*map(_sample, key[1:]))
+        _kinds[key] = (result[0] if isinstance(result, tuple) else result).dtype
+    return _kinds[key]
+
+
+@cache
+def _summed(name: str, dtype: np.dtype) -> np.dtype:
+    return getattr(np.ones(1, dtype), name)().dtype     # type: ignore[no-any-return]
+
+
+def _shape(shape: Any) -> Shape:
+    return (int(shape),) if isinstance(shape, int | np.integer) else tuple(map(int, shape))
+
+
+def _dims(axis: Any, ndim: int) -> tuple[int, ...]:
+    given = range(ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return tuple(d % ndim for d in given)
+
+
+class Shapes:
+    """The functions. What is not here (dtypes, constants, ufuncs) is NumPy's."""
+
+    ndarray, cuda = ShapeArray, NO_GPU
+
+    def __init__(self, device: str) -> None:
+        self.device, self.__name__ = device, f"shapes on {device}"
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(np, name)
+        if callable(found) and not isinstance(found, np.ufunc | type):
+            raise TypeError(f"arrays without data know no {name}; add it to simulate/shape_module.py")
+        return found
+
+    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+        """Tell the recording of this thread, if there is one; what the host does for a GPU is of the kind "host"."""
+        tape = recording.here.tape
+        if tape is not None:
+            tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
+
+    # ------------------------------------------------------------------------------------------------------ new
+
+    def empty(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> ShapeArray:
+        return ShapeArray(_shape(shape), np.dtype(dtype), self)
+
+    def zeros(self, shape: Any, dtype: Any = np.float64) -> ShapeArray:
+        result = self.empty(shape, dtype)
+        self.kernel("memory", result.dtype.name, 0, result.nbytes)
+        return result
+
+    ones = zeros
+
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> ShapeArray:
+        return self.zeros(shape, np.asarray(value).dtype if dtype is None else dtype)
+
+    def empty_like(self, x: Any, dtype: Any = None) -> ShapeArray:
+        return self.empty(x.shape, x.dtype if dtype is None else dtype)
+
+    def zeros_like(self, x: Any, dtype: Any = None) -> ShapeArray:
+        return self.zeros(x.shape, x.dtype if dtype is None else dtype)
+
+    ones_like = zeros_like
+
+    def arange(self, *bounds: Any, dtype: Any = None) -> ShapeArray:
+        first = np.arange(*bounds[:3], dtype=dtype) if len(bounds) == 3 else None
+        length = len(first) if first is not None else max(0, math.ceil(bounds[-1] - (bounds[0] if bounds[1:] else 0)))
+        kind = dtype or (np.int64 if all(isinstance(b, int | np.integer) for b in bounds) else np.float64)
+        return self.zeros(length, kind)
+
+    def asarray(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
+        """On the host a NumPy array stays one: it is small, and its numbers matter."""
+        if isinstance(x, ShapeArray) or (isinstance(x, np.ndarray) and self.device == "cpu"):
+            return x if dtype is None else x.astype(dtype, copy=False)
+        given = np.asarray(x)
+        return self.zeros(given.shape, given.dtype if dtype is None else dtype)
+
+    def array(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
+        found = self.asarray(x, dtype)
+        return found.copy() if found is x else found
+
+    def ascontiguousarray(self, x: Any, dtype: Any = None) -> Any:
+        found = self.asarray(x, dtype)
+        return found if found.flags.c_contiguous else found.copy()
+
+    # ---------------------------------------------------------------------------------------------- elementwise
+
+    def elementwise(self, ufunc: np.ufunc, inputs: Sequence[Any], out: Any = None) -> Any:
+        """A ufunc's result, in `out` if that is given."""
+        arrays = [x for x in inputs if isinstance(x, _Array)]
+        shape = strides.broadcast([x.shape for x in arrays])
+        kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
+        result = ShapeArray(shape, kind, self) if out is None else out
+        self.kernel("memory", kind.name, 0, sum(x.nbytes for x in arrays) + result.nbytes)
+        return result
+
+    def ufunc(self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any) -> Any:
+        """What NumPy's ufuncs do with arrays without data."""
+        result = out[0] if isinstance(out, tuple) else out
+        if ufunc is np.matmul:
+            return self.matmul(inputs[0], inputs[1], out=result)
+        if method == "__call__":
+            if result is None and options.get("dtype") is not None:
+                result = self.empty(strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"])
+            return self.elementwise(ufunc, inputs, result)
+        if method == "at":
+            self.kernel("memory", inputs[0].dtype.name, 0, 2 * getattr(inputs[-1], "nbytes", 0))
+            return None
+        if method == "reduceat":
+            x, places, axis = inputs[0], inputs[1], options.get("axis", 0)
+            return self._made((*x.shape[:axis], len(places), *x.shape[axis + 1:]), x.dtype, x)
+        if method == "reduce":
+            return self.sum(inputs[0], axis=options.get("axis", 0), keepdims=options.get("keepdims", False))
+        raise TypeError(f"arrays without data know no {ufunc.__name__}.{method}")
+
+    def where(self, condition: Any, a: Any, b: Any) -> ShapeArray:
+        kind = np.result_type(*(getattr(x, "dtype", x) for x in (a, b)))
+        shape = strides.broadcast([getattr(x, "shape", ()) for x in (condition, a, b)])
+        return self._made(shape, kind, condition, a, b)
+
+    def clip(self, x: ShapeArray, low: Any, high: Any) -> ShapeArray:
+        return self._made(x.shape, x.dtype, x)
+
+    # ----------------------------------------------------------------------------------------------- reductions
+
+    def _reduced(self, name: str, x: ShapeArray, axis: Any, keepdims: bool, dtype: Any = None, out: Any = None) -> Any:
+        dims = _dims(axis, x.ndim)
+        shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keepdims or d not in dims)
+        return self._made(shape, np.dtype(dtype) if dtype is not None else _summed(name, x.dtype), x)
+
+    def sum(self, x: ShapeArray, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
+        return self._reduced("sum", x, axis, keepdims, dtype)
+
+    def max(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("max", x, axis, keepdims)
+
+    min = max
+
+    def mean(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("mean", x, axis, keepdims)
+
+    def any(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("any", x, axis, keepdims)
+
+    all = any
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        """(…, m, k) @ (…, k, n), and vectors, as NumPy's. 2mkn FLOPs a matrix."""
+        left = (1, *a.shape) if a.ndim == 1 else a.shape
+        right = (*b.shape, 1) if b.ndim == 1 else b.shape
+        if left[-1] != right[-2]:
+            raise ValueError(f"matmul: {a.shape} @ {b.shape}")
+        lead = strides.broadcast([left[:-2], right[:-2]])
+        shape = (*lead, *left[-2:-1][a.ndim == 1:], *right[-1:][b.ndim == 1:])
+        kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
+        result = ShapeArray(shape, kind, self) if out is None else out
+        count, (m, k), n = math.prod(lead), left[-2:], right[-1]
+        self.kernel("matmul", kind.name, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
+                         (count, m, k, n))
+        return result
+
+    dot = matmul
+
+    def einsum(self, how: str, *arrays: ShapeArray) -> ShapeArray:
+        """A sum over the last dim of a product: all that the modules ask of einsum."""
+        if how != "...td,...td->...t":
+            raise TypeError(f"arrays without data know no einsum {how!r}")
+        return self._made(arrays[0].shape[:-1], arrays[0].dtype, *arrays)
+
+    # ---------------------------------------------------------------------------------------------------- layout
+
+    def _made(self, shape: Shape, dtype: Any, *read: Any) -> ShapeArray:
+        """A new array, made in one pass over `read`."""
+        result = ShapeArray(shape, np.dtype(dtype), self)
+        self.kernel("memory", result.dtype.name, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
+        return result
+
+    def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
+        shape, x = _shape(shape), x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
+        lead = len(shape) - x.ndim
+        steps = tuple(0 if d < lead or x.shape[d - lead] == 1 != n else x.strides[d - lead]
+                      for d, n in enumerate(shape))
+        return x._view(shape, steps, writeable=False)       # type: ignore[no-any-return]
+
+    def moveaxis(self, x: Any, source: Any, target: Any) -> Any:
+        ends = [_dims(ends, x.ndim) for ends in (source, target)]
+        order = [d for d in range(x.ndim) if d not in ends[0]]
+        for place, dim in sorted(zip(ends[1], ends[0], strict=True)):
+            order.insert(place, dim)
+        return x.transpose(tuple(order))
+
+    def split(self, x: Any, cuts: Any, axis: int = 0) -> list[Any]:
+        length = x.shape[axis]
+        edges = [0, *cuts, length] if not isinstance(cuts, int) else [length * i // cuts for i in range(cuts + 1)]
+        lead = (slice(None),) * (axis % x.ndim)
+        return [x[(*lead, slice(min(a, length), min(b, length)))] for a, b in zip(edges, edges[1:], strict=False)]
+
+    array_split = split
+
+    def concatenate(self, parts: Sequence[Any], axis: int = 0, dtype: Any = None) -> ShapeArray:
+        first, dim = parts[0], axis % parts[0].ndim
+        length = sum(part.shape[dim] for part in parts)
+        return self._made((*first.shape[:dim], length, *first.shape[dim + 1:]), dtype or first.dtype, *parts)
+
+    def stack(self, parts: Sequence[Any], axis: int = 0) -> ShapeArray:
+        shape = list(parts[0].shape)
+        shape.insert(axis, len(parts))
+        return self._made(tuple(shape), parts[0].dtype, *parts)
+
+    def repeat(self, x: Any, count: int, axis: int = 0) -> ShapeArray:
+        dim = axis % x.ndim
+        return self._made((*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1:]), x.dtype, x)
+
+    def take(self, x: Any, index: Any, axis: int = 0) -> ShapeArray:
+        dim = axis % x.ndim
+        result = ShapeArray((*x.shape[:dim], *getattr(index, "shape", ()), *x.shape[dim + 1:]), x.dtype, self)
+        self.kernel("memory", x.dtype.name, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
+        return result
+
+    # -------------------------------------------------------------------------------------------------- integers
+
+    def argsort(self, x: Any, axis: int = -1, kind: str | None = None) -> ShapeArray:
+        return self._made(x.shape, np.int64, x)
+
+    def searchsorted(self, x: Any, values: Any, side: str = "left") -> ShapeArray:
+        return self._made(values.shape, np.int64, x, values)
+
+    def may_share_memory(self, a: Any, b: Any) -> bool:
+        """Whether the bytes between the ends of two arrays overlap."""
+        if not (isinstance(a, ShapeArray) and isinstance(b, ShapeArray)) or a.owner is not b.owner:
+            return False
+        (low, high), (other_low, other_high) = a.extent(), b.extent()
+        return bool(a.size and b.size) and low < other_high and other_low < high
+
+    # ---------------------------------------------------------------------------------------------------- kernels
+
+    def record_launch(self, name: str, values: Sequence[tuple[Any, Any]]) -> None:
+        """A kernel of kernels/ runs: it reads or writes each of its arrays once."""
+        given = {parameter.name: value for parameter, value in values}
+        arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
+                  if isinstance(each, _Array)]
+        flops = _attention_flops(name, given)
+        kind = next((x.dtype.name for x in arrays if x.dtype.kind == "f" or x.dtype.name == "bfloat16"), "float32")
+        self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
+
+
+def _attention_flops(name: str, given: dict[str, Any]) -> float:
+    """FLOPs of an attention kernel: two products forward, three for dq, four for dk and dv; half where causal."""
+    products = {"attention_v": 2, "attention_dq": 3, "attention_dkv": 4}
+    found = next((count for begin, count in products.items() if name.startswith(begin)), 0)
+    q, k = given.get("q"), given.get("k")
+    if not found or q is None or k is None:
+        return 0.0
+    pairs = q.shape[2] * k.shape[2] * (0.5 if given.get("causal") else 1.0)
+    return float(2.0 * found * q.shape[0] * q.shape[1] * pairs * q.shape[3])
+
+
+_MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}
+
+
+def module(device: str) -> Shapes:
+    """The array module of a device that is not there."""
+    return _MODULES[device]

@@ -1,0 +1,132 @@
+"""Shapes, strides and indices, as NumPy's: where the elements of a view lie. Strides and offsets are in bytes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+def in_order(shape: Shape, itemsize: int) -> Shape:
+    """The strides of a C-contiguous array."""
+    strides, step = [0] * len(shape), itemsize
+    for dim in range(len(shape) - 1, -1, -1):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
+    """Whether these strides are a C-contiguous array's; dims of one element may have any."""
+    step = itemsize
+    for dim in range(len(shape) - 1, -1, -1):
+        if shape[dim] != 1:
+            if strides[dim] != step:
+                return 0 in shape
+            step *= shape[dim]
+    return True
+
+
+def completed(shape: Sequence[int], size: int) -> Shape:
+    """`shape` with its -1 computed. Raises: ValueError if it does not hold `size` elements."""
+    known = math.prod(n for n in shape if n != -1)
+    if -1 in shape and known and size % known == 0:
+        shape = [size // known if n == -1 else n for n in shape]
+    if -1 in shape or math.prod(shape) != size:
+        raise ValueError(f"cannot reshape {size} elements into {tuple(shape)}")
+    return tuple(int(n) for n in shape)
+
+
+def reshaped(old: Shape, strides: Shape, new: Shape) -> Shape | None:
+    """The strides of a view of another shape; None where the elements have to be copied."""
+    pairs = [(n, stride) for n, stride in zip(old, strides, strict=True) if n != 1]
+    result, left, right = [0] * len(new), 0, 0
+    while right < len(new):
+        if new[right] == 1:
+            right += 1
+            continue
+        stop, first = right + 1, left
+        have, want = pairs[left][0], new[right]
+        left += 1
+        while have != want:
+            if have < want:
+                have, left = have * pairs[left][0], left + 1
+            else:
+                want, stop = want * new[stop], stop + 1
+        for a, b in zip(pairs[first:left - 1], pairs[first + 1:left], strict=True):
+            if a[1] != b[0] * b[1]:
+                return None
+        step = pairs[left - 1][1]
+        for dim in range(stop - 1, right - 1, -1):
+            result[dim] = step
+            step *= new[dim]
+        right = stop
+    return tuple(result)
+
+
+def broadcast(shapes: Sequence[Shape]) -> Shape:
+    """The common shape. Raises: ValueError, as NumPy."""
+    first = shapes[0]
+    if all(shape == first for shape in shapes):
+        return first
+    return np.broadcast_shapes(*shapes)
+
+
+def expanded(index: Any, ndim: int) -> list[Any]:
+    """An index as a list with an entry for every dim (and None for each new one), without an Ellipsis."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    if used > ndim:
+        raise IndexError(f"too many indices: {used} for {ndim} dims")
+    place = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    fill = [slice(None)] * (ndim - used)
+    return parts + fill if place is None else [*parts[:place], *fill, *parts[place + 1:]]
+
+
+def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, Shape, int]:
+    """(shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it. Raises: IndexError."""
+    new_shape, new_strides, offset, dim = [], [], 0, 0
+    for part in parts:
+        if part is None:
+            new_shape.append(1)
+            new_strides.append(0)
+            continue
+        length, stride = shape[dim], strides[dim]
+        dim += 1
+        if type(part) is slice:
+            if part.start is None and part.stop is None and part.step is None:
+                new_shape.append(length)
+                new_strides.append(stride)
+                continue
+            start, stop, step = part.indices(length)
+            count = len(range(start, stop, step))
+            offset += start * stride if count else 0
+            new_shape.append(count)
+            new_strides.append(stride * step)
+        else:
+            if not -length <= part < length:
+                raise IndexError(f"index {part} is out of bounds for a dim of {length}")
+            offset += (int(part) % length) * stride
+    return tuple(new_shape), tuple(new_strides), offset
+
+
+def picked(shape: Shape, parts: Sequence[Any], is_array: Any) -> Shape:
+    """The shape of an index with integer arrays among its entries, one entry a dim, as `expanded` makes it."""
+    places = [i for i, part in enumerate(parts) if is_array(part) or isinstance(part, int | np.integer)]
+    found = broadcast([tuple(parts[i].shape) if is_array(parts[i]) else () for i in places])
+    rest: list[int] = []
+    dim, at = 0, None
+    for i, part in enumerate(parts):
+        if i in places:
+            at = len(rest) if at is None else at
+            dim += 1
+        elif part is None:
+            rest.append(1)
+        else:
+            rest.append(len(range(*part.indices(shape[dim]))))
+            dim += 1
+    together = places[-1] - places[0] == len(places) - 1
+    cut = at if together and at is not None else 0
+    return (*rest[:cut], *found, *rest[cut:])
