@@ -1,7 +1,7 @@
 """Chapter 24 · The cost model's few constants, fitted to step times that somebody measured.
 
     runs = read_runs("runs.csv", "a100-80g")
-    fitted = fit(runs, predictor(runs), "a100-80g")
+    fitted = fit(runs, Predictor(), "a100-80g")
     fitted.profile.save("profile.json")             # for simulate and plan: --profile profile.json
 
 Each constant begins at its default and is moved, by factors, to where the predicted step times come closest to the
@@ -19,7 +19,7 @@ Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,11 @@ from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
-from minidist.simulate.rates import CostProfile
+from minidist.simulate.models import model
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.rates import CostProfile, Rates
+from minidist.simulate.simulate import simulate
+from minidist.simulate.trace import RankTrace
 
 KNOWN_TO = 0.05                 # relative standard deviation of a measured step time
 USUAL = 0.5                     # standard deviation of the log of a constant
@@ -45,15 +49,17 @@ WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth
 CONSTANTS = (*RATES, *WIRES)
 """What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between them."""
 
-SIZES = {"layers": 0, "width": 0, "heads": 0, "sequence": 0, "vocab": 0}
 COLUMNS = {
-    "seconds": "of a step, measured", "devices": "nodes x devices, as 8x8, or devices", "batch": "sequences a step",
-    "model": "a name that simulate knows; or the columns layers, width, heads, sequence, vocab",
-    "plan": "as dp=8,tp=8 (dp over all devices)", "zero": "0 to 3", "schedule": "as simulate takes it",
-    "microbatches": "of a pipeline, each data rank", "accumulate": "passes a step", "precision": "fp32, fp16, bf16",
-    "checkpoint": "1 where blocks are computed again", "sequence": "tokens of a sequence",
+    "seconds": "of a step, measured", "devices": "nodes x devices, such as 8x8; or devices",
+    "batch": "sequences of a step of the whole job", "model": "a name that simulate knows; or the next five",
+    "layers": "blocks", "width": "model width", "heads": "attention heads", "sequence": "tokens of a sequence",
+    "vocab": "embedding rows", "plan": "such as dp=8,tp=8 (dp over all devices)", "zero": "0 to 3 (0)",
+    "schedule": "of a pipeline (1f1b)", "microbatches": "of a pipeline, each data rank",
+    "accumulate": "backward passes of a step (1)", "precision": "fp32, bf16, fp16 (bf16)",
+    "checkpoint": "what is computed again: none, scores, all (none)",
 }
-"""The columns of a file of runs; seconds, devices, batch and a model are needed."""
+"""The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
+_SIZES = {"layers": "layers", "width": "width", "heads": "heads", "sequence": "context", "vocab": "vocabulary"}
 
 
 class Run(NamedTuple):
@@ -147,10 +153,10 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], values: Sequence[f
 # ---------------------------------------------------------------- the file of runs
 
 
-def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] | None = None) -> list[Run]:
+def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model) -> list[Run]:
     """The runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
 
-    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: the config of a name.
+    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the config of a name.
     Raises:  ConfigError with the line and what is wrong there.
     """
     try:
@@ -159,59 +165,56 @@ def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] 
     except OSError as error:
         raise ConfigError(f"runs {path}: {error.strerror}") from error
     table = csv.DictReader(line for _, line in lines)
-    unknown = [name for name in table.fieldnames or () if name not in {**COLUMNS, **SIZES}]
+    unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
     if unknown:
-        raise ConfigError(f"runs {path}: no column {unknown[0]!r}{meant(unknown[0], {**COLUMNS, **SIZES})}; columns are "
-                          f"{', '.join({**COLUMNS, **SIZES})}")
+        raise ConfigError(f"runs {path}: no column {unknown[0]!r}{meant(unknown[0], COLUMNS)}; columns are "
+                          f"{', '.join(COLUMNS)}")
     runs = []
     for (number, _), row in zip(lines[1:], table, strict=False):
+        said = {name: text.strip() for name, text in row.items() if name in COLUMNS and text and text.strip()}
         try:
-            runs.append(_run({name: text.strip() for name, text in row.items() if text and text.strip()}, cluster, model))
+            runs.append(_run(said, cluster, model))
         except (ConfigError, ValueError) as error:
             raise ConfigError(f"runs {path}, line {number}: {error}") from error
     return runs
 
 
-def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig] | None) -> Run:
-    lacking = [name for name in ("seconds", "devices", "batch") if name not in row]
-    if lacking or not ("model" in row or "layers" in row):
-        raise ConfigError(f"it lacks {', '.join(lacking) or 'model, or layers, width and heads'}")
+def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]) -> Run:
+    sizes = () if "model" in row else tuple(_SIZES)
+    lacking = [name for name in ("seconds", "devices", "batch", *sizes) if name not in row]
+    if lacking:
+        raise ConfigError(f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}")
     machine = Cluster.parse(f"{cluster}:{row['devices']}")
     plan = Plan.parse(row["plan"]) if "plan" in row else Plan(dp=machine.size)
     options: dict[str, Any] = {name: int(row[name]) for name in ("zero", "microbatches", "accumulate") if name in row}
-    options |= {name: row[name] for name in ("schedule", "precision") if name in row}
-    if row.get("checkpoint", "0") not in ("0", "no", "false"):
-        options["checkpoint_blocks"] = True
+    options |= {name: row[name] for name in ("schedule",) if name in row}
+    plan = replace(plan, precision=row.get("precision", "bf16"), checkpoint_blocks=row.get("checkpoint", "none"),
+                   **options)
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
-    label = f"{row.get('model', '{layers} x {width}'.format_map(_Blank(row)))} {row.get('plan', f'dp={machine.size}')}"
-    return Run(label, replace(plan, **options), _config(row, model), int(row["batch"]), machine, seconds)
-
-
-def _config(row: Mapping[str, str], model: Callable[[str], GPTConfig] | None) -> GPTConfig:
-    names = {"layers": "layers", "width": "width", "heads": "heads", "sequence": "context", "vocab": "vocabulary"}
-    given = {names[name]: int(row[name]) for name in SIZES if name in row}
-    if "model" not in row:
-        return GPTConfig(**given)       # type: ignore[arg-type]
-    if model is None:
-        raise ConfigError(f"no model {row['model']!r} is known here; give layers, width, heads, sequence and vocab")
-    return replace(model(row["model"]), **given)    # type: ignore[arg-type]
-
-
-class _Blank(dict[str, str]):
-    """Words of a row; "?" for what it does not say."""
-
-    def __missing__(self, name: str) -> str:
-        return "?"
+    given = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
+    config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
+    title = row.get("model", f"{config.layers} x {config.width}")
+    return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, int(row["batch"]), machine, seconds)
 
 
 # ---------------------------------------------------------------- predicted by the simulator
 
 
-@dataclass
 class Predictor:
-    """Seconds of runs by the simulator. A run's ranks run once; then only the clock is turned again."""
+    """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is turned again."""
 
-    def __post_init__(self) -> None:
-        self._traces: dict[Run, Any] = {}
+    def __init__(self) -> None:
+        self._ran: dict[tuple[Any, ...], RankTrace] = {}
+
+    def __call__(self, run: Run, profile: CostProfile) -> float:
+        cluster = profile.applied(run.cluster)
+        return simulate(run.plan, run.config, cluster, batch=run.batch, rates=Rates.of(cluster.device, profile),
+                        traces=self._trace).step_seconds
+
+    def _trace(self, plan: Plan, config: GPTConfig, rank: int, **options: Any) -> RankTrace:
+        key = (plan, config, rank, *sorted(options.items()))
+        if key not in self._ran:
+            self._ran[key] = run_rank(plan, config, rank, **options)
+        return self._ran[key]
