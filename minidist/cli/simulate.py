@@ -23,6 +23,7 @@ from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import MODELS, model
+from minidist.simulate.rates import CostProfile
 from minidist.simulate.simulate import simulate
 
 DOES_NOT_FIT = 3
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist simulate`."""
     add = parser.add_argument_group("the cluster").add_argument
     add("--cluster", required=True, metavar="NAME:NODESxDEVICES", help="as h100:128x8; FILE:NAME:… for one of yours")
+    add("--profile", metavar="FILE", help="constants that `minidist calibrate` fitted to measured steps")
     add("--order", metavar="AXIS,…", help="which axis lies inside nodes: the last (default: dp,pp,ep,cp,tp)")
     add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
         help="a straggler: this rank computes so many times longer; may be given several times")
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     found = simulate(plan, config, cluster, batch=args.batch, order=args.order.split(",") if args.order else (),
                      stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
                      slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
-                     optimizer=args.optimizer)
+                     optimizer=args.optimizer, profile=CostProfile.load(args.profile) if args.profile else None)
     print_simulation(Console(highlight=False), found, args.tokens)
     if args.json:
         write_json(args.json, found.as_json(args.tokens))

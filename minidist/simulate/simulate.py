@@ -19,10 +19,11 @@ from minidist.nn import GPTConfig
 from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.cluster import Cluster, Placement
+from minidist.simulate.cluster import Cluster
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.one_rank import run_rank
-from minidist.simulate.rates import Rates
+from minidist.simulate.placement import RankPlaces
+from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.results import Simulation
 from minidist.simulate.roles import roles
 from minidist.simulate.trace import RankTrace
@@ -31,7 +32,7 @@ from minidist.simulate.walk import call_cost
 
 def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, batch: int, order: Sequence[str] = (),
              stragglers: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None,
-             folded: bool = True, rates: Rates | None = None, optimizer: str = "adamw",
+             folded: bool = True, profile: CostProfile | None = None, optimizer: str = "adamw",
              traces: Callable[..., RankTrace] = run_rank) -> Simulation:
     """Run a step of a plan on a cluster, without the cluster.
 
@@ -41,7 +42,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
              stragglers: {rank: how many times longer its computing takes}.
              slow_links: {name or pattern of links: how many times longer a byte takes}, as {"node3.nic0-out": 4.0}.
              folded: ranks that nothing tells apart share one clock. The result is the same, and comes sooner.
-             rates: seconds of kernels (default: those of the cluster's device). optimizer: as Trainer's.
+             profile: constants fitted to measured steps (default: those of clusters.toml). optimizer: as Trainer's.
     Returns: a Simulation (results.py).
     Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that the model or the
              cluster cannot have.
@@ -49,14 +50,15 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     require(plan, config, cluster, batch)
+    cluster = profile.applied(cluster) if profile else cluster
     cluster = cluster.slowed(slow_links) if slow_links else cluster
-    placement = Placement(plan, cluster, order or None)
+    placement = RankPlaces(plan, cluster, order or None)
     free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
     role_of = roles(plan, config, batch)
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
     replayed = replay_on(cluster, placement, plan, config, each, role_of, stragglers=stragglers or {}, folded=folded,
-                         rates=rates or Rates.of(cluster.device))
+                         rates=Rates.of(cluster.device, profile))
     if slow_links:
         cluster.topology.check_slow()
     return Simulation(plan, config, cluster, batch, each, role_of, placement, replayed)
@@ -87,11 +89,10 @@ def _first(role_of: Sequence[int]) -> list[int]:
     return [first[role] for role in range(len(first))]
 
 
-def replay_on(cluster: Cluster, placement: Placement, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
+def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
               role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates) -> Replayed:
     """The traces on one clock: kernels by rates, calls by the messages that they send between the ranks' places."""
-    seconds = [[sum(times * rates.seconds(kernel) for kernel, times in segment) for segment in trace.segments]
-               for trace in traces]
+    seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
         return seconds[role_of[rank]][work] * stragglers.get(rank, 1.0)

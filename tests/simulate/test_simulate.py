@@ -93,7 +93,7 @@ def test_the_axis_inside_a_node_is_a_choice(found: Simulation) -> None:
 
 
 def test_the_bubble_of_long_stages_is_the_schedules() -> None:
-    """Blocks alone, which take all the time: the waiting share is the checker's, of forward and backward as they are."""
+    """Blocks alone: the waiting share is the checker's, of forward and backward as long as they are here."""
     config = GPTConfig(vocabulary=8, context=128, layers=4, width=1024, heads=8, positions="rotary")
     found = simulated(Plan(pp=4, microbatches=6, schedule="gpipe"), config, "h100:1x4", batch=6)
     busy = found.times[0].busy
