@@ -9,6 +9,7 @@ The modules that train run on arrays without data; their calls and kernels are t
 """
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from minidist.simulate.simulate import simulate
 
 DOES_NOT_FIT = 3
 """The exit status of a plan that does not fit into the devices' memory."""
+
+MOST_TOKENS = 1e18
 
 SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
 """Of a model without a name (those of GPT-2); an option of a model with a name replaces the name's."""
@@ -56,11 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     division(parser.add_argument_group("the plan").add_argument)
     memory(parser.add_argument_group("device memory").add_argument)
     add = parser.add_argument_group("the result").add_argument
-    add("--tokens", type=float, metavar="N", help="also what so many tokens take, as 15e12")
+    add("--tokens", type=_tokens, metavar="N", help="also what so many tokens take, as 15e12")
     add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
     add("--figure", metavar="FILE", help="draw ranks, memory and axes into a picture (png, svg, pdf)")
+
+
+def _tokens(text: str) -> float:
+    """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < (tokens := float(text)) < MOST_TOKENS:
+            return tokens
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not a number above 0; write 15e12")
 
 
 def run(args: argparse.Namespace) -> int:
