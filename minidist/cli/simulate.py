@@ -24,7 +24,7 @@ from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import MODELS, model
-from minidist.simulate.rates import CostProfile
+from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
 
 DOES_NOT_FIT = 3
@@ -81,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
     for option in ("json", "trace", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     cluster, config = Cluster.parse(args.cluster), config_of(args)
+    profile = CostProfile.load(args.profile) if args.profile else None
+    cluster = profile.applied(cluster) if profile else cluster
     plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
     found = simulate(plan, config, cluster, batch=args.batch, order=args.order.split(",") if args.order else (),
                      stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
                      slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
-                     optimizer=args.optimizer, profile=CostProfile.load(args.profile) if args.profile else None)
+                     optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
     print_simulation(Console(highlight=False), found, args.tokens)
     if args.json:
         write_json(args.json, found.as_json(args.tokens))

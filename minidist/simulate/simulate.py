@@ -23,7 +23,7 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
-from minidist.simulate.rates import CostProfile, Rates
+from minidist.simulate.rates import Rates
 from minidist.simulate.results import Simulation
 from minidist.simulate.roles import roles
 from minidist.simulate.trace import RankTrace
@@ -32,7 +32,7 @@ from minidist.simulate.walk import call_cost
 
 def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, batch: int, order: Sequence[str] = (),
              stragglers: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None,
-             folded: bool = True, profile: CostProfile | None = None, optimizer: str = "adamw",
+             folded: bool = True, rates: Rates | None = None, optimizer: str = "adamw",
              traces: Callable[..., RankTrace] = run_rank) -> Simulation:
     """Run a step of a plan on a cluster, without the cluster.
 
@@ -42,7 +42,8 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
              stragglers: {rank: how many times longer its computing takes}.
              slow_links: {name or pattern of links: how many times longer a byte takes}, as {"node3.nic0-out": 4.0}.
              folded: ranks that nothing tells apart share one clock. The result is the same, and comes sooner.
-             profile: constants fitted to measured steps (default: those of clusters.toml). optimizer: as Trainer's.
+             rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
+             traces: runs one rank (run_rank, or one that remembers what it ran).
     Returns: a Simulation (results.py).
     Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that the model or the
              cluster cannot have.
@@ -50,7 +51,6 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     require(plan, config, cluster, batch)
-    cluster = profile.applied(cluster) if profile else cluster
     cluster = cluster.slowed(slow_links) if slow_links else cluster
     placement = RankPlaces(plan, cluster, order or None)
     free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
@@ -58,7 +58,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
     replayed = replay_on(cluster, placement, plan, config, each, role_of, stragglers=stragglers or {}, folded=folded,
-                         rates=Rates.of(cluster.device, profile))
+                         rates=rates or Rates.of(cluster.device))
     if slow_links:
         cluster.topology.check_slow()
     return Simulation(plan, config, cluster, batch, each, role_of, placement, replayed)
