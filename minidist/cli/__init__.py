@@ -26,6 +26,7 @@ COMMANDS = {
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
     "bench": "time collectives and training steps, side by side with other libraries where installed",
+    "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
     "doctor": "show what this machine has, what is missing, and how to get it",

@@ -64,7 +64,8 @@ def test_by_name(tmp_path, monkeypatch):
     save_profile(PROFILE, tmp_path / "minidist" / "profile.json")
     assert Cluster.parse("here:tcp:2").size == 2
     for text, message in (("here:4", "links of shm were not measured .only tcp.; run .* shm,computation -n 4"),
-                          ("here:2x2", "write here:RANKS"), ("here:tpc:2", "did you mean tcp"), ("here:tcp:0", "one rank")):
+                          ("here:2x2", "write here:RANKS"), ("here:tpc:2", "did you mean tcp"),
+                          ("here:tcp:0", "one rank")):
         with pytest.raises(ConfigError, match=message):
             Cluster.parse(text)
 
