@@ -9,6 +9,7 @@ The modules that train run on arrays without data; their calls and kernels are t
 """
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +24,13 @@ from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import MODELS, model
+from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
 
 DOES_NOT_FIT = 3
 """The exit status of a plan that does not fit into the devices' memory."""
+
+MOST_TOKENS = 1e18
 
 SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
 """Of a model without a name (those of GPT-2); an option of a model with a name replaces the name's."""
@@ -36,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist simulate`."""
     add = parser.add_argument_group("the cluster").add_argument
     add("--cluster", required=True, metavar="NAME:NODESxDEVICES", help="as h100:128x8; FILE:NAME:… for one of yours")
+    add("--profile", metavar="FILE", help="constants that `minidist calibrate` fitted to measured steps")
     add("--order", metavar="AXIS,…", help="which axis lies inside nodes: the last (default: dp,pp,ep,cp,tp)")
     add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
         help="a straggler: this rank computes so many times longer; may be given several times")
@@ -54,11 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     division(parser.add_argument_group("the plan").add_argument)
     memory(parser.add_argument_group("device memory").add_argument)
     add = parser.add_argument_group("the result").add_argument
-    add("--tokens", type=float, metavar="N", help="also what so many tokens take, as 15e12")
+    add("--tokens", type=_tokens, metavar="N", help="also what so many tokens take, as 15e12")
     add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
     add("--figure", metavar="FILE", help="draw ranks, memory and axes into a picture (png, svg, pdf)")
+
+
+def _tokens(text: str) -> float:
+    """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < (tokens := float(text)) < MOST_TOKENS:
+            return tokens
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not a number above 0; write 15e12")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
     for option in ("json", "trace", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     cluster, config = Cluster.parse(args.cluster), config_of(args)
+    profile = CostProfile.load(args.profile) if args.profile else None
+    cluster = profile.applied(cluster) if profile else cluster
     plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
     found = simulate(plan, config, cluster, batch=args.batch, order=args.order.split(",") if args.order else (),
                      stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
                      slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
-                     optimizer=args.optimizer)
+                     optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
     print_simulation(Console(highlight=False), found, args.tokens)
     if args.json:
         write_json(args.json, found.as_json(args.tokens))

@@ -23,8 +23,9 @@ from minidist.observe.events import Memory
 from minidist.observe.replay import Replayed
 from minidist.observe.replay_path import PathPiece, RankTime, critical_path, time_of
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.cluster import Cluster, Placement
+from minidist.simulate.cluster import Cluster
 from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
+from minidist.simulate.placement import RankPlaces
 from minidist.simulate.trace import RankTrace
 
 HOUR = 3600.0
@@ -60,7 +61,7 @@ class Simulation:
     batch: int
     traces: Sequence[RankTrace]
     role_of: Sequence[int]
-    placement: Placement
+    placement: RankPlaces
     replayed: Replayed
 
     # ------------------------------------------------------------------------------------------------------------ time

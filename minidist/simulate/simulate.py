@@ -19,9 +19,10 @@ from minidist.nn import GPTConfig
 from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.cluster import Cluster, Placement
+from minidist.simulate.cluster import Cluster
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.one_rank import run_rank
+from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
 from minidist.simulate.results import Simulation
 from minidist.simulate.roles import roles
@@ -41,7 +42,8 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
              stragglers: {rank: how many times longer its computing takes}.
              slow_links: {name or pattern of links: how many times longer a byte takes}, as {"node3.nic0-out": 4.0}.
              folded: ranks that nothing tells apart share one clock. The result is the same, and comes sooner.
-             rates: seconds of kernels (default: those of the cluster's device). optimizer: as Trainer's.
+             rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
+             traces: runs one rank (run_rank, or one that remembers what it ran).
     Returns: a Simulation (results.py).
     Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that the model or the
              cluster cannot have.
@@ -50,7 +52,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     require(plan, config, cluster, batch)
     cluster = cluster.slowed(slow_links) if slow_links else cluster
-    placement = Placement(plan, cluster, order or None)
+    placement = RankPlaces(plan, cluster, order or None)
     free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
     role_of = roles(plan, config, batch)
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
@@ -87,11 +89,10 @@ def _first(role_of: Sequence[int]) -> list[int]:
     return [first[role] for role in range(len(first))]
 
 
-def replay_on(cluster: Cluster, placement: Placement, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
+def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
               role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates) -> Replayed:
     """The traces on one clock: kernels by rates, calls by the messages that they send between the ranks' places."""
-    seconds = [[sum(times * rates.seconds(kernel) for kernel, times in segment) for segment in trace.segments]
-               for trace in traces]
+    seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
         return seconds[role_of[rank]][work] * stragglers.get(rank, 1.0)

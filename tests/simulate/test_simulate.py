@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import minidist as md
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.timeline import write_perfetto
@@ -34,6 +35,13 @@ def simulated(plan: Plan = PLAN, config: GPTConfig = CONFIG, cluster: str = "h10
 @pytest.fixture(scope="module")
 def found() -> Simulation:
     return simulated()
+
+
+def test_md_simulate_is_the_function_and_the_package() -> None:
+    for _ in range(2):                          # the second time the package is loaded, and stands in the name
+        again = md.simulate(PLAN, CONFIG, "h100:2x4", batch=16, traces=remembered)
+        assert isinstance(again, Simulation)
+    assert md.simulate.results.Simulation is Simulation        # type: ignore[attr-defined]
 
 
 def test_the_parts_of_a_step_add_up(found: Simulation) -> None:
@@ -93,7 +101,7 @@ def test_the_axis_inside_a_node_is_a_choice(found: Simulation) -> None:
 
 
 def test_the_bubble_of_long_stages_is_the_schedules() -> None:
-    """Blocks alone, which take all the time: the waiting share is the checker's, of forward and backward as they are."""
+    """Blocks alone: the waiting share is the checker's, of forward and backward as long as they are here."""
     config = GPTConfig(vocabulary=8, context=128, layers=4, width=1024, heads=8, positions="rotary")
     found = simulated(Plan(pp=4, microbatches=6, schedule="gpipe"), config, "h100:1x4", batch=6)
     busy = found.times[0].busy
