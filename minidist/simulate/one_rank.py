@@ -67,7 +67,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
 def _require(plan: Plan, config: GPTConfig) -> None:
     """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
-        raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} ranks "
+        raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
                         f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")
     if plan.offload == "all":
         raise PlanError("simulate: offload=all keeps the state in files, which a rank without data has not; simulate "

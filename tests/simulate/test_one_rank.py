@@ -108,7 +108,7 @@ def test_a_trace_is_complete(kind: str) -> None:
     started = {event.id: event.call for event in trace.events if isinstance(event, Start)}
     waited = {event.id for event in trace.events if isinstance(event, Await)}
     assert waited <= set(started)
-    assert {call.verb for number, call in started.items() if number not in waited} <= {"all_gather"}    # the last step's
+    assert {call.verb for number, call in started.items() if number not in waited} <= {"all_gather"}
     assert {call.algorithm for call in started.values() if call.nbytes > 1000} == (
         {"native"} if kind == "gpu" else {"ring"})
     assert {call.axis for call in started.values()} >= {"dp", "tp"}
