@@ -64,7 +64,7 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     mixture: MixtureConfig | None = None    # experts in place of each block's MLP
-    mlp_width: int | None = None    # numbers inside the MLP; None: 4 × width, gated 8/3 × width
+    mlp_width: int | None = None    # width inside an MLP; None: see `hidden`
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, dict):
