@@ -88,10 +88,11 @@ class Library:
         if verb == "all_to_all":
             return self._all_to_all(operands)
         total = self._total(verb, operands)
-        load, seconds = min(((load, self._seconds(name, load, total, protocol)) for name, load in self._ways(verb)
-                             for protocol in PROTOCOLS), key=lambda way: way[1])
+        load, times, seconds = min(((load, times, self._seconds(name, load, times, total, protocol))
+                                    for name, load, times in self._ways(verb) for protocol in PROTOCOLS),
+                                   key=lambda way: way[2])
         sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
-        return seconds, {number: round(share * total) for number, share in load.per_byte.items()}, sent
+        return seconds, {number: round(share * times * total) for number, share in load.per_byte.items()}, sent
 
     def _total(self, verb: str, operands: "Operands") -> int:
         """Bytes of the whole array: of what goes round."""
@@ -101,45 +102,50 @@ class Library:
             return sum(operands.block(rank) for rank in range(self.size))
         return operands.nbytes
 
-    def _ways(self, verb: str) -> list[tuple[str, Load]]:
-        if not self._loads.get(verb):
-            self._loads[verb] = self._on_torus(verb) or self._on_mesh(verb) or self._rings(verb)
-        ways = [("ring", self._loads[verb])]
+    def _ways(self, verb: str) -> list[tuple[str, Load, int]]:
+        """What may be done, what it puts on links, and how often."""
+        kind = "around" if verb in ROUNDS else "chain"
+        if kind not in self._loads:
+            around = kind == "around"
+            self._loads[kind] = around and (self._on_torus() or self._on_mesh()) or self._rings(around)
+        ways = [("ring", self._loads[kind], ROUNDS.get(verb, 1))]
         if verb == "all_reduce" and len(self.nodes) > 1 and not self.cluster.topology.torus:
-            ways.append(("tree", self._loads.setdefault("tree", self._tree())))
+            if "tree" not in self._loads:
+                self._loads["tree"] = self._tree()
+            ways.append(("tree", self._loads["tree"], 1))
         return ways
 
-    def _seconds(self, name: str, load: Load, nbytes: int, protocol: LibraryProtocol) -> float:
+    def _seconds(self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol) -> float:
         if name == "tree":
             return (protocol.tree_base + load.inside * protocol.tree_inside + load.between * protocol.tree_between
                     + nbytes * load.seconds / (TREE_SHARE * protocol.share))
-        return (protocol.base + load.inside * protocol.inside + load.between * protocol.between
-                + nbytes * load.seconds / protocol.share)
+        return protocol.base + times * (load.inside * protocol.inside + load.between * protocol.between
+                                        + nbytes * load.seconds / protocol.share)
 
     # ------------------------------------------------------------------------------------------------- what is sent
 
-    def _rings(self, verb: str) -> Load:
-        """All rings at once."""
+    def _rings(self, around: bool) -> Load:
+        """All rings at once, once around; or along each but for its last hop, which is a chain."""
         channels = min(map(len, self.nodes)) if len(self.nodes) > 1 else self.size
-        around = [[place for node in self.nodes for place in zigzag(node, number)] for number in range(channels)]
-        edges = [list(pairwise([*ring, ring[0]])) for ring in around]
-        bytes_an_edge = ROUNDS[verb] * (self.size - 1) / self.size if verb in ROUNDS else 1.0
-        per_byte = _PerByte(float)
-        for ring in edges:
-            for src, dst in ring if verb in ROUNDS else ring[:-1]:
-                for number in self.cluster.route(src, dst):
-                    per_byte[number] += bytes_an_edge / channels
-        hops = ROUNDS.get(verb, 1) * (self.size - 1) / self.size
-        inside, between = self._alphas(edges[0])
-        return self._load(per_byte, hops * inside, hops * between)
+        share = (self.size - 1) / self.size if around else 1.0      # of the array, on each hop
+        per_byte, alphas = _PerByte(float), (0.0, 0.0)
+        for number in range(channels):
+            ring = [place for node in self.nodes for place in zigzag(node, number)]
+            hops = [*pairwise(ring), (ring[-1], ring[0])][:None if around else -1]
+            for src, dst in hops:
+                for link in self.cluster.route(src, dst):
+                    per_byte[link] += share / channels
+            if not number:
+                alphas = self._alphas(hops)
+        return self._load(per_byte, share * alphas[0], share * alphas[1])
 
-    def _on_mesh(self, verb: str) -> Load | None:
+    def _on_mesh(self) -> Load | None:
         """A node whose devices are linked pair by pair: every device sends each other its share, over its own link."""
-        if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1 or verb not in ROUNDS:
+        if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1:
             return None
-        per_byte = _PerByte(float, {number: ROUNDS[verb] / self.size for src in self.members for dst in self.members
+        per_byte = _PerByte(float, {number: 1 / self.size for src in self.members for dst in self.members
                                     for number in self.cluster.route(src, dst)})
-        return self._load(per_byte, ROUNDS[verb] * self.cluster.topology.inside.alpha, 0.0)
+        return self._load(per_byte, self.cluster.topology.inside.alpha, 0.0)
 
     def _tree(self) -> Load:
         """A chain inside each node, a double binary tree between them."""
@@ -160,24 +166,22 @@ class Library:
         between = self.cluster.topology.alpha(self.nodes[0][0], self.nodes[1][0])
         return self._load(per_byte, 2 * inside, 2 * (len(self.nodes) - 1).bit_length() * between)
 
-    def _on_torus(self, verb: str) -> Load | None:
+    def _on_torus(self) -> Load | None:
         """A box of the torus, filled: a share of the array goes along every dim, both ways."""
         box = self._box()
-        if box is None or verb not in ROUNDS:
+        if box is None:
             return None
         topology, per_byte = self.cluster.topology, _PerByte(float)
         dims = [dim for dim in range(len(box)) if box[dim] > 1]
-        ways = 2 * len(dims)
         for first in range(len(dims)):
-            left = ROUNDS[verb] / ways
+            left = 1 / (2 * len(dims))
             for dim in dims[first:] + dims[:first]:
                 share = left * (box[dim] - 1) / box[dim]
                 left /= box[dim]
                 for place in self.members:
                     for step in (1, -1):
                         per_byte[topology.torus_link(topology.coordinates(place), dim, step)] += share
-        alpha = topology.inside.alpha * ROUNDS[verb] * sum(box[dim] - 1 for dim in dims)
-        return self._load(per_byte, alpha, 0.0)
+        return self._load(per_byte, topology.inside.alpha * sum(box[dim] - 1 for dim in dims), 0.0)
 
     def _box(self) -> tuple[int, ...] | None:
         """The sides of the box that the members fill, whole rings of the torus each; None if they fill none."""
