@@ -42,7 +42,7 @@ def _print_summary(console: Console, found: Simulation) -> None:
     told += [f"{plan.schedule} of {plural(plan.pieces, 'microbatch').replace('hs', 'hes')}"] * (plan.pp > 1)
     _say(console, f"\n{found.cluster.spec}, {plural(size, 'rank')}: {', '.join(told)}")
     _say(console, f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, "
-                  f"with what is computed twice {found.hfu:.1%}")
+                  f"of what runs {found.hfu:.1%}")
     clocks = len(found.replayed.ranks)
     _say(console, f"{plural(len(found.traces), 'role')} run, {plural(clocks, 'clock')} replayed\n")
 

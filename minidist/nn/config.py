@@ -64,13 +64,14 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     mixture: MixtureConfig | None = None    # experts in place of each block's MLP
+    mlp_width: int | None = None    # width inside an MLP; None: see `hidden`
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, dict):
             object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
-        for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads"):
+        for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads", "mlp_width"):
             value = getattr(self, name)
-            if not (type(value) is int and value >= 1) and not (name == "kv_heads" and value is None):
+            if not (type(value) is int and value >= 1) and not (name in ("kv_heads", "mlp_width") and value is None):
                 raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -103,6 +104,8 @@ class GPTConfig:
     @property
     def hidden(self) -> int:
         """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a multiple of 8."""
+        if self.mlp_width is not None:
+            return self.mlp_width
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
     @property

@@ -40,7 +40,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
 
     if device_kind not in DEVICES:
         raise ConfigError(f"device_kind {device_kind!r}: choose gpu or cpu")
-    _require(plan)
+    _require(plan, config)
     length = tokens or config.context
     sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
@@ -64,8 +64,14 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     return trace
 
 
-def _require(plan: Plan) -> None:
+def _require(plan: Plan, config: GPTConfig) -> None:
     """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
+    if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
+        raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
+                        f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")
+    if plan.offload == "all":
+        raise PlanError("simulate: offload=all keeps the state in files, which a rank without data has not; simulate "
+                        "offload=optimizer")
     if plan.strategy == "data-parallel":
         raise PlanError("simulate: strategy=data-parallel drives several devices from one process; simulate the same "
                         "as ranks: strategy=ddp with dp=")

@@ -98,8 +98,9 @@ class Simulation:
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: the FLOPs that really run, also those of recomputation."""
-        return self._use(sum(self.traces[role].flops() / len(self.traces[role].steps) for role in self.role_of))
+        """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
+        return self._use(sum(ranks * self.traces[role].flops() / len(self.traces[role].steps)
+                             for role, ranks in Counter(self.role_of).items()))
 
     def _use(self, flops: float) -> float:
         peak = self.cluster.device.peak(PRODUCT_DTYPES[self.plan.precision])

@@ -38,7 +38,7 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
         if ready is not None:
             stream.wait_event(ready)
         if onto_device:
-            target.set(np.ascontiguousarray(source.astype(target.dtype, copy=False)), stream=stream)
+            target.set(array_module(source).ascontiguousarray(source.astype(target.dtype, copy=False)), stream=stream)
         else:
             source.get(stream=stream, out=target)
         stream.synchronize()

@@ -70,12 +70,11 @@ class TransferLane:
     def start(self, what: str, nbytes: int, work: Callable[[], Any]) -> Move:
         """Begin `work()`, which moves `nbytes`; they are counted now."""
         self.traffic.count(self.source, self.target, nbytes)
-        way = f"{self.source} to {self.target}"
-        if is_simulated():
-            return cast(Move, cast(Any, self.recorder).moving(way, nbytes, work))       # chapter 24's
+        if is_simulated():      # by chapter 24's recorder
+            return cast(Any, self.recorder).moving(f"{self.source} to {self.target}", nbytes, work)     # type: ignore
 
         def carry_out() -> Any:
-            with self.recorder.span(what, "moves", bytes=nbytes, way=way):
+            with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):
                 time.sleep(self.pace.latency + nbytes * self.pace.per_byte)     # arrives at the end, as over a bus
                 return work()
 

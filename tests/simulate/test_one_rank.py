@@ -1,0 +1,145 @@
+"""A rank that runs alone does what it does among the others: the same traffic to the byte, the same memory."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+from simulated import Measured, alone, one_order, really, sent_of
+
+from minidist.errors import ConfigError, MinidistError, PlanError
+from minidist.nn import GPTConfig
+from minidist.nn.config import MixtureConfig
+from minidist.observe.events import Await, Busy, GroupCall, Memory, Start, Transfer
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.trace import RankTrace
+
+SMALL: dict[str, Any] = {"vocabulary": 48, "context": 16, "layers": 2, "width": 16, "heads": 4}
+CALM = 0.001
+"""The issue's bound of memory: 0.1 %."""
+
+
+def close(found: Measured, trace: RankTrace) -> None:
+    """Hold a rank's trace against its real run."""
+    assert sent_of(trace.ledger) == found.sent
+    assert trace.host_peak == found.host
+    assert trace.lanes == found.moved
+    for category, nbytes in found.peak.items():
+        assert trace.peak[category] == pytest.approx(nbytes, rel=CALM), category
+
+
+@pytest.mark.parametrize(("plan", "options"), [
+    (Plan(dp=2, zero=1, offload="optimizer", precision="bf16"), {"kv_heads": 2, "positions": "rotary"}),
+    (Plan(pp=2, tp=2, sequence_parallel=True, checkpoint_blocks="all"), {"norm": "rms", "activation": "silu"}),
+    (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
+    (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
+], ids=lambda value: " ".join(f"{axis}{size}" for axis, size in value.axes.items() if size > 1)
+    if isinstance(value, Plan) else "")
+def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
+        plan: Plan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    one_order(monkeypatch)
+    config = GPTConfig(**(SMALL | options))
+    for rank, found in enumerate(really(plan, config, 8)):
+        close(found, alone(plan, config, 8, rank))
+
+
+def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
+    """A random plan of all axes, the model and the rows."""
+    draw = random.Random(seed)
+    while True:
+        sizes = {axis: draw.choice((1, 1, 1, 2) if axis == "ep" else (1, 1, 2, 2, 3))
+                 for axis in ("dp", "pp", "ep", "cp", "tp")}
+        options: dict[str, Any] = {
+            "zero": draw.randrange(4), "shard": draw.choice((None, None, 2)), "accumulate": draw.choice((1, 2)),
+            "precision": draw.choice(("fp32", "bf16", "fp16")), "offload": draw.choice(("none", "none", "optimizer")),
+            "checkpoint_blocks": draw.choice(("none", "all", "scores")), "bucket_bytes": draw.choice((2 << 20, 4096)),
+            "schedule": draw.choice(("1f1b", "gpipe", "interleaved", "zb-h1")) if sizes["pp"] > 1 else "1f1b",
+            "microbatches": draw.choice((None, 2)) if sizes["pp"] > 1 else None,
+            "attention": draw.choice(("ring", "all-to-all")) if sizes["cp"] > 1 else "ring",
+            "sequence_parallel": sizes["tp"] > 1 and draw.random() < 0.5}
+        options["keep_gathered"] = options["zero"] == 3 and draw.random() < 0.3
+        model = {"width": 32, "layers": draw.choice((3, 4)), "kv_heads": draw.choice((None, 2)),
+                 "positions": draw.choice(("learned", "rotary")), "norm": draw.choice(("layer", "rms")),
+                 "activation": draw.choice(("gelu", "silu")), "tied": draw.random() < 0.5,
+                 "mixture": MixtureConfig(experts=4) if sizes["ep"] > 1 else None}
+        try:
+            plan, config = Plan(**sizes, **options), GPTConfig(**(SMALL | model))
+            plan.require_model(config)
+            if plan.attention == "all-to-all" and config.heads % (plan.tp * plan.cp):
+                continue
+        except MinidistError:
+            continue
+        if 1 < plan.size <= 8:
+            return plan, config, 4 * plan.dp * plan.ep * plan.accumulate if sizes["ep"] > 1 else 9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_order(monkeypatch)
+    plan, config, rows = drawn_case(seed)
+    for rank, found in enumerate(really(plan, config, rows)):
+        close(found, alone(plan, config, rows, rank))
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
+    (Plan(dp=3, strategy="parameter-server", asynchronous=True), "who comes first"),
+    (Plan(pp=2, stage_layers="measured"), "take even"),
+    (Plan(dp=2, zero=3, offload="all"), "offload=optimizer"),
+    (Plan(cp=3, attention="all-to-all"), "or ring"),
+])
+def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        run_rank(plan, GPTConfig(**SMALL), rows=8)
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose gpu or cpu"):
+        run_rank(Plan(), GPTConfig(**SMALL), rows=8, device_kind="abacus")
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_a_trace_is_complete(kind: str) -> None:
+    """Every call is waited for or is a send; memory's changes add up to what is left; products are counted exactly."""
+    config = GPTConfig(**SMALL)
+    trace = run_rank(Plan(dp=2, tp=2, zero=2), config, 1, rows=8, device_kind=kind)
+    started = {event.id: event.call for event in trace.events if isinstance(event, Start)}
+    waited = {event.id for event in trace.events if isinstance(event, Await)}
+    assert waited <= set(started)
+    assert {call.verb for number, call in started.items() if number not in waited} <= {"all_gather"}
+    assert {call.algorithm for call in started.values() if call.nbytes > 1000} == (
+        {"native"} if kind == "gpu" else {"ring"})
+    assert {call.axis for call in started.values()} >= {"dp", "tp"}
+    assert all(isinstance(call, GroupCall) for call in started.values())
+    assert not any(isinstance(event, Transfer) for event in trace.events)
+    total = highest = 0
+    for event in trace.events:
+        if isinstance(event, Memory):
+            total += event.nbytes
+            highest = max(highest, total)
+    assert (total, highest) == (trace.now["total"], trace.peak["total"])
+    assert len(trace.steps) == 2
+    names = {event.name for event in trace.events[trace.steps[1]:] if isinstance(event, Busy)}
+    assert {"forward", "backward", "optimizer"} <= names
+
+
+def test_products_have_the_flops_of_the_model() -> None:
+    """6 FLOPs a token and number of each matrix, on one process; attention's scores, stacks of products, beside."""
+    trace = run_rank(Plan(), GPTConfig(**(SMALL | {"layers": 3})), rows=4, steps=1)
+    tokens, width = 4 * 16, 16
+    numbers = 3 * (4 * width * width + 2 * width * 64) + width * 48
+    linears = [(kernel, times) for kernel, times in trace.kernels()
+               if kernel.kind == "matmul" and kernel.size[0] == 1 and 1 not in kernel.size[1:]]
+    assert sum(kernel.flops * times for kernel, times in linears) == 6 * tokens * numbers
+    assert all(kernel.flops == 2 * math.prod(kernel.size) for kernel, _ in linears)
+
+
+def test_offload_moves_on_lanes() -> None:
+    trace = run_rank(Plan(dp=2, zero=1, offload="optimizer"), GPTConfig(**SMALL), rows=8)
+    moves = [event for event in trace.events[trace.steps[0]:] if isinstance(event, Transfer)]
+    assert {move.lane for move in moves} == {"device to host", "host to device"}
+    by_lane = {lane: sum(move.nbytes for move in moves if move.lane == lane) for lane in trace.lanes}
+    assert by_lane == trace.lanes
+    assert any(kernel.kind == "host" for kernel, _ in trace.kernels())

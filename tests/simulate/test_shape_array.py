@@ -1,0 +1,160 @@
+"""Arrays without data have the shapes, strides, bases and copies of NumPy's arrays."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minidist.device import account
+from minidist.device.backend import array_module, device_of, is_array, on_host
+from minidist.simulate import recording, strides
+from minidist.simulate.recording import Recording
+from minidist.simulate.shape_array import ShapeArray
+from minidist.simulate.shape_module import module
+from minidist.simulate.trace import Kernel
+
+
+@pytest.fixture
+def tape() -> Iterator[Recording]:
+    """What a GPU would run."""
+    with recording.begun(Recording()) as begun:
+        yield begun
+
+
+def kernels(tape: Recording) -> dict[Kernel, int]:
+    """What ran since the last look."""
+    seen = len(tape.events)
+    tape.flush()
+    found: list[Any] = [event.work for event in tape.events[seen:]]     # type: ignore[union-attr]
+    return {kernel: times for work in found for kernel, times in tape.segments[work]}
+
+
+def views(draw: random.Random, arrays: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The same view of a real array and of one without data."""
+    real, shape = arrays
+    kind = draw.randrange(4)
+    if kind == 0 and real.ndim:
+        order = list(range(real.ndim))
+        draw.shuffle(order)
+        return real.transpose(order), shape.transpose(order)
+    if kind == 1 and real.ndim:
+        index = tuple(draw.choice([slice(None), slice(draw.randint(-n, n), None, draw.choice([1, 2, -1])), None, ...])
+                      if draw.random() < 0.8 else slice(0, 1) for n in real.shape[:1])
+        return real[index], shape[index]
+    if kind == 2:
+        return real.reshape(-1), shape.reshape(-1)
+    cut = [d for d in (2, 3, 4) if real.size and real.size % d == 0]
+    if cut:
+        wanted = (draw.choice(cut), -1)
+        return real.reshape(wanted), shape.reshape(wanted)
+    return real, shape
+
+
+@given(st.integers(0, 10_000), st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+@settings(max_examples=200)
+def test_views_and_copies_are_numpys(seed: int, sizes: list[int]) -> None:
+    draw = random.Random(seed)
+    real, found = np.empty(sizes, np.float32), module("cpu").empty(tuple(sizes), np.float32)
+    for _ in range(4):
+        before = real, found
+        real, found = views(draw, (real, found))
+        assert (found.shape, found.dtype, found.nbytes) == (real.shape, real.dtype, real.nbytes)
+        assert found.flags.c_contiguous == real.flags.c_contiguous
+        if real.size > 1:
+            moved = [(n, step) for n, step in zip(real.shape, real.strides, strict=True) if n > 1]
+            assert [(n, step) for n, step in zip(found.shape, found.strides, strict=True) if n > 1] == moved
+            assert np.may_share_memory(real, before[0]) == found.module.may_share_memory(found, before[1])
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=100)
+def test_indices_with_arrays_have_numpys_shape(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 4) for _ in range(3))
+    index = tuple(draw.choice([slice(None), 0, np.zeros((2, 1), int), np.zeros(3, int)]) for _ in range(3))
+    real, found = np.empty(shape)[index], module("cuda").empty(shape)[index]
+    assert found.shape == np.shape(real)
+    mask = np.random.default_rng(seed).random(shape[0]) < 0.5
+    assert module("cuda").empty(shape)[mask].shape == np.empty(shape)[mask].shape
+
+
+def test_reshaped_refuses_what_numpy_copies() -> None:
+    assert strides.reshaped((2, 3), (4, 8), (6,)) is None
+    assert strides.reshaped((2, 3), (12, 4), (3, 2)) == (8, 4)
+    assert strides.completed((-1, 3), 6) == (2, 3)
+    with pytest.raises(ValueError, match="cannot reshape 6 elements"):
+        strides.completed((4, -1), 6)
+
+
+def test_the_account_counts_a_buffer_once() -> None:
+    memory, x = account.MemoryAccount(), module("cuda").empty((4, 6), np.float32)
+    memory.hold(x[1:], "activations")
+    memory.hold(x.T, "gradients")
+    assert memory.now == {**dict.fromkeys(account.CATEGORIES, 0), "activations": 96, "total": 96}
+    del x
+    assert memory.now["total"] == 0
+
+
+def test_modules_and_devices() -> None:
+    for device in ("cpu", "cuda"):
+        x = module(device).empty(3, "float16")
+        assert is_array(x)
+        assert array_module(np.zeros(1), x) is module(device)
+        assert (device_of(x), on_host(x)) == (device, device == "cpu")
+    with pytest.raises(TypeError, match="must be declared"):
+        np.asarray(x)
+    with pytest.raises(TypeError, match="know no sort"):
+        _ = module("cpu").sort
+    with pytest.raises(TypeError, match="its caller must declare it"):
+        _ = x[x > 0]
+
+
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("float16", "float32"), ("int64", "float32"),
+                                   (ml_dtypes.bfloat16, ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.true_divide, np.greater, np.maximum])
+def test_results_have_numpys_dtype(ufunc: np.ufunc, kinds: tuple[Any, Any]) -> None:
+    a, b = (np.ones(2, kind) for kind in kinds)
+    xp = module("cpu")
+    assert ufunc(xp.empty(2, a.dtype), b).dtype == ufunc(a, b).dtype
+    assert (xp.empty(2, a.dtype) * 2).dtype == (a * 2).dtype
+    assert xp.empty((2, 2), a.dtype).sum(axis=0).dtype == np.ones((2, 2), a.dtype).sum(axis=0).dtype
+
+
+def test_an_operation_is_a_kernel_with_its_bytes(tape: Recording) -> None:
+    xp = module("cuda")
+    a, b = xp.empty((8, 16), np.float32), xp.empty((16, 4), np.float32)
+    product = a @ b
+    assert kernels(tape) == {Kernel("matmul", "float32", 2.0 * 8 * 16 * 4, 4.0 * (128 + 64 + 32), (1, 8, 16, 4)): 1}
+    np.multiply(product, 2.0, out=product)
+    product *= 2.0
+    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 2 * 32): 2}
+    total = product.T[1:].sum(axis=1)
+    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * (24 + 3)): 1}
+    total[0:2] += product[0, :2]
+    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 6): 1}        # and no copy of the view to itself
+    assert total.reshape(3, 1).base is total
+    assert kernels(tape) == {}
+    with recording.pause():
+        assert isinstance(a + 1, ShapeArray)
+    assert kernels(tape) == {}
+    module("cpu").empty(2).copy()
+    assert [kernel.kind for kernel in kernels(tape)] == ["host"]
+
+
+def test_kernels_of_the_project_run_as_one(tape: Recording) -> None:
+    from minidist.autograd import ops
+    from minidist.autograd.tensor import Tensor
+    x = Tensor(module("cuda").empty((2, 4, 32, 64), "bfloat16"), requires_grad=True)
+    y = ops.causal_attention(x, x, x)
+    pairs = 2 * 4 * 32 * 32 / 2
+    found = [kernel for kernel in kernels(tape) if kernel.kind == "attention"]
+    assert [kernel.flops for kernel in found] == [2 * 2 * pairs * 64]
+    assert found[0].nbytes == 4 * 2 * 4 * 32 * 64 * 2 + 2 * 4 * 32 * 4
+    y.backward(module("cuda").empty(y.shape, "bfloat16"))
+    assert sum(kernel.flops for kernel in kernels(tape) if kernel.kind == "attention") == 2 * 7 * pairs * 64
+    assert x.grad is not None and x.grad.shape == x.shape

@@ -1,0 +1,86 @@
+"""A plan run for real, on ranks that are threads, beside each of its ranks run alone on arrays without data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minidist as md
+from minidist.autograd.ops import experts
+from minidist.comm.calls.async_call import Pending
+from minidist.comm.group import Group
+from minidist.device import account
+from minidist.nn import GPTConfig, moe
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.trace import RankTrace
+
+STEPS = 2
+Counts = dict[tuple[str, ...], tuple[int, int]]
+
+
+@dataclass
+class Measured:
+    """Of one rank: bytes and messages by (phase, axis, verb, algorithm), peaks of device and host, bytes moved."""
+
+    sent: Counts
+    peak: dict[str, int]
+    host: dict[str, int]
+    moved: dict[str, int]
+
+
+def sent_of(rows: list[dict[str, Any]]) -> Counts:
+    """A ledger's rows as a table."""
+    return {tuple(row[key] for key in ("phase", "axis", "verb", "algorithm")): (row["nbytes"], row["messages"])
+            for row in rows}
+
+
+def batch_of(config: GPTConfig, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random ids."""
+    ids = np.random.default_rng(0).integers(0, config.vocabulary, (rows, config.context + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def really(plan: Plan, config: GPTConfig, rows: int) -> list[Measured]:
+    """Every rank of the plan, trained for STEPS steps."""
+    batch = batch_of(config, rows)
+
+    def train(world: Group) -> Measured:
+        with account.use(account.MemoryAccount()) as memory:
+            trainer = md.Trainer(plan, config, world)
+            for _ in range(STEPS):
+                trainer.step(batch)
+            peak, host, moved = memory.peak, trainer.store.host.peak, dict(trainer.store.traffic.step)
+            trainer.close()             # a last gather may still be on its way
+        return Measured(sent_of(world.ledger.rows()), peak, host, moved)
+
+    return md.run(train, size=plan.size)
+
+
+def alone(plan: Plan, config: GPTConfig, rows: int, rank: int) -> RankTrace:
+    """One rank of the plan on arrays without data, computing as the host does."""
+    return run_rank(plan, config, rank, rows=rows, steps=STEPS, device_kind="cpu", batch=batch_of(config, rows))
+
+
+class AtOnce(Pending):
+    """A call that its start has carried out; done() is as that of a rank alone, which does not know when it ends."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        return self.result
+
+    def done(self) -> bool:
+        return False
+
+
+def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ranks do as ranks alone where they could do otherwise.
+
+    A started collective is carried out at once: a worker's thread would choose the moment, and so whether the workspace
+    of the call lies beside what the rank holds then. Mixtures choose experts evenly, whatever their gates say.
+    """
+    monkeypatch.setattr(Group, "_start", lambda self, call: AtOnce(self._run(call)))
+    monkeypatch.setattr(moe, "top_positions", lambda scores, k: experts.drawn_positions(scores.shape, k))
