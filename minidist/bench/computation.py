@@ -105,7 +105,7 @@ def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
     """The kernels of a step of a small model, and how often each."""
     trace = run_rank(Plan(), _model(size), rows=size[2], device_kind="cpu")
     return [each for event in trace.events[trace.steps[-1]:] if isinstance(event, Busy)
-            for each in trace.segments[event.work]]
+            for each in trace.segments[int(str(event.work))]]
 
 
 def _model(size: tuple[int, ...]) -> GPTConfig:
@@ -138,12 +138,11 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
         sides = np.array([sum(1 / side for side in size) for size, _ in samples])
         seconds = np.maximum(np.array([time for _, time in samples]) - launch, 1e-9)
         if half is None:
-            columns = np.stack([flops, flops * sides], axis=1) / seconds[:, None]
-            inverse, slope = _least_squares(columns)
+            inverse, slope = _least_squares(np.stack([flops, flops * sides], axis=1) / seconds[:, None])
             half = float(slope / inverse) if inverse > 0 else 0.0
         else:
-            columns = (flops * (1 + half * sides) / seconds)[:, None]
-            inverse, = _least_squares(columns)
+            inverse, = _least_squares((flops * (1 + half * sides) / seconds)[:, None])
+        inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
         peaks[dtype], worst = 1 / float(inverse), max(worst, float(errors.max()))
     assert half is not None
@@ -174,7 +173,8 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
         return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
     work = _product(dtype, *size) if kind == "matmul" else _passes(dtype, *size)
     work()
-    seconds, now = [], time.perf_counter()
+    now = time.perf_counter()
+    seconds: list[float] = []
     end = now + BUDGET
     while now < end or len(seconds) < 3:
         start = now

@@ -193,7 +193,7 @@ def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
-    given = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
+    given: dict[str, Any] = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
     config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
     title = row.get("model", f"{config.layers} x {config.width}")
     return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, int(row["batch"]), machine, seconds)
