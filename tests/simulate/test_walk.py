@@ -52,7 +52,7 @@ def cost_on(cluster, size, verb, algorithm, nbytes, **more):
 
 
 def not_waited(size, cost):
-    """Down a tree the path counts ceil(log2 P) waits, as lesson 02 does; but floor(log2 P) messages wait for another."""
+    """Down a tree the path counts ceil(log2 P) waits, as lesson 02 does; floor(log2 P) messages wait for another."""
     return cost.alpha - cost.overhead if size & (size - 1) else 0.0
 
 
