@@ -210,4 +210,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
     entry = tables["wire"].get(name)
     if entry is None:
         raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
-    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)))
+    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
+                in_switch=float(entry.get("in_switch", 0.0)))
