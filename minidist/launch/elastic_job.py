@@ -26,10 +26,11 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import Seat
-from minidist.comm.health.failure import Failure, how_it_ended, say_line
+from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
 from minidist.launch.generation import Elastic, EventLog, Generation
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
@@ -42,22 +43,24 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE) -> int:
+                  patience: float = PATIENCE, limits: Limits | None = None) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
-    Args:    record: a file that gets a line of JSON for each event of a generation. patience: as spawn().
+    Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
+             but that all processes share the cores.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
-    return ElasticJob(command, elastic, record, patience).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits()).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
-    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float) -> None:
-        self.elastic, self.patience, self.log = elastic, patience, EventLog(record)
-        self.workforce = Workforce(command, wire.new_token())
+    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
+                 limits: Limits) -> None:
+        self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
+        self.workforce = Workforce(command, wire.new_token(), limits)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
@@ -70,6 +73,7 @@ class ElasticJob:
         """Start, serve, clean up; the exit status."""
         with noting_signals(self.told):
             try:
+                self.limits.begin()
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
@@ -167,7 +171,7 @@ class ElasticJob:
             if code and self.status is None:
                 self.status = code
             return
-        how = how_it_ended(code)
+        how = self.limits.how_it_ended(code)
         if generation is not None and worker in generation.members:
             if generation.broken is None:
                 generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
@@ -244,7 +248,7 @@ class ElasticJob:
     def _how(self, members: list[Worker], seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
         code = members[seat.world_rank].ended()
-        return None if code is None else how_it_ended(code)
+        return None if code is None else self.limits.how_it_ended(code)
 
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
@@ -283,4 +287,5 @@ class ElasticJob:
         self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
         if self.generation is not None:
             self.generation.monitor.close()
+        self.limits.end()
         self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})

@@ -37,6 +37,7 @@ from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, exit_
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.children import flush_output
@@ -277,7 +278,7 @@ def _let_interrupts_in() -> None:
 
 def limit_blas_threads(threads: int | None, local_size: int) -> int:
     """Give each rank its share of the cores; returns the threads this rank may use."""
-    count = threads or max(1, len(os.sched_getaffinity(0)) // local_size)
+    count = threads or max(1, of_all_ranks() // local_size)
     threadpool_limits(count, user_api="blas")
     return count
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from minidist.cli.limits import add_limits
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -66,6 +67,7 @@ def _job(add: Add) -> None:
              "cuda --precision bf16)")
     add("--threads", type=whole_number(1, 4096), metavar="N",
         help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
+    add_limits(add, "of this host")
     add("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
         help="how long a rank's process may be stopped (Ctrl-Z, SIGSTOP) before it is lost (default: %(default)s)")
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from minidist.cli.limits import limits_of
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.settings import Settings, as_arguments
@@ -56,7 +57,7 @@ def start_elastic(settings: Settings, size: int) -> int:
     elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience)
+                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args))
 
 
 def _fits(settings: Settings, size: int) -> bool:

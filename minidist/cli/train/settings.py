@@ -29,6 +29,9 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
                    "expert_width": "hidden"}
 """Options that are fields of MixtureConfig, besides --experts."""
 
+OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
+"""Options that the ranks which a launcher of ours starts do not get."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -160,13 +163,13 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start.
+    """The command-line words that give `args` again, without the number of ranks to start and their limits.
 
     Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
     """
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("ranks", "command", "given") or value is None or value is False or callable(value):
+        if name in OF_THE_LAUNCHER or value is None or value is False or callable(value):
             continue
         if args.resume is not None and name not in (*args.given, "out"):
             continue
