@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from minidist.console import core_list, fail, number_of_bytes, size_text
@@ -38,7 +39,7 @@ def require_own_ranks(args: Namespace, launch: Launch, *, as_threads: bool) -> N
         fail(f"--memory-limit: {launch.launcher} started the ranks; give the limit to it, or start them here with -n")
 
 
-def limits_of(args: Namespace) -> Limits:
-    """What the two options ask for."""
+def limits_of(args: Namespace, folder: Path | None = None) -> Limits:
+    """What the two options ask for, and the run folder that is locked for the ranks."""
     nbytes = args.memory_limit
-    return Limits(args.cores or (), None if nbytes is None else MemoryLimit(nbytes, size_text(nbytes)))
+    return Limits(args.cores or (), None if nbytes is None else MemoryLimit(nbytes, size_text(nbytes)), folder)

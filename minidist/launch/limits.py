@@ -1,4 +1,4 @@
-"""What a job may use of its host: some of the cores, and so much memory.
+"""What a job may use of its host: some of the cores, so much memory, and a run folder of its own.
 
 The memory limit is a control group of Linux (cgroup v2), where this user may make one:
 
@@ -26,6 +26,7 @@ from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.device import cores
 
 PREFIX = "minidist-"
+RUN_FOLDER = "MINIDIST_RUN_FOLDER"      # the folder that a rank's launcher has locked for its job
 EMPTY_LIMIT = 2.0       # seconds that a group's last processes may take to be gone
 
 
@@ -104,10 +105,14 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the ranks that are started here may use: all cores if none are named, any memory if there is no limit."""
+    """What the ranks that are started here may use.
+
+    Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds for them alone.
+    """
 
     cores: Sequence[int] = ()
     memory: MemoryLimit | None = None
+    folder: Path | None = None
 
     def begin(self) -> None:
         """Before the first rank starts: this process keeps to the cores, too, and the memory limit has its group."""
@@ -118,7 +123,8 @@ class Limits:
 
     def variables(self) -> dict[str, str]:
         """For the environment of a rank."""
-        return {cores.VARIABLE: str(len(self.cores))} if self.cores else {}
+        return ({cores.VARIABLE: str(len(self.cores))} if self.cores else {}) | (
+            {RUN_FOLDER: str(self.folder.resolve())} if self.folder is not None else {})
 
     def of_rank(self, local_rank: int, ranks: int) -> list[int]:
         """The cores of one of so many ranks of this host; empty: all."""

@@ -209,7 +209,7 @@ def _checkpoints(add: Add) -> None:
 
 
 def _result(add: Add) -> None:
-    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME; with --resume that run's)")
+    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME-PROCESS; with --resume that run's)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")

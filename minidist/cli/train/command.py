@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             if args.elastic:
                 return start_elastic(settings, size)
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience,
-                         limits=limits_of(args))
+                         limits=limits_of(args, settings.out))
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():

@@ -57,7 +57,7 @@ def start_elastic(settings: Settings, size: int) -> int:
     elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args))
+                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args, settings.out))
 
 
 def _fits(settings: Settings, size: int) -> bool:

@@ -137,7 +137,7 @@ def check(args: argparse.Namespace) -> Settings:
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
     """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
-    out = Path(name or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
     if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
         fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
