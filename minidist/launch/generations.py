@@ -40,12 +40,13 @@ class Generations:
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
                 steps       how many this process has made, as it says itself
+                saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
         self.stop_at: int | None = None
-        self.steps = 0
+        self.steps, self.saves = 0, False
         self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
@@ -75,7 +76,7 @@ class Generations:
         Args:   transport, limit, threads: as of md.init.
         Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
         """
-        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
         if told is None:
             return None

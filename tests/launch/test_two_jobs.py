@@ -42,6 +42,9 @@ def test_a_rank_at_the_other_jobs_monitor_is_refused_and_named(caplog: pytest.Lo
             with pytest.raises(HandshakeError, match="refused rank 2: this job has 2 ranks, it says 3"):
                 MonitorClient(second.address, other, 2, 3, limit=5.0)
             assert first.loss is second.loss is None and link.loss is None
+            deadline = time.monotonic() + 10
+            while len(caplog.records) < 3 and time.monotonic() < deadline:      # its threads say so after the answer
+                time.sleep(0.005)
             refused = [record.getMessage() for record in caplog.records]
             assert sum("127.0.0.1" in line and "refused" in line for line in refused) == 3, refused
         finally:
