@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.cli.limits import add_limits
+from minidist.cli.train.settings import AUTO
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -42,6 +43,14 @@ class _GivenFlag(argparse._StoreTrueAction):
                  option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
         namespace.given = [*getattr(namespace, "given", []), self.dest]
+
+
+def save_steps(text: str) -> int | str:
+    """The value of --save-every. Raises: ArgumentTypeError."""
+    try:
+        return AUTO if text == AUTO else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,9 +205,13 @@ def _training(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save-every", type=positive, metavar="K",
+    add("--save-every", type=save_steps, metavar="K|auto",
         help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
-             "SIGUSR1 too): it then ends with status 75")
+             "SIGUSR1 too): it then ends with status 75; auto: the interval that loses the least time, by the measured "
+             "seconds of a save and --interruptions-per-day")
+    add("--interruptions-per-day", type=positive_number, metavar="N",
+        help="with --save-every: how often the run is interrupted, on average; shows the expected goodput (the part of "
+             "the time that goes into work that is kept), and at the end the measured one")
     add("--save-async", action="store_true",
         help="the steps go on while a checkpoint is written; only a copy in memory is waited for")
     add("--keep", type=positive, default=3, metavar="N",
