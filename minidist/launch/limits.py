@@ -59,7 +59,8 @@ class MemoryLimit:
             raise OSError(0, f"no group beside or below {own} may have the memory controller of cgroup v2")
         usable = [home for home in homes if os.access(home, os.W_OK) and os.access(home / "cgroup.procs", os.W_OK)]
         if not usable:
-            raise OSError(0, f"this user may make no control group in {homes[0]}")
+            raise OSError(0, f"this user may make no control group in {homes[0]}; under systemd, start the job with "
+                             "`systemd-run --user --scope`")
         _sweep(usable[0])
         self.group, self._lock = _locked_group(usable[0])
         (self.group / "memory.max").write_text(str(self.nbytes))
