@@ -21,7 +21,7 @@ from minidist.cli.train.progress import ProgressReport, make_console, make_repor
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
-from minidist.cli.train.saving import Saver, Stopped, Told, hearing
+from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import train_steps
 from minidist.cli.train.verify import Weights, verify
@@ -119,7 +119,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    saver = Saver(trainer, settings, told or Told(), report, lives.saves if lives else None) if args.save_every else None
+    saves = Saves() if lives is None else lives.saves
+    saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
         course = (train_steps(trainer, settings, report, saver) if lives is None else
                   elastic_steps(trainer, settings, report, lives, saver))

@@ -15,6 +15,7 @@ from minidist.console import Parser
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
 TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "8"]
+SAME = ("losses", "weights_sha256", "validation_loss")
 PROCESS = str(Path(__file__).parents[2] / "support" / "elastic_train.py")
 
 
@@ -90,8 +91,7 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_p
     assert read_manifest(run / "step-000009")["about"]["metrics"]["generations"] == [1] * 4 + [2] * 5
     assert train(monkeypatch, {"1": (10, "kill")}, f"--resume={run}", "--elastic=2:2", "--spares=1") == 0
     ours, theirs = metrics_of(run), metrics_of(whole)
-    assert {key: ours[key] for key in ("losses", "weights_sha256", "validation_loss")} == \
-        {key: theirs[key] for key in ("losses", "weights_sha256", "validation_loss")}
+    assert [ours[key] for key in SAME] == [theirs[key] for key in SAME]
     assert (ours["resumed_from"], ours["generation"], ours["checkpoint"]["steps"]) == (9, 2, [12])
     assert ours["generations"] == [0] * 9 + [1] + [2] * 2
     first, second = ours["elastic"]
@@ -104,3 +104,45 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_p
     assert {(span["generation"], span["process"]) for span in spans} == {(1, 0), (2, 0), (2, 2)}
     names = [json.loads(line)["event"] for line in (run / "elastic.jsonl").read_text().splitlines()]
     assert names.count("end") == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [
+    ["--zero=3", "--save-every=3"], ["--plan=dp=1,tp=3", "--width=24", "--heads=3", "--save-every=5", "--save-async"],
+    ["--save-every=1", "--save-async"], ["--zero=2", "--save-every=2"]])
+@pytest.mark.parametrize(("every", "deaths"), [
+    (1, {"0": (7, "kill"), "1": (7, "kill"), "2": (7, "kill")}), (1, {"1": (6, "kill"), "2": (6, "kill")}),
+    (3, {"2": (5, "kill"), "3": (9, "kill")}), (1, {"1": (6, "kill"), "2": (6, "tell")}), (2, {"0": (1, "tell")})])
+def test_however_ranks_die_and_stop(options, every, deaths, book, tmp_path, monkeypatch):
+    """With spares and replacements the run, resumed where it was stopped, has the bits of one that nothing disturbs."""
+    words = [*TINY, "--dtype=float64", f"--data={book}", "--steps=12", *options, "-n3"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(monkeypatch, {}, *words, "--transport=threads", f"--out={whole}") == 0
+    elastic = ["--elastic=3:3", "--spares=1", f"--peer-copies={every}", "--max-restarts=3", "--elastic-wait=60"]
+    status = train(monkeypatch, deaths, *words, *elastic, f"--out={run}")
+    assert status == (75 if "tell" in str(deaths) else 0)
+    if status:
+        assert train(monkeypatch, {"1": (11, "kill")}, f"--resume={run}") == 0
+    ours, theirs = metrics_of(run), metrics_of(whole)
+    assert [ours[key] for key in SAME] == [theirs[key] for key in SAME]
+    assert len(ours["generations"]) == 12 and len(ours["elastic"]) == ours["generation"] > 1
+    assert step_of(checkpoints(run)[-1]) == 12
+
+
+@pytest.mark.soak
+def test_an_elastic_run_is_resumed_on_other_numbers_of_ranks(book, tmp_path, monkeypatch, capfd):
+    """-n or --plan alone: elastic no longer. An elastic job wants as many ranks as at its start."""
+    words = [*TINY, "--dtype=float64", f"--data={book}", "--steps=20", "--lr-schedule=constant"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(monkeypatch, {}, *words, f"--out={whole}") == 0
+    deaths = {"2": (3, "kill"), "0": (5, "tell")}
+    assert train(monkeypatch, deaths, *words, "--zero=1", "-n3", "--elastic=1:4", "--save-every=4",
+                 f"--out={run}") == 75
+    assert read_manifest(checkpoints(run)[-1])["about"]["ranks"] == 2
+    assert train(monkeypatch, {"0": (9, "tell")}, f"--resume={run}") == 75
+    assert read_manifest(checkpoints(run)[-1])["about"]["ranks"] == 3
+    assert train(monkeypatch, {"0": (14, "tell")}, f"--resume={run}", "-n2", "--elastic=1:2") == 75
+    assert read_manifest(checkpoints(run)[-1])["about"]["ranks"] == 2
+    assert train(monkeypatch, {}, f"--resume={run}", "-n2", "--zero=0", "--transport=threads") == 0
+    assert "elastic" not in metrics_of(run)
+    assert metrics_of(run)["losses"] == pytest.approx(metrics_of(whole)["losses"], abs=1e-10)
