@@ -15,7 +15,7 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import Lives, check_elastic, elastic_process, elastic_steps, start_elastic
+from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
-    if args.elastic and not starts_ranks:
-        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
+    check_starts(args, launch, starts_ranks=starts_ranks)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads and not starts_ranks:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import torchrun
 from leftovers import nothing_left
 
 from minidist.cli import main
@@ -43,13 +44,20 @@ def test_the_plan_says_which_numbers_of_ranks_are_possible(options, sizes, monke
     (["-n4", "--elastic=4"], "'4' is not LEAST:MOST, two numbers of ranks, as 4:8"),
     (["-n4", "--elastic=5:8"], "-n 4: --elastic 5:8 allows 5 to 8 ranks"),
     (["--elastic=1:1"], "--elastic 1:1: is for ranks that are started here; give -n, without another launcher"),
-    (["-n4", "--elastic=2:4", "--verify"], "leave out --verify, --graph and --strategy"),
+    (["-n4", "--elastic=2:4", "--strategy=parameter-server"], "leave out --graph and --strategy"),
     (["-n4", "--elastic=2:4", "--transport=mpi"], "--transport mpi cannot")])
 def test_what_is_refused(options, said, capsys, tmp_path):
     assert main(["train", *TINY, *options, f"--out={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_ranks_of_another_launcher_are_not_ours_to_replace(capsys, tmp_path, monkeypatch):
+    for name, value in torchrun(0, size=1).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *TINY, "--elastic=1:2", f"--out={tmp_path / 'run'}"]) == 2
+    assert "minidist train: --elastic 1:2: torchrun started this rank, and only the " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +92,13 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_p
     assert train(monkeypatch, {}, *words, "-n2", "--transport=threads", f"--out={whole}") == 0
     deaths = {"0": (6, "kill"), "1": (6, "kill"), "2": (8, "tell")}
     assert train(monkeypatch, deaths, *words, "-n2", "--elastic=2:2", "--spares=2", "--save-every=4", "--keep=2",
-                 "--save-async", f"--out={run}") == 75
+                 f"--out={run}") == 75
     error = capfd.readouterr().err
     assert f"going on from {run / 'step-000004'}" in error and "told to stop after step 9 of 12, saved in " in error
     assert [step_of(folder) for folder in checkpoints(run)] == [8, 9]
     assert read_manifest(run / "step-000009")["about"]["metrics"]["generations"] == [1] * 4 + [2] * 5
-    assert train(monkeypatch, {"1": (10, "kill")}, f"--resume={run}", "--elastic=2:2", "--spares=1") == 0
+    assert train(monkeypatch, {"1": (10, "kill")}, f"--resume={run}", "--elastic=2:2", "--spares=1",
+                 "--save-async") == 0
     ours, theirs = metrics_of(run), metrics_of(whole)
     assert [ours[key] for key in SAME] == [theirs[key] for key in SAME]
     assert (ours["resumed_from"], ours["generation"], ours["checkpoint"]["steps"]) == (9, 2, [12])
@@ -146,3 +155,14 @@ def test_an_elastic_run_is_resumed_on_other_numbers_of_ranks(book, tmp_path, mon
     assert train(monkeypatch, {}, f"--resume={run}", "-n2", "--zero=0", "--transport=threads") == 0
     assert "elastic" not in metrics_of(run)
     assert metrics_of(run)["losses"] == pytest.approx(metrics_of(whole)["losses"], abs=1e-10)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [3, 22])
+def test_verify_compares_what_any_rank_has_kept(step, book, tmp_path, monkeypatch):
+    """Rank 0 is lost before or after the steps that are compared; the others have their weights."""
+    run = tmp_path / "run"
+    assert train(monkeypatch, {"0": (step, "kill")}, *TINY, "--dtype=float64", "--zero=3", f"--data={book}", "--verify",
+                 "--steps=24", "-n3", "--elastic=2:3", f"--out={run}") == 0
+    told = metrics_of(run)
+    assert told["verify"]["compared"] < 1e-10 and told["generation"] == 2
