@@ -5,7 +5,7 @@
 
 Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and steps with a save at
 every `--every`-th beside steps without. Contenders take turns round by round; of a round the slowest rank counts. Last
-come `--saves` saves of ours, a step after each, and the resident memory of each rank after a tenth of them and after all.
+come `--saves` saves of ours, a step after each, and the resident memory of a rank after a tenth of them and after all.
 
 PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose memory is kept. Its
 checksums are those of the zip files that torch.save writes, a CRC-32 of each tensor; ours are a CRC-32 of each 256 KiB.

@@ -12,26 +12,20 @@ import time
 from minidist.cli import main
 from minidist.parallel.hybrid.hybrid import Trainer
 
+DEATHS = json.loads(sys.argv[1])
+STEP = Trainer.step
 
-def act(step, how):
-    """Replace Trainer.step by one that does so once."""
-    make = Trainer.step
 
-    def make_step(trainer, batch):
-        if trainer.steps_done == step:
-            Trainer.step = make
-            if how == "tell":
-                os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(0.2)         # until the launcher has passed it on
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return make(trainer, batch)
-
-    Trainer.step = make_step
+def step(trainer, batch):
+    """In place of Trainer.step; a process may have got its number after it has loaded this."""
+    when, how = DEATHS.get(os.environ["MINIDIST_PROCESS"], (-1, ""))
+    if trainer.steps_done == when:
+        DEATHS.clear()
+        os.kill(os.getppid() if how == "tell" else os.getpid(), signal.SIGTERM if how == "tell" else signal.SIGKILL)
+        time.sleep(0.2)         # until the launcher has passed it on
+    return STEP(trainer, batch)
 
 
 if __name__ == "__main__":
-    for process, (step, how) in json.loads(sys.argv[1]).items():
-        if process == os.environ["MINIDIST_PROCESS"]:
-            act(step, how)
+    Trainer.step = step
     sys.exit(main(sys.argv[2:]))

@@ -207,8 +207,9 @@ def _training(add: Add) -> None:
 def _checkpoints(add: Add) -> None:
     add("--save-every", type=save_steps, metavar="K|auto",
         help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
-             "SIGUSR1 too): it then ends with status 75; auto: the interval that loses the least time, by the measured "
-             "seconds of a save and --interruptions-per-day")
+             "SIGUSR1 too): it then ends with status 75. With --out, a job that Slurm or torchrun starts again goes on "
+             "from the newest. auto: the interval that loses the least time, by the measured seconds of a save and "
+             "--interruptions-per-day")
     add("--interruptions-per-day", type=positive_number, metavar="N",
         help="with --save-every: how often the run is interrupted, on average; shows the expected goodput (the part of "
              "the time that goes into work that is kept), and at the end the measured one")

@@ -88,15 +88,15 @@ class Saver:
     """Saves checkpoints of one run; every rank has one and makes the same calls.
 
     Args:    trainer: with the state that the job begins with. report: shows that a save lasts long.
-             saves: those of an elastic job so far.
+             saves: those of the job so far, which grow.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport,
-                 saves: Saves | None = None) -> None:
+                 saves: Saves) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
-        self.saves = saves or Saves()
-        self.interval = (SaveInterval(settings, self.saves, trainer.steps_done)
-                         if settings.args.interruptions_per_day else None)
+        self.saves = saves
+        rate = settings.args.interruptions_per_day
+        self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
