@@ -40,7 +40,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     """What `minidist train -n N` prints and its metrics, with threads for the processes that it would start: each
     parses its command line. `runs` has the processes.
     """
-    def threads(command: list[str], size: int, patience: float) -> int:
+    def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)

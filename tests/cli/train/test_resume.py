@@ -146,7 +146,7 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
 
     A save that takes long is shown.
     """
-    def threads(command: list[str], size: int, patience: float) -> int:
+    def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             command_module.add_arguments(parser)
