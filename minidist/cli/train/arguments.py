@@ -211,8 +211,8 @@ def _checkpoints(add: Add) -> None:
              "from the newest. auto: the interval that loses the least time, by the measured seconds of a save and "
              "--interruptions-per-day")
     add("--interruptions-per-day", type=positive_number, metavar="N",
-        help="with --save-every: how often the run is interrupted, on average; shows the expected goodput (the part of "
-             "the time that goes into work that is kept), and at the end the measured one")
+        help="with --save-every: how often the whole job is interrupted, on average; shows the expected goodput (the "
+             "part of the time that goes into work that is kept), and at the end the measured one")
     add("--save-async", action="store_true",
         help="the steps go on while a checkpoint is written; only a copy in memory is waited for")
     add("--keep", type=positive, default=3, metavar="N",

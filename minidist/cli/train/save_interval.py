@@ -31,20 +31,20 @@ class SaveInterval:
     """The interval of one run. Every rank has one and makes the same calls.
 
     Args:       saves: the saves so far, also those of an elastic job's earlier generations.
-    Attributes: steps: between two saves; 0 while it is not known. at_first: the expected goodput that was shown.
+    Attributes: steps: between two saves; 0 while it is not known.
     """
 
     def __init__(self, settings: Settings, saves: "Saves", steps_done: int) -> None:
         self.settings, self.saves = settings, saves
         self.auto = settings.args.save_every == AUTO
         self.between = DAY / settings.args.interruptions_per_day
-        self.restart = time.monotonic() - settings.begun
         before = settings.resume.about["metrics"].get("interval") if settings.resume is not None else None
         if before is not None and not saves.since:
             vars(saves).update(before, interruptions=before["interruptions"] + 1)
         saves.since = saves.since or time.time()
+        saves.restart_seconds = saves.restart_seconds or time.monotonic() - settings.begun
         self._last = max((step for step in saves.steps if step <= steps_done), default=steps_done)
-        self._mark, self._end, self.at_first = time.perf_counter(), time.time(), 0.0
+        self._mark, self._end = time.perf_counter(), time.time()
 
     @property
     def save_seconds(self) -> float:
@@ -83,15 +83,16 @@ class SaveInterval:
     def expected(self, steps: int) -> float:
         """The part of the time that goes into work that is kept, on average, with so many steps between saves."""
         return goodput(steps * self.saves.step_seconds, save=self.save_seconds, between=self.between,
-                       restart=self.restart)
+                       restart=self.saves.restart_seconds)
 
     def announcement(self) -> str | None:
         """A line once the interval is known; None before, and when it has been told."""
-        if self.at_first or not self.save_seconds:
+        if self.saves.expected_at_first or not self.save_seconds:
             return None
-        self.at_first = self.expected(self.steps)
+        self.saves.expected_at_first = self.expected(self.steps)
         line = (f"a save takes {duration(self.save_seconds)}, an interruption comes every {duration(self.between)} on "
-                f"average: saving every {self._in_words(self.steps)}, expected goodput {self.at_first:.2%}")
+                f"average: saving every {self._in_words(self.steps)}, "
+                f"expected goodput {self.saves.expected_at_first:.2%}")
         if not self.auto and self.best_steps != self.steps:
             line += (f"; --save-every auto: every {self._in_words(self.best_steps)}, "
                      f"{self.expected(self.best_steps):.2%}")
@@ -109,9 +110,9 @@ class SaveInterval:
         saves, known = self.saves, self.save_seconds > 0
         whole = max(self._end - saves.since, saves.work_seconds + saves.saving_seconds)
         return {"interruptions_per_day": self.settings.args.interruptions_per_day, "save_seconds": self.save_seconds,
-                "restart_seconds": self.restart, "interval_steps": self.steps,
+                "restart_seconds": saves.restart_seconds, "interval_steps": self.steps,
                 "interval_seconds": self.steps * saves.step_seconds,
-                "expected_at_first": self.at_first if known else None,
+                "expected_at_first": saves.expected_at_first if known else None,
                 "expected": self.expected(self.steps) if known else None, "measured": saves.work_seconds / whole,
                 "work_seconds": saves.work_seconds, "saving_seconds": saves.saving_seconds,
                 "lost_seconds": whole - saves.work_seconds - saves.saving_seconds,

@@ -70,7 +70,8 @@ class Saves:
 
     Attributes: standstill_seconds: of the steps, for each save; step_seconds: of a step, at the last save; since: when
                 the run made its first step (seconds of the epoch); work_seconds, saving_seconds: of all the run's
-                time, in steps and in saves; interruptions: how often the run was resumed.
+                time, in steps and in saves; restart_seconds: from a process's options to its first step;
+                interruptions: how often the run was resumed; expected_at_first: the goodput that was shown.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -81,7 +82,9 @@ class Saves:
     since: float = 0.0
     work_seconds: float = 0.0
     saving_seconds: float = 0.0
+    restart_seconds: float = 0.0
     interruptions: int = 0
+    expected_at_first: float = 0.0
 
 
 class Saver:

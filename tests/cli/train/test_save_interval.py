@@ -1,6 +1,9 @@
 """--save-every auto: the interval follows from the measured save time and the given rate; measured beside expected."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +129,27 @@ def test_ranks_agree_on_the_slowest(clock: Any) -> None:
         return interval.save_seconds, interval.steps
 
     assert run_threads(steps, (), 3, 20.0) == [(pytest.approx(0.3), 245)] * 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("more", [[], ["--save-async"], ["--elastic", "1:2", "--max-restarts", "1"]])
+def test_a_run_that_is_killed_between_its_saves(more: list[str], tmp_path: Path) -> None:
+    """It goes on with the same bits, knows its interval, and counts what was lost."""
+    (tmp_path / "book.txt").write_text("a quick brown fox jumps over 16 dogs.\n" * 40)
+    words = [sys.executable, "-m", "minidist", *TINY, "-n", "2", "--steps", "300", "--data", "book.txt", "--quiet"]
+    subprocess.run([*words, "--out", "alone"], cwd=tmp_path, check=True)
+    words += [*more, "--save-every", "auto", "--interruptions-per-day", "20000", "--out", "run"]
+    run = subprocess.Popen(words, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(checkpoints(tmp_path / "run")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    run.kill()
+    run.wait()
+    subprocess.run([sys.executable, "-m", "minidist", "train", "--resume", "run", "--quiet"], cwd=tmp_path, check=True)
+    alone, resumed = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("alone", "run"))
+    assert resumed["weights_sha256"] == alone["weights_sha256"] and resumed["losses"] == alone["losses"]
+    told = resumed["checkpoint"]["goodput"]
+    assert told["interruptions"] == 1 and told["lost_seconds"] > 0.1 and told["measured"] < 0.98
 
 
 @pytest.mark.parametrize(("words", "says"), [
