@@ -22,17 +22,18 @@ import re
 import select
 import signal
 import stat
+import sys
 import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minidist.comm.health.failure import listed
 from minidist.comm.health.process_state import children_of, has_ended, parent_of, state_of
 from minidist.errors import LaunchError
-from minidist.launch.children import Forked
+from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
 
 _LOOK = 0.02        # seconds between two looks
@@ -218,3 +219,12 @@ def _abort() -> None:
         file = int(os.environ["PMI_FD"])
         if stat.S_ISSOCK(os.fstat(file).st_mode):
             os.write(file, b"cmd=abort exitcode=1\n")
+
+
+def abort_mpi(status: int) -> NoReturn:
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
+    flush_output()
+    if "mpi4py.MPI" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
+    os._exit(status)
