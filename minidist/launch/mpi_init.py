@@ -7,10 +7,12 @@ mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the parent of all ranks th
     a rank that                              is known by
     has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
     sleeps, computes, is stopped             at the limit it has not mapped MPICH's shared memory, as MPI_Init does
+    waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler of SIGINT
     is on another host, or of another MPI    at the limit no rank of this host is missing
 
-One rank of the host says it in one line, and ends the job through mpirun. MPICH's shared memory has a name in /dev/shm
-until then; the child also removes it if the rank is killed meanwhile.
+One rank of the host says it in one line, and ends the job through mpirun. A rank in MPI_Finalize is only named, because
+a program may give up that handler too; the limit ends the job. MPICH's shared memory has a name in /dev/shm until then;
+the child also removes it if the rank is killed meanwhile.
 """
 
 import contextlib
@@ -116,6 +118,9 @@ class InitWatch:
         self._deadline = time.monotonic() + limit
         self._agent = parent_of(os.getsid(rank))            # mpirun begins a session with each rank
         self._names: set[str] = set()
+        self._first: bool | None = None
+        self._leaving: set[int] | None = set()              # ranks seen in MPI_Finalize; None: that is said
+        self._looked = time.monotonic()
 
     def run(self) -> None:
         heard = None
@@ -125,6 +130,8 @@ class InitWatch:
             started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
             if heard is None and (started and self._ended() or time.monotonic() > self._deadline):
                 heard = self._end_job()
+            if self._leaving is not None and time.monotonic() - self._looked > _SETTLE and self._deadline == math.inf:
+                self._look_at_finalize()
         if not heard:
             unlink(self._names)
 
@@ -160,13 +167,27 @@ class InitWatch:
 
     def _is_first(self) -> bool:
         """Whether this is the first rank of the host to ask; it holds a lock on the shared memory from then on."""
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                for name in self._names:
-                    fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
+        if self._first is None:
+            self._first = True
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    for name in self._names:
+                        fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._first = False
+        return self._first
+
+    def _look_at_finalize(self) -> None:
+        """While this rank waits behind MPI_Init: name those that look twice as if they waited in MPI_Finalize."""
+        before, self._looked = self._leaving or set(), time.monotonic()
+        first = self._launch.world_rank - self._launch.local_rank
+        processes = {first + local: self._in_mpi(pid) for local, pid in self._here().items()}
+        self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(_hears_interrupts, pids))}
+        if (found := sorted(self._leaving & before)) and _hears_interrupts(self._rank):
+            self._leaving = None
+            if self._is_first():
+                self._say(f"minidist: {listed(found)} of {self._launch.world_size} on {platform.node()} seems to end in"
+                          " MPI_Finalize without md.init, where the others wait: see its output\n")
 
     def _ended(self) -> list[int]:
         """The ranks of this host that have ended; or have not been started yet."""
@@ -210,7 +231,20 @@ class InitWatch:
 
     def _came(self, pid: int) -> bool:
         """Whether a process, or one that it has started, is in MPI_Init."""
-        return bool(shared_memory(pid) & self._names) or any(map(self._came, children_of(pid)))
+        return bool(self._in_mpi(pid))
+
+    def _in_mpi(self, pid: int) -> list[int]:
+        """Those of a process and the processes that it has started which have mapped MPICH's shared memory."""
+        own = [pid] if shared_memory(pid) & self._names else []
+        return own + [other for child in children_of(pid) for other in self._in_mpi(child)]
+
+
+def _hears_interrupts(pid: int) -> bool:
+    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks) or not masks
+    return True
 
 
 def _abort() -> None:
