@@ -40,7 +40,7 @@ from minidist.launch.launchers import Launch, detect
 
 _LOOK = 0.02        # seconds between two looks
 _SETTLE = 0.2       # seconds for others to end, or to come after all
-_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job
+_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
 
 
@@ -120,7 +120,7 @@ class InitWatch:
         self._names: set[str] = set()
         self._first: bool | None = None
         self._leaving: set[int] | None = set()              # ranks seen in MPI_Finalize; None: that is said
-        self._looked = time.monotonic()
+        self._looked = 0.0
 
     def run(self) -> None:
         heard = None
@@ -130,7 +130,7 @@ class InitWatch:
             started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
             if heard is None and (started and self._ended() or time.monotonic() > self._deadline):
                 heard = self._end_job()
-            if self._leaving is not None and time.monotonic() - self._looked > _SETTLE and self._deadline == math.inf:
+            elif heard is None and self._deadline == math.inf and time.monotonic() - self._looked > _GRACE:
                 self._look_at_finalize()
         if not heard:
             unlink(self._names)
@@ -141,7 +141,7 @@ class InitWatch:
         poll.register(self._over, select.POLLIN)
         heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
         if heard == b"i":                                   # MPI_Init is over; what comes now has limits of its own
-            self._deadline, heard = math.inf, None
+            self._deadline, self._looked, heard = math.inf, time.monotonic(), None
         return heard
 
     def _end_job(self) -> bytes:
@@ -179,7 +179,9 @@ class InitWatch:
 
     def _look_at_finalize(self) -> None:
         """While this rank waits behind MPI_Init: name those that look twice as if they waited in MPI_Finalize."""
-        before, self._looked = self._leaving or set(), time.monotonic()
+        before, self._looked = self._leaving, time.monotonic()
+        if before is None:
+            return
         first = self._launch.world_rank - self._launch.local_rank
         processes = {first + local: self._in_mpi(pid) for local, pid in self._here().items()}
         self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(_hears_interrupts, pids))}

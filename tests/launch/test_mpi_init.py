@@ -167,7 +167,7 @@ def test_ranks_of_several_hosts(tmp_path):
 def test_a_rank_that_has_started_mpi_itself_and_ends_is_named_soon(way, shell, tmp_path, monkeypatch):
     """Python then waits in MPI_Finalize; the limit ends the job."""
     monkeypatch.setitem(WAYS, way, f"import mpi4py.MPI; {WAYS[way]}")
-    done = job(tmp_path, way, [1], limit=4, shell=shell)
+    done = job(tmp_path, way, [1], limit=8, shell=shell)
     named, *rest = [line for line in done.stderr.splitlines() if line.startswith("minidist: ")]
     assert re.fullmatch(r"minidist: rank 1 of 3 on \S+ seems to end in MPI_Finalize without md.init, where the others "
                         "wait: see its output", named)
@@ -179,7 +179,7 @@ def test_a_rank_that_has_started_mpi_itself_and_ends_is_named_soon(way, shell, t
 @pytest.mark.parametrize("after", ["", "import signal; signal.signal(2, signal.SIG_DFL); "])
 def test_a_rank_that_has_started_mpi_itself_may_come_late(after, tmp_path, monkeypatch):
     """Also if its program leaves Ctrl-C to the system; then it is named, too."""
-    monkeypatch.setitem(WAYS, "come", f"import mpi4py.MPI; {after}time.sleep(3)")
+    monkeypatch.setitem(WAYS, "come", f"import mpi4py.MPI; {after}time.sleep(6)")
     done = job(tmp_path, "come", [1])
     assert (done.returncode, "seems to end" in done.stderr) == (0, bool(after))
 
