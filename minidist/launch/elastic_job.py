@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Seat
 from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
+from minidist.comm.health.seats import Seat
 from minidist.launch.generation import Elastic, EventLog, Generation, placed
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals

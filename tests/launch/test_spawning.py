@@ -67,6 +67,7 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     ("raise exit 256", 1, "exited with status 256"),
     pytest.param("raise exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("imported exit", 5, "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("module exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
