@@ -226,7 +226,7 @@ def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
             done = finish(start([*find_mpirun().command(2), *train], environment))
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         else:
-            finish(by_mpirun(environment, "kill"))
+            finish(by_mpirun(environment, "kill", "mpi", "1", size=2))
     deadline = time.monotonic() + SOON
     while (left := unused_segments() - before) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -135,9 +135,9 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     pytest.param("kill", 137, "was killed by SIGKILL", marks=pytest.mark.soak)])
 def test_a_rank_that_hangs_after_its_goodbye_ends_the_job(mode, status, how):
     with nothing_left() as environment:
-        done = finish(by_launch(environment, f"after {mode}"), 20)
+        done = finish(by_launch(environment, f"after {mode}", "shm", "1", size=2), 20)
     assert done.returncode == status
-    assert re.fullmatch(f"minidist: {WHO} {how}; the job ends\n", done.stderr)
+    assert re.fullmatch(rf"minidist: rank 1 \(process \d+ on \S+\) {how}; the job ends\n", done.stderr)
 
 
 @pytest.mark.soak
