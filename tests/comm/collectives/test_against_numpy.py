@@ -18,7 +18,7 @@ CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{trans
 
 
 @pytest.mark.parametrize(("verb", "algorithm", "transport"), CASES)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_sample(verb, algorithm, transport, data):
     examine(data.draw(calls(verb, algorithm, transport)))
