@@ -85,7 +85,7 @@ class Bar(ProgressReport):
 
 def launcher_terminal() -> str | None:
     """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe; None without one."""
-    import psutil                           # here: the other ranks do without
+    import psutil  # here: the other ranks do without it
 
     with suppress(psutil.Error, OSError):   # another system, or no permission: lines instead of a bar
         for parent in psutil.Process().parents():
