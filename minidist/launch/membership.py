@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
@@ -271,8 +271,11 @@ def _let_interrupts_in() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def limit_blas_threads(threads: int | None, local_size: int) -> int:
-    """Give each rank its share of the cores; returns the threads this rank may use."""
+def limit_blas_threads(threads: int | None, local_size: int, libraries: ThreadpoolController | None = None) -> int:
+    """Give each rank its share of the cores; returns the threads this rank may use.
+
+    Args: libraries: those of this process, which take milliseconds to find; looked for where left out.
+    """
     count = threads or max(1, of_all_ranks() // local_size)
-    threadpool_limits(count, user_api="blas")
+    (libraries or ThreadpoolController()).limit(limits=count, user_api="blas")
     return count

@@ -94,10 +94,10 @@ def test_blas_threads_are_shared_among_the_ranks():
 @pytest.mark.parametrize("transport", ["mpi", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_mpirun_starts_a_job(transport):
     with nothing_left() as environment:
-        done = finish(by_mpirun(environment, "ok", *([] if transport == "mpi" else [transport])))
+        done = finish(by_mpirun(environment, "ok", *([] if transport == "mpi" else [transport]), size=2))
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(3)),
-                                                *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
+    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(2)),
+                                                *(f"hello from {rank} of 2 over {transport}" for rank in range(2))]
 
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("tcp", marks=pytest.mark.soak)])
@@ -228,7 +228,7 @@ def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
             done = finish(start([*find_mpirun().command(2), *train], environment))
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         else:
-            finish(by_mpirun(environment, "kill"))
+            finish(by_mpirun(environment, "kill", "mpi", "1", size=2))
     deadline = time.monotonic() + SOON
     while (left := unused_segments() - before) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -22,13 +22,6 @@ TINY = ["train", "--quiet", "--batch", "4", "--context", "8", "--layers", "2", "
 STEPS, STOP = 7, 4
 
 
-@pytest.fixture(autouse=True)
-def _no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib, which takes a second."""
-    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
-                        lambda path, losses, **options: path.write_text(str(len(losses))))
-
-
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of two thousand symbols."""
