@@ -42,21 +42,23 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE) -> int:
+                  patience: float = PATIENCE, forks: bool = False) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience: as spawn().
+             forks: the command calls template.fork_on_demand() when it has loaded everything.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
-    return ElasticJob(command, elastic, record, patience).run()
+    return ElasticJob(command, elastic, record, patience, forks=forks).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
-    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float) -> None:
-        self.elastic, self.patience, self.log = elastic, patience, EventLog(record)
+    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float, *,
+                 forks: bool) -> None:
+        self.elastic, self.patience, self.log, self.forks = elastic, patience, EventLog(record), forks
         self.workforce = Workforce(command, wire.new_token())
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
@@ -70,6 +72,8 @@ class ElasticJob:
         """Start, serve, clean up; the exit status."""
         with noting_signals(self.told):
             try:
+                if self.forks:
+                    self.workforce.start_template(lambda: bool(self.told) or self.log.clock() > START_LIMIT)
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:

@@ -30,6 +30,7 @@ from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.launchers import clean_environment
 from minidist.launch.spawning import copy_lines, start_thread
+from minidist.launch.template import Orphan, Template
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -43,7 +44,7 @@ class Worker:
                 tells    it was a member once, and may hold copies of the state
     """
 
-    def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
         self.number, self.process, self.since = number, process, time.monotonic()
         self.sock: socket.socket | None = None
         self.state, self.rank, self.tells = STARTING, -1, False
@@ -81,17 +82,17 @@ class Workforce:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
+        self._template: Template | None = None
         start_thread(self._accept)
 
     def start(self) -> Worker:
         """Start another process. Raises: LaunchError if the command cannot be started."""
         number = self.started
-        variables = {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
-                     "MINIDIST_TOKEN": self.token.decode()}
+        process = None if self._template is None else self._template.fork(number)
         try:
-            process = subprocess.Popen(self.command, env={**clean_environment(os.environ), **variables},
-                                       stdin=None if number == 0 else subprocess.DEVNULL,
-                                       stderr=None if number == 0 else subprocess.PIPE)
+            process = process or subprocess.Popen(self.command, env=self._environment(number),
+                                                  stdin=None if number == 0 else subprocess.DEVNULL,
+                                                  stderr=None if number == 0 else subprocess.PIPE)
         except OSError as error:
             raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
         worker = self.workers[number] = Worker(number, process)
@@ -99,6 +100,20 @@ class Workforce:
         if process.stderr is not None:
             start_thread(copy_lines, process.stderr, worker.__str__)
         return worker
+
+    def start_template(self, ready_or: Callable[[], bool]) -> None:
+        """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
+
+        Where that cannot be done, they are started as without it.
+        """
+        with contextlib.suppress(OSError):
+            self._template = Template(self.command, self._environment(0))
+            while not self._template.wait(0.05) and not ready_or():
+                pass
+
+    def _environment(self, number: int) -> dict[str, str]:
+        return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
+                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode()}
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""
@@ -136,6 +151,8 @@ class Workforce:
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(10.0)
+        if self._template is not None:
+            self._template.close()
         self._listener.close()
 
     def _accept(self) -> None:

@@ -31,7 +31,7 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
-from minidist.launch.generations import Generations
+from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:  ConfigError for what the options or the data make impossible.
     """
     check_elastic(args)
-    if args.elastic and (job := Generations.from_environment()) is not None:
-        return elastic_process(job, check(args), train)
+    if args.elastic and is_elastic_process():
+        return elastic_process(check(args), train)
     launch, settings = detect(), check(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)

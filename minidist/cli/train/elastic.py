@@ -16,6 +16,7 @@ from minidist.errors import PlanError, ShardError
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
+from minidist.launch.template import fork_on_demand
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.survive.elastic import Survivor, go_on, rehearse
 
@@ -56,7 +57,7 @@ def start_elastic(settings: Settings, size: int) -> int:
     elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience)
+                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu")
 
 
 def _fits(settings: Settings, size: int) -> bool:
@@ -69,12 +70,13 @@ def _fits(settings: Settings, size: int) -> bool:
     return True
 
 
-def elastic_process(job: Generations, settings: Settings,
-                    train: Callable[[Settings, Group, int, None, Survivor], int]) -> int:
+def elastic_process(settings: Settings, train: Callable[[Settings, Group, int, None, Survivor], int]) -> int:
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
-    args, survivor = settings.args, Survivor(job, every=settings.args.peer_copies or 1)
+    args = settings.args
     rehearse(args.zero or 0)
     warm_up(args.transport)
+    fork_on_demand()
+    survivor = Survivor(Generations.from_environment(), every=args.peer_copies or 1)
 
     def work(world: Group) -> int:
         with run_folder(settings.out) if world.rank == 0 else nullcontext():
