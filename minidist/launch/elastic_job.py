@@ -18,6 +18,7 @@ the launcher does not know: the ranks hold it (survive/elastic.py).
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ class ElasticJob:
         self.restarts, self.useless = elastic.restarts, 0
         self.begun = False                          # some generation has had a state
         self.status: int | None = None              # of the job, once it is known
+        self.result, self.passed_on = 0, False      # of processes that were done; SIGTERM, to those that save
         self.told: list[int] = []
         self.start, self.finishing = time.monotonic(), 0.0     # since when
 
@@ -88,7 +90,7 @@ class ElasticJob:
         for worker, code in self.workforce.reap():
             self._ended(worker, code)
         generation = self.generation
-        if self.told:
+        if self.told and not self._pass_on():
             self._stop(Failure.by_signal(self.told[0]))
         elif self.status is not None:
             return
@@ -107,6 +109,7 @@ class ElasticJob:
         generation = self.generation
         match frame["kind"]:
             case "waiting":
+                worker.saves = bool(frame["saves"])
                 if generation is not None and worker in generation.members:
                     generation.reached = max(generation.reached, int(frame["steps"]))
                 self._left(worker, str(frame["why"]), tidy=bool(frame["tidy"]))
@@ -129,6 +132,12 @@ class ElasticJob:
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
+            case "trained":
+                self.log.note("trained", generation, step=int(frame["step"]))
+            case "at":
+                generation.reached = max(generation.reached, int(frame["step"]))
+                self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
+                                "generation": generation.number, "step": int(frame["step"])})
             case "boundary":
                 generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
                 for other in generation.members[1:]:
@@ -168,8 +177,7 @@ class ElasticJob:
         generation = self.generation
         if worker.state == DONE:
             self.finishing = self.finishing or time.monotonic()
-            if code and self.status is None:
-                self.status = code
+            self.result = self.result or code
             return
         how = how_it_ended(code)
         if generation is not None and worker in generation.members:
@@ -178,7 +186,7 @@ class ElasticJob:
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
-        if self.restarts and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
+        if self.restarts and not self.told and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
             self.restarts -= 1
             self.workforce.start()
 
@@ -198,7 +206,7 @@ class ElasticJob:
         ready = self.workforce.of(WAITING)
         starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
         size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
-        patience = self.elastic.wait if generation is not None else START_LIMIT
+        patience = 0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
         first = [worker for worker in starting if generation is None and worker.number < wanted]
         if not first and (size == wanted or (size and not (starting and now - since < patience))):
             self._form(size, ready)
@@ -262,7 +270,7 @@ class ElasticJob:
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None                     # it makes a long step, or the last one
-        elif "stepped" in record:
+        elif "stepped" in record and not self.told:
             more = len(generation.members) + len(self.workforce.of(WAITING))
             if self.elastic.size_of(more) > len(generation.members):
                 generation.asked = now
@@ -274,7 +282,17 @@ class ElasticJob:
         """A rank is done, so the work is: the others end, too, or are ended."""
         self.finishing = self.finishing or time.monotonic()
         if not self.workforce.of(MEMBER, DONE) or time.monotonic() - self.finishing > ENDING:
-            self.status = self.status or 0
+            self.status = self.result
+
+    def _pass_on(self) -> bool:
+        """Told to stop by one SIGTERM: whether the ranks, of this generation or the next, save their work and end."""
+        savers = [worker for worker in self.workforce.of(WAITING, MEMBER, DONE) if worker.saves]
+        if self.told != [signal.SIGTERM] or not (savers or self.passed_on):
+            return False
+        self.passed_on = True
+        for worker in savers:
+            worker.tell()
+        return True
 
     def _stop(self, loss: Failure) -> None:
         """The launcher was told to stop: the ranks hear of it where they wait for each other, and unwind."""
@@ -287,4 +305,4 @@ class ElasticJob:
         self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
         if self.generation is not None:
             self.generation.monitor.close()
-        self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})
+        self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})

@@ -29,6 +29,7 @@ REACH_LIMIT = 60.0      # seconds until the launcher must have answered a proces
 AGREE_LIMIT = 10.0      # seconds that rank 0 waits until all ranks know the step to stop after
 LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
 HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
+SAY_AGAIN = 0.5         # seconds from one time that rank 0 says how many steps are made to the next
 ANSWER_LIMIT = 10.0     # seconds for the launcher's record
 
 
@@ -45,12 +46,14 @@ class Generations:
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
                 steps       how many this process has made, as it says itself
+                saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
         self.stop_at: int | None = None
-        self.steps = 0
+        self.steps, self.saves = 0, False
+        self._said = time.monotonic()                       # when this process, as rank 0, said how many steps are made
         self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
@@ -78,7 +81,7 @@ class Generations:
         Args:   transport, limit, threads: as of md.init.
         Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
         """
-        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
         if told is None:
             return None
@@ -137,7 +140,7 @@ class Generations:
     # --- inside a generation -----------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
-        """"formed", "stepped" or "give_up", to the launcher."""
+        """"formed", "stepped", "trained" or "give_up", to the launcher."""
         self._tell(kind, **content)
 
     def done(self) -> None:
@@ -157,6 +160,9 @@ class Generations:
         has begun it, which it does when all others know of it.
         """
         assert self._membership is not None
+        if self._membership.launch.world_rank == 0 and time.monotonic() > self._said + SAY_AGAIN:
+            self._said = time.monotonic()
+            self._tell("at", step=step)
         if self._regroup and self.stop_at is None and self._membership.launch.world_rank == 0:
             self._regroup = False
             self._tell("boundary", step=step + 1)

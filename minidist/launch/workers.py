@@ -2,9 +2,12 @@
 
     process -> launcher                                       launcher -> process
     waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
-              nothing; steps that it has made                              the job has begun
+              nothing; steps that it has made; saves: at                   the job has begun
+              SIGTERM it saves its work and ends
     formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
     stepped   step: the first step after that was made        stop         step: leave the generation after it
+    at        step: so many are made; rank 0's, now and then
+    trained   step: all steps are made; rank 0's
     boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
     agreed    it knows that step                              record       what happened in all generations
     record    (asks)
@@ -42,12 +45,13 @@ class Worker:
 
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
+                saves    at SIGTERM it saves its work and ends; told: it was sent one
     """
 
     def __init__(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
         self.number, self.process, self.since = number, process, time.monotonic()
         self.sock: socket.socket | None = None
-        self.state, self.rank, self.tells = STARTING, -1, False
+        self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
@@ -64,6 +68,13 @@ class Worker:
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
         return code
+
+    def tell(self) -> None:
+        """Send SIGTERM, once."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """At once; a stopped process, too."""

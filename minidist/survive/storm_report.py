@@ -26,7 +26,7 @@ def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[
              None if it was not noticed, or the job had nothing left to do; again: steps made again; recovered.
     """
     timed = sorted((event for event in told if "time" in event), key=lambda event: event["time"])
-    ends = [fault["time"] for fault in faults[1:]] + [float("inf")]
+    ends = [*(fault["time"] for fault in faults), float("inf")][1:]
     return [fault | _outcome(timed, fault, end, size) for fault, end in zip(faults, ends, strict=True)]
 
 
@@ -40,31 +40,31 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
     if broken is None or (finished is not None and broken >= finished):     # nothing was to be made after it
         return {"noticed": False, "seconds": None, "full_seconds": None, "again": 0,
                 "recovered": done if kind in BREAKING else True}
-    since = broken if kind == "stop" else when
-    working, after, full, formed = 0, None, None, None
+    since, working, here = broken if kind == "stop" else when, 0, 0
+    formed, after, full = None, None, None          # the step that it went on from; times of steps
     for event in timed:
+        step = int(event.get("step", 0))
         if event["event"] == "forming":
             working = len(event["processes"])
-        if event["time"] <= broken:
-            continue
-        if event["event"] == "formed" and formed is None:
-            formed = int(event["step"])
-        if event["event"] == "stepped":
-            after = event["time"] if after is None else after
-            full = event["time"] if full is None and working == size else full
-    reached = max((int(event["step"]) for event in timed if "step" in event and (
-        event["time"] <= broken if event["event"] != "reached" else when <= event["time"] <= (after or broken))),
-        default=0)
-    damaged = fault.get("checkpoint", "") == f"step-{formed or 0:06}"       # it was taken, though it is damaged
+        elif event["time"] <= broken:
+            here = step if event["event"] == "formed" else max(here, step)
+        elif event["event"] == "reached" and formed is None:
+            here = max(here, step)
+        elif event["event"] == "formed" and formed is None:
+            formed = step
+        elif event["event"] == "stepped":
+            after = after or event["time"]
+            full = full or (event["time"] if working == size else None)
+    damaged = formed is not None and fault.get("checkpoint") == f"step-{formed:06}"     # and yet it was taken
     return {"noticed": True, "seconds": after and after - since, "full_seconds": full and full - since,
-            "again": 0 if formed is None else max(0, reached - formed),
+            "again": 0 if formed is None else max(0, here - formed),
             "recovered": (after is not None or (done and formed is not None)) and not damaged}
 
 
 def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[str, Any]:
     """The figures of a storm.
 
-    Returns: faults: `outcomes`; recovered: how many; seconds, full_seconds: of each, by kind; median_seconds,
+    Returns: happened: `outcomes`; faults, recovered: how many; seconds, full_seconds: of each, by kind; median_seconds,
              median_full_seconds; steps_made, steps_again; kept: of all steps that were made, the part that was not
              made again; participation: ranks that took part over `size`, on average over the time from the first state
              to the last step, without the time in which there was no launcher; work_seconds: that time, all of it;
@@ -76,7 +76,7 @@ def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[s
         + again
     works = spans(told, faults)
     figures: dict[str, Any] = {
-        "faults": len(found), "recovered": sum(fault["recovered"] for fault in found), "outcomes": found,
+        "faults": len(found), "recovered": sum(fault["recovered"] for fault in found), "happened": found,
         "steps_made": made, "steps_again": again, "kept": 1 - again / made if made else None,
         "participation": _participation(works, faults, size),
         "work_seconds": works[-1][1] - works[0][0] if works else None,
@@ -104,7 +104,7 @@ def _made_again(told: Sequence[Event]) -> int:
 
 
 def spans(told: Sequence[Event], faults: Sequence[Event] = ()) -> list[tuple[float, float, int, int]]:
-    """(begin, end, ranks, number) of each generation's work, from its state to its end, in seconds of the clock.
+    """(begin, end, ranks, number) of each generation's work, from its state to its end or its last step, on the clock.
 
     Numbers count from 1 over all launchers of the job. A launcher that was killed ended its generation.
     """
@@ -117,9 +117,11 @@ def spans(told: Sequence[Event], faults: Sequence[Event] = ()) -> list[tuple[flo
                 ranks, number = len(event["processes"]), number + 1
             case "formed":
                 begun = event["time"]
-            case "broken" | "left" | "trained" | "done" if begun is not None:
+            case "broken" | "left" | "trained" if begun is not None:
                 found.append((begun, event["time"], ranks, number))
                 begun = None
+        if event["event"] == "trained":
+            break
     return found
 
 

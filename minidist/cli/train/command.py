@@ -15,7 +15,7 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import check_elastic, elastic_process, elastic_steps, start_elastic
+from minidist.cli.train.elastic import Lives, check_elastic, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
@@ -38,7 +38,6 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
-from minidist.survive.elastic import Survivor, describe
 
 __all__ = ["add_arguments", "run", "train_steps"]
 
@@ -54,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
-    check_elastic(args)
-    if args.elastic and is_elastic_process():
-        return elastic_process(check(args), train)
+    if is_elastic_process():
+        return elastic_process(check(args, begins=False), train)
     launch, settings = detect(), check(args)
+    check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
@@ -102,25 +101,28 @@ def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told 
 
 
 def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
-          survivor: Survivor | None = None) -> int:
+          lives: Lives | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
-    timeline = Timeline(world.world_rank, limit=TRACE_SPANS)
-    timeline.follow(world.ledger)
+    timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
+    if lives is None:
+        timeline.follow(world.ledger)
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
-    if settings.resume is not None:
+    if lives is not None:
+        lives.begin(trainer)
+    elif settings.resume is not None:
         settings.resume.load(trainer)
-    if speaks and (survivor is None or not survivor.job.begun):
+    if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    saver = Saver(trainer, settings, told or Told(), report) if args.save_every else None
+    saver = Saver(trainer, settings, told or Told(), report, lives.saves if lives else None) if args.save_every else None
     try:
-        course = (train_steps(trainer, settings, report, saver) if survivor is None else
-                  elastic_steps(trainer, settings, report, survivor))
+        course = (train_steps(trainer, settings, report, saver) if lives is None else
+                  elastic_steps(trainer, settings, report, lives, saver))
         trainer.check_replicas()
         held_out = report.validating(settings.validation_batches())
         validation_loss = trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
@@ -130,8 +132,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         world.barrier()
         return saver.farewell()
     metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
-    if survivor is not None and world.rank == 0:
-        metrics["elastic"] = describe(survivor.job.records())
+    if lives is not None:
+        lives.add_to(metrics, world)
     return conclude(trainer, settings, metrics, timeline, course.early, console)
 
 

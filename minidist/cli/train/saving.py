@@ -6,8 +6,9 @@ Which rank hears of the stop is chance, so the ranks agree after each step: all 
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,18 +63,26 @@ def hearing(launch: Launch) -> Iterator[Told]:
             signal.signal(number, handler if launch.launcher == "alone" else signal.SIG_IGN)
 
 
+@dataclass
+class Saves:
+    """The saves of a job: the step and the seconds of each, and how many failed."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
 class Saver:
     """Saves checkpoints of one run; every rank has one and makes the same calls.
 
-    Args:       losses: of all steps so far, which grows. report: shows that a save lasts long.
-    Attributes: steps, seconds: of each save of this job; failed: saves that failed.
+    Args:    trainer: with the state that the job begins with. report: shows that a save lasts long.
+             saves: those of an elastic job so far.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport) -> None:
+    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport,
+                 saves: Saves | None = None) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
-        self.steps: list[int] = []
-        self.seconds: list[float] = []
-        self.failed = 0
+        self.saves = saves or Saves()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
@@ -104,12 +113,24 @@ class Saver:
                 raise Stopped
             yield batch
 
-    def save(self, losses: Sequence[float], step_seconds: float) -> None:
+    def after_step(self, losses: Sequence[float], step_seconds: Callable[[], float], **more: Any) -> None:
+        """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job is to stop.
+
+        Args:    losses: of all steps; more: further lists of a number a step, for the checkpoint.
+        """
+        stop = self.stopping()
+        if stop or self.due(self.trainer.steps_done):
+            self.save(losses, step_seconds(), **more)
+        if stop:
+            self.settle()
+            raise Stopped
+
+    def save(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
         """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
         self.settle()
         step, start = self.trainer.steps_done, time.perf_counter()
         folder = step_folder(self.settings.out, step)
-        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds}}
+        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds, **more}}
         with self.trainer.recorder.span("checkpoint", step=step - 1):
             if self.settings.args.save_async:
                 self._pending = step, self.trainer.start_save(folder, **about)
@@ -118,7 +139,7 @@ class Saver:
                 with self._shown(folder):
                     self.trainer.save(folder, **about)
             except CheckpointError as error:
-                self.failed += 1
+                self.saves.failed += 1
                 if self._speaks:
                     say_line(f"minidist train: {error}; the run goes on")
                 return
@@ -132,14 +153,14 @@ class Saver:
         try:
             pending.wait()
         except CheckpointError:
-            self.failed += 1
+            self.saves.failed += 1
         else:
             self._saved(step, pending.seconds)
 
     def _saved(self, step: int, seconds: float) -> None:
         """A checkpoint is there: the oldest goes."""
-        self.steps.append(step)
-        self.seconds.append(seconds)
+        self.saves.steps.append(step)
+        self.saves.seconds.append(seconds)
         if self._speaks:
             self._remove_old()
 
@@ -157,13 +178,12 @@ class Saver:
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
         there = checkpoints(self.settings.out)
-        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds,
-                "failed": self.failed}
+        return {"folder": str(there[-1]) if there else None, **asdict(self.saves)}
 
     def _remove_old(self) -> None:
         """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
         there = checkpoints(self.settings.out)
-        ours = [folder for folder in there if step_of(folder) in {*self._before, *self.steps}]
+        ours = [folder for folder in there if step_of(folder) in {*self._before, *self.saves.steps}]
         try:
             for folder in there:
                 if folder not in ours[-self.settings.args.keep:]:

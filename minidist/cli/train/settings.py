@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minidist.cli.train.resume import Resumption, resumed
+from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import module_for
@@ -89,12 +89,13 @@ class Settings:
                 "device": args.device, "offload_dir": args.offload_dir}
 
 
-def check(args: argparse.Namespace) -> Settings:
+def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     """Check all that can be checked before a rank starts.
 
+    Args:    begins: the job begins with this process; else its run folder may hold checkpoints of it already.
     Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
-    resume = resumed(args)
+    resume = resumed(args, begins=begins)
     if args.plan:
         Plan.parse(args.plan)
     if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
@@ -127,7 +128,7 @@ def check(args: argparse.Namespace) -> Settings:
         writable(args.offload_dir)
     elif args.offload_dir:
         fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
-    out = out_folder(args.out, resume)
+    out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
 
@@ -168,7 +169,7 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
     for name, value in vars(args).items():
         if name in ("ranks", "command", "given") or value is None or value is False or callable(value):
             continue
-        if args.resume is not None and name not in (*args.given, "out"):
+        if args.resume is not None and name not in (*args.given, *OF_AN_ELASTIC_JOB, "out"):
             continue
         option = "--" + name.replace("_", "-")
         words.append(option if value is True else f"{option}={value}")

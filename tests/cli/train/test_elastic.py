@@ -1,14 +1,21 @@
-"""The options of elastic jobs: what they allow, and what is refused in one line."""
+"""Elastic jobs of `minidist train`: their options, and jobs that save, stop and go on with the same bits."""
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
+from leftovers import nothing_left
 
 from minidist.cli import main
 from minidist.cli.train import elastic
 from minidist.cli.train import settings as train_settings
 from minidist.cli.train.command import add_arguments
 from minidist.console import Parser
+from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
 TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "8"]
+PROCESS = str(Path(__file__).parents[2] / "support" / "elastic_train.py")
 
 
 def settings_of(*options):
@@ -42,3 +49,58 @@ def test_what_is_refused(options, said, capsys, tmp_path):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """A text of two thousand symbols."""
+    file = tmp_path_factory.mktemp("data") / "book.txt"
+    file.write_text("".join(f"{i}: a quick brown fox jumps over {i * i} dogs.\n" for i in range(50)))
+    return file
+
+
+def train(monkeypatch, deaths, *options):
+    """The exit status of `minidist train`, whose processes die as DEATHS says (elastic_train.py)."""
+    spawn = elastic.spawn_elastic
+
+    def spawn_elastic(command, bounds, **rest):
+        return spawn([sys.executable, PROCESS, json.dumps(deaths), *command[3:]], bounds, **rest)
+
+    with monkeypatch.context() as patch, nothing_left():
+        patch.setattr(elastic, "spawn_elastic", spawn_elastic)
+        patch.setattr("minidist.cli.train.run_folder.draw_loss", lambda path, losses, **options: path.write_text(""))
+        return main(["train", "--quiet", *map(str, options)])
+
+
+def metrics_of(run):
+    return json.loads((run / "metrics.json").read_text())
+
+
+def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_path, monkeypatch, capfd):
+    """A rank and its partner die, and the spares take the newest checkpoint; then all are told to stop. Same bits."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    words = [*TINY, "--dtype=float64", "--zero=1", f"--data={book}", "--steps=12"]
+    assert train(monkeypatch, {}, *words, "-n2", "--transport=threads", f"--out={whole}") == 0
+    deaths = {"0": (6, "kill"), "1": (6, "kill"), "2": (8, "tell")}
+    assert train(monkeypatch, deaths, *words, "-n2", "--elastic=2:2", "--spares=2", "--save-every=4", "--keep=2",
+                 "--save-async", f"--out={run}") == 75
+    error = capfd.readouterr().err
+    assert f"going on from {run / 'step-000004'}" in error and "told to stop after step 9 of 12, saved in " in error
+    assert [step_of(folder) for folder in checkpoints(run)] == [8, 9]
+    assert read_manifest(run / "step-000009")["about"]["metrics"]["generations"] == [1] * 4 + [2] * 5
+    assert train(monkeypatch, {"1": (10, "kill")}, f"--resume={run}", "--elastic=2:2", "--spares=1") == 0
+    ours, theirs = metrics_of(run), metrics_of(whole)
+    assert {key: ours[key] for key in ("losses", "weights_sha256", "validation_loss")} == \
+        {key: theirs[key] for key in ("losses", "weights_sha256", "validation_loss")}
+    assert (ours["resumed_from"], ours["generation"], ours["checkpoint"]["steps"]) == (9, 2, [12])
+    assert ours["generations"] == [0] * 9 + [1] + [2] * 2
+    first, second = ours["elastic"]
+    assert (first["step"], second["step"], second["joined"], first["ended"] > first["began"]) == (9, 10, [2], True)
+    assert [(rank["process"], rank["rank"], rank["steps"]) for rank in first["ranks"]] == [(0, 0, 1)]
+    sent = first["ranks"][0]["sent_bytes"]["dp"]
+    assert sent and ours["ranks"][0]["sent_bytes"]["dp"].keys() == sent.keys()
+    spans = [event["args"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]
+             if event["ph"] == "X"]
+    assert {(span["generation"], span["process"]) for span in spans} == {(1, 0), (2, 0), (2, 2)}
+    names = [json.loads(line)["event"] for line in (run / "elastic.jsonl").read_text().splitlines()]
+    assert names.count("end") == 2
