@@ -40,7 +40,7 @@ TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
 FIRST_STEPS = 60        # of the first undisturbed run
 LATEST = 120.0, 20.0    # seconds that a training may take to end after the storm: these, and for each second of it
 RESTARTS = 10**6
-SAVE_SECONDS = 0.5      # from one checkpoint to the next, about
+SAVE_SECONDS = 0.3      # from one checkpoint to the next, about
 PATIENCE = 1.0          # as of train: no rank is stopped here but by the storm
 WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
 

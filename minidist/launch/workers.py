@@ -99,11 +99,11 @@ class Workforce:
     def start(self) -> Worker:
         """Start another process. Raises: LaunchError if the command cannot be started."""
         number = self.started
-        process = None if self._template is None else self._template.fork(number)
+        forked = None if self._template is None else self._template.fork(number)
         try:
-            process = process or subprocess.Popen(self.command, env=self._environment(number),
-                                                  stdin=None if number == 0 else subprocess.DEVNULL,
-                                                  stderr=None if number == 0 else subprocess.PIPE)
+            process = forked or subprocess.Popen(self.command, env=self._environment(number),
+                                                 stdin=None if number == 0 else subprocess.DEVNULL,
+                                                 stderr=None if number == 0 else subprocess.PIPE)
         except OSError as error:
             raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
         worker = self.workers[number] = Worker(number, process)

@@ -72,7 +72,7 @@ def _lanes(axes: "Axes", told: Sequence[Event], works: Sequence[Work], start: fl
         following = forming[number] if number < len(forming) else None
         for rank, pid in enumerate(event["pids"]):
             colours.setdefault(pid, RANKS[len(colours) % len(RANKS)])
-            until = following["time"] if following is not None and pid in following["pids"] else end
+            until = float(following["time"]) if following is not None and pid in following["pids"] else end
             axes.broken_barh([(event["time"] - start, until - event["time"])], (rank - 0.32, 0.64), color=LIVES,
                              linewidth=0)
             axes.broken_barh([(begin - start, end - begin)], (rank - 0.32, 0.64), color=colours[pid], linewidth=0)
@@ -89,9 +89,10 @@ def _faults(lanes: "Axes", steps: "Axes", faults: Sequence[Event], start: float,
                        color=INK, markersize=7, markeredgecolor=PAPER, label=kind, clip_on=False)
             continue
         for number, fault in enumerate(hits):
+            begin, end = fault["time"] - start, float(fault.get("until", fault["time"])) - start
             for axes in (lanes, steps):
-                axes.axvspan(fault["time"] - start, fault.get("until", fault["time"]) - start, color=SHADES[kind],
-                             alpha=0.35, linewidth=1.4, label=kind if number == 0 and axes is lanes else None)
+                axes.axvspan(begin, end, color=SHADES[kind], alpha=0.35, linewidth=1.4,
+                             label=kind if number == 0 and axes is lanes else None)
 
 
 def _steps(axes: "Axes", told: Sequence[Event], faults: Sequence[Event], start: float) -> None:

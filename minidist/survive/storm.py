@@ -38,30 +38,43 @@ class Storm:
     Args:       start: starts the job; again: True if it was broken off and goes on. run: its folder, with its log.
                 every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
                 disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
+                one_by_one: no fault before the job goes on after the one before it.
     Attributes: job: the present one. faults: what was noted of each.
     """
 
     def __init__(self, start: Callable[[bool], Job], run: Path, *, every: float, kinds: Sequence[str] = FAULTS,
-                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0) -> None:
+                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False) -> None:
         self._start, self._run, self._every, self._kinds = start, run, every, kinds
         self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
+        self._one_by_one = one_by_one
         self._before = len(events(run / LOG))       # of a job that was here before
         self.faults: list[Event] = []
+        self._begun = time.time()                   # when the present launcher was started
         self.job = start(False)
 
     def told(self) -> list[Event]:
         """What the job has said so far."""
         return events(self._run / LOG)[self._before:]
 
-    def rage(self, seconds: float) -> None:
-        """From the job's first step on, break it for so many seconds, or until it ends."""
+    def rage(self, seconds: float, most: int | None = None) -> None:
+        """From the job's first step on, break it for so many seconds, at `most` so often, or until it ends."""
         while self.job.poll() is None and not any(event["event"] == "stepped" for event in self.told()):
             time.sleep(_LOOK)
         end = time.monotonic() + seconds
-        while self.job.poll() is None and time.monotonic() < end:
+        while self.job.poll() is None and time.monotonic() < end and (most is None or len(self.faults) < most):
             time.sleep(self._every * self._chance.uniform(0.5, 1.5))
+            deadline = time.monotonic() + READY
+            while self._one_by_one and not self._goes_on() and time.monotonic() < deadline:
+                time.sleep(_LOOK)
             if self.job.poll() is None:
                 self._strike(self._kinds[len(self.faults) % len(self._kinds)])
+
+    def _goes_on(self) -> bool:
+        """Whether the job has ended, or has noticed the last fault and made a step since."""
+        if self.job.poll() is not None or not self.faults:
+            return True
+        since = [event["event"] for event in self.told() if event.get("time", 0.0) > self.faults[-1]["time"]]
+        return "broken" in since and "stepped" in since[since.index("broken"):]
 
     def end(self) -> None:
         """Whatever still runs of the job ends."""
@@ -83,7 +96,10 @@ class Storm:
                 time.sleep(_LOOK)
 
     def _try(self, kind: str) -> None:
-        pids = next((list(event["pids"]) for event in reversed(self.told()) if event["event"] == "forming"), [])
+        pids = next((list(event["pids"]) for event in reversed(self.told()) if event["event"] == "forming"
+                     and event["time"] > self._begun), [])
+        if not pids:
+            raise OSError("the job has no ranks yet")
         rank = self._chance.randrange(len(pids))
         fault = {"event": "fault", "kind": kind, "time": time.time()}
         match kind:
@@ -123,6 +139,7 @@ class Storm:
             time.sleep(_LOOK)
         left = [pid for pid in pids if not has_ended(pid)]
         kill_all(left)
+        self._begun = time.time()
         self.job = self._start(True)
         self._note(fault | {"until": time.time(), "left": len(left)})
 

@@ -41,6 +41,7 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
         return {"noticed": False, "seconds": None, "full_seconds": None, "again": 0,
                 "recovered": done if kind in BREAKING else True}
     since, working, here = broken if kind == "stop" else when, 0, 0
+    saved = int(fault.get("checkpoint", "step-0").removeprefix("step-"))        # so many steps were surely made
     formed, after, full = None, None, None          # the step that it went on from; times of steps
     for event in timed:
         step = int(event.get("step", 0))
@@ -51,11 +52,11 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
         elif event["event"] == "reached" and formed is None:
             here = max(here, step)
         elif event["event"] == "formed" and formed is None:
-            formed = step
+            formed, here = step, max(here, saved)
         elif event["event"] == "stepped":
             after = after or event["time"]
             full = full or (event["time"] if working == size else None)
-    damaged = formed is not None and fault.get("checkpoint") == f"step-{formed:06}"     # and yet it was taken
+    damaged = saved > 0 and formed == saved         # and yet it was taken
     return {"noticed": True, "seconds": after and after - since, "full_seconds": full and full - since,
             "again": 0 if formed is None else max(0, here - formed),
             "recovered": (after is not None or (done and formed is not None)) and not damaged}
