@@ -23,6 +23,7 @@ import queue
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,19 +95,21 @@ class Workforce:
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
         self._template: Template | None = None
+        self._starting = threading.Lock()
         start_thread(self._accept)
 
     def start(self) -> Worker:
         """Start another process. Raises: LaunchError if the command cannot be started."""
         number = self.started
-        forked = None if self._template is None else self._template.fork(number)
-        try:
-            process = forked or subprocess.Popen(self.command, env=self._environment(number),
-                                                 stdin=None if number == 0 else subprocess.DEVNULL,
-                                                 stderr=None if number == 0 else subprocess.PIPE)
-        except OSError as error:
-            raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
-        worker = self.workers[number] = Worker(number, process)
+        with self._starting:                                # one that is forked may come before fork() returns
+            forked = None if self._template is None else self._template.fork(number)
+            try:
+                process = forked or subprocess.Popen(self.command, env=self._environment(number),
+                                                     stdin=None if number == 0 else subprocess.DEVNULL,
+                                                     stderr=None if number == 0 else subprocess.PIPE)
+            except OSError as error:
+                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+            worker = self.workers[number] = Worker(number, process)
         self.started += 1
         if process.stderr is not None:
             start_thread(copy_lines, process.stderr, worker.__str__)
@@ -172,7 +175,8 @@ class Workforce:
 
     def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """A process has come: hear it, in a thread of its own."""
-        worker = self.workers.get(hello.get("process", -1))
+        with self._starting:
+            worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:
             raise HandshakeError(f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
                                  f"{hello.get('process')!r}")

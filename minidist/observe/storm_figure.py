@@ -35,7 +35,7 @@ def draw_storm(path: str | Path, told: Sequence[Event], works: Sequence[Work], f
     height = 3.2 + 0.28 * ranks
     figure = Figure(figsize=(13.5, height), facecolor=PAPER)
     FigureCanvasAgg(figure)
-    figure.text(0.35 / 13.5, 1 - 0.28 / height, "A storm: who took part, what broke, and which steps counted",
+    figure.text(0.35 / 13.5, 1 - 0.28 / height, "A storm: who took part, what counted",
                 fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(0.35 / 13.5, 1 - 0.66 / height, f"{ranks} ranks, {end - start:.0f} s, {len(faults)} faults. Another "
                 "colour in a rank's lane: another process. Grey: it lives, and waits for the others.", fontsize=10.5,
@@ -67,12 +67,11 @@ def _lanes(axes: "Axes", told: Sequence[Event], works: Sequence[Work], start: fl
     forming = [event for event in told if event["event"] == "forming"]
     by_number = {number: (begin, end) for begin, end, _, number in works}
     colours: dict[int, str] = {}
-    for number, event in enumerate(forming, 1):
+    for number, (event, following) in enumerate(zip(forming, [*forming[1:], None], strict=True), 1):
         begin, end = by_number.get(number, (event["time"], event["time"]))
-        following = forming[number] if number < len(forming) else None
         for rank, pid in enumerate(event["pids"]):
             colours.setdefault(pid, RANKS[len(colours) % len(RANKS)])
-            until = float(following["time"]) if following is not None and pid in following["pids"] else end
+            until: float = end if following is None or pid not in following["pids"] else following["time"]
             axes.broken_barh([(event["time"] - start, until - event["time"])], (rank - 0.32, 0.64), color=LIVES,
                              linewidth=0)
             axes.broken_barh([(begin - start, end - begin)], (rank - 0.32, 0.64), color=colours[pid], linewidth=0)
@@ -89,7 +88,7 @@ def _faults(lanes: "Axes", steps: "Axes", faults: Sequence[Event], start: float,
                        color=INK, markersize=7, markeredgecolor=PAPER, label=kind, clip_on=False)
             continue
         for number, fault in enumerate(hits):
-            begin, end = fault["time"] - start, float(fault.get("until", fault["time"])) - start
+            begin, end = (fault[key] - start for key in ("time", "until" if "until" in fault else "time"))
             for axes in (lanes, steps):
                 axes.axvspan(begin, end, color=SHADES[kind], alpha=0.35, linewidth=1.4,
                              label=kind if number == 0 and axes is lanes else None)
@@ -99,8 +98,10 @@ def _steps(axes: "Axes", told: Sequence[Event], faults: Sequence[Event], start: 
     """Steps that are made over the time; back, in red, where they were made in vain."""
     _quiet(axes)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
-    known = [(event["time"] - start, int(event["step"])) for event in told if event["event"] in ON_STEPS]
-    known.sort(key=lambda point: point[0])
+    known: list[tuple[float, int]] = []
+    for event in sorted((event for event in told if event["event"] in ON_STEPS), key=lambda event: event["time"]):
+        before = known[-1][1] if known and event["event"] != "formed" else 0        # only a new state goes back
+        known.append((event["time"] - start, max(before, int(event["step"]))))
     for (begin, first), (end, last) in zip(known, known[1:], strict=False):
         axes.plot([begin, end], [first, last], color=AGAIN if last < first else RANKS[0], linewidth=1.8,
                   solid_capstyle="round")

@@ -11,7 +11,6 @@ from elastic_rank import replay
 from jobs import finish, start
 from leftovers import nothing_left
 
-import minidist as md
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 

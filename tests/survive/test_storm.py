@@ -133,8 +133,8 @@ def test_a_damaged_shard_is_of_the_newest_checkpoint_and_is_found(kind, tmp_path
 
 
 def test_a_disk_that_is_full_or_slow_is_one_of_the_storms_processes_alone(tmp_path):
-    program = ("import os, sys, time; start = time.perf_counter(); file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR); "
-               "os.fsync(file); print(time.perf_counter() - start)")
+    program = ("import os, sys, time; start = time.perf_counter(); "
+               "os.fsync(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)); print(time.perf_counter() - start)")
 
     def run():
         return subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True,
