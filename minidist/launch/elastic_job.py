@@ -30,7 +30,7 @@ from minidist.comm.health.acceptor import Seat
 from minidist.comm.health.failure import Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
-from minidist.launch.generation import Elastic, EventLog, Generation
+from minidist.launch.generation import Elastic, EventLog, Generation, placed
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
@@ -222,7 +222,7 @@ class ElasticJob:
 
     def _form(self, size: int, ready: list[Worker]) -> None:
         """Give ranks, and tell each process its own."""
-        last, members = self.generation, self._placed(size, ready)
+        last, members = self.generation, placed(size, ready, self.generation)
         token = wire.new_token()
         monitor = Monitor(size, token, how=lambda seat: self._how(members, seat), patience=self.patience)
         monitor.start()
@@ -243,15 +243,6 @@ class ElasticJob:
         if last is not None:
             threading.Thread(target=last.monitor.close, daemon=True).start()
             say_line(f"minidist: generation {number} goes on with {size} ranks")
-
-    def _placed(self, size: int, ready: list[Worker]) -> list[Worker]:
-        """The processes of a generation, by rank: each keeps its rank if the size stays; else their order."""
-        last = [] if self.generation is None else self.generation.members
-        known = [worker for worker in last if worker in ready][:size]
-        new = [worker for worker in ready if worker not in known]
-        if len(last) != size:
-            return [*known, *new][:size]
-        return [worker if worker in known else new.pop(0) for worker in last]
 
     def _how(self, members: list[Worker], seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""

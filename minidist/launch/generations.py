@@ -13,6 +13,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
@@ -111,8 +112,11 @@ class Generations:
         return isinstance(error, MinidistError | OSError) and joined is not None and (
             joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step."""
+    def leave(self, error: BaseException | None = None, release: Callable[[], None] = lambda: None) -> None:
+        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step.
+
+        Args:   release: ends what still uses the world in other threads; no call there waits for a lost rank any more.
+        """
         member, self._tidy = self._membership, error is None
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
@@ -122,6 +126,7 @@ class Generations:
         if member.world is not None:
             if isinstance(error, CommError):
                 member.world.transport.abort(error)         # or a started call might wait for ranks that do not come
+            release()
             with contextlib.suppress(MinidistError, OSError):
                 member.world.close()
         if link is not None and self._tidy:

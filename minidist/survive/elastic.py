@@ -179,12 +179,11 @@ def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | 
             job.done()
             return status
         except Regrouping:
-            job.leave()
+            job.leave(None, survivor.release)
         except Exception as error:
             if not job.breaks(error):
                 raise
-            job.leave(error)
-        survivor.release()
+            job.leave(error, survivor.release)
 
 
 def rehearse(zero: int = 0) -> None:

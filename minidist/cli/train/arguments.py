@@ -196,7 +196,8 @@ def _training(add: Add) -> None:
 def _checkpoints(add: Add) -> None:
     add("--save-every", type=positive, metavar="K",
         help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
-             "SIGUSR1 too): it then ends with status 75")
+             "SIGUSR1 too): it then ends with status 75. With --out, a job that Slurm or torchrun starts again goes on "
+             "from the newest")
     add("--save-async", action="store_true",
         help="the steps go on while a checkpoint is written; only a copy in memory is waited for")
     add("--keep", type=positive, default=3, metavar="N",

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import Lives, check_elastic, elastic_process, elastic_steps, start_elastic
+from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
-from minidist.cli.train.saving import Saver, Stopped, Told, hearing
+from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import train_steps
 from minidist.cli.train.verify import Weights, verify
@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
-    if args.elastic and not starts_ranks:
-        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
+    check_starts(args, launch, starts_ranks=starts_ranks)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads and not starts_ranks:
@@ -119,7 +118,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    saver = Saver(trainer, settings, told or Told(), report, lives.saves if lives else None) if args.save_every else None
+    saves = Saves() if lives is None else lives.saves
+    saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
         course = (train_steps(trainer, settings, report, saver) if lives is None else
                   elastic_steps(trainer, settings, report, lives, saver))

@@ -8,14 +8,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.saving import Saver, Saves, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments
 from minidist.cli.train.steps import Course
+from minidist.cli.train.verify import STEPS, Weights
 from minidist.comm.group import Group
+from minidist.comm.health.failure import say_line
+from minidist.comm.wire import pack, unpack
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
 from minidist.launch import Launch
@@ -38,12 +43,14 @@ MOST_SPANS, SPANS_EACH = 10000, 2500
 class Lives(Survivor):
     """A process of an elastic training: beside its state it keeps what it has noted in all generations.
 
-    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run that --resume names.
+    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run that --resume names;
+                early: with --verify, the early weights.
     """
 
     def __init__(self, job: Generations, settings: Settings) -> None:
         super().__init__(job, every=settings.args.peer_copies or 1, newest=lambda: _newest(settings))
         self.saves, self.timeline, self.resumed_from = Saves(), Timeline(0), None if settings.resume is None else 0
+        self.verifies, self.early = bool(settings.args.verify), cast(Weights | None, None)
 
     def begin(self, trainer: Trainer) -> None:
         """As Survivor.begin."""
@@ -51,8 +58,20 @@ class Lives(Survivor):
         if self.job.saves:
             known = share_records(trainer.world, asdict(self.saves))
             self.saves = Saves(**max(known, key=lambda saves: len(saves["steps"])))
+        if self.verifies:
+            self._share_early(trainer.world)
         if self.resumed_from is not None:
             self.resumed_from = self.generations.count(0)
+
+    def _share_early(self, world: Group) -> None:
+        """The early weights, from the first rank that has them, on all."""
+        have = share_records(world, self.early is not None)
+        if any(have) and not all(have):
+            source = have.index(True)
+            with world.ledger.control():
+                packed = world.broadcast(np.frombuffer(pack(self.early), np.uint8) if world.rank == source else None,
+                                         root=source)
+            self.early = unpack(packed.tobytes())
 
     def follow(self, world: Group) -> Timeline:
         """The timeline, which goes on in a new world."""
@@ -88,11 +107,21 @@ def check_elastic(args: Namespace) -> None:
                 fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
         return
     bounds(args.elastic)
-    if args.verify or args.graph or args.strategy != "ddp":
-        fail("--elastic: ranks come and go between synchronous steps; leave out --verify, --graph and --strategy")
+    if args.graph or args.strategy != "ddp":
+        fail("--elastic: ranks come and go between synchronous steps; leave out --graph and --strategy")
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(f"--elastic: its ranks are processes that meet again after a loss, over auto, tcp or shm; "
              f"--transport {args.transport} cannot")
+
+
+def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None:
+    """Raise ConfigError if the ranks of an elastic job are not this process's to start."""
+    if args.elastic and launch.launcher != "alone":
+        fail(f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the launcher of an elastic job "
+             f"can put another in its place, on one host as yet; use minidist train -n N --elastic {args.elastic}, or "
+             "--save-every without --elastic")
+    if args.elastic and not starts_ranks:
+        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
 
 
 def start_elastic(settings: Settings, size: int) -> int:
@@ -144,6 +173,8 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
     args, ledger = settings.args, trainer.world.ledger
 
     def save() -> None:
+        if args.verify and trainer.steps_done == min(STEPS, args.steps):
+            lives.early = trainer.state_dict()
         if saver is not None:
             saver.after_step(lives.losses, lambda: statistics.median(lives.seconds), generations=lives.generations)
 
@@ -165,4 +196,7 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
         raise
     finally:
         report.close()
-    return Course(lives.losses, lives.seconds)
+    if args.verify and lives.early is None and trainer.world.rank == 0:
+        say_line(f"minidist train: --verify: the weights after step {STEPS} were lost with the ranks that had them; "
+                 "nothing is compared")
+    return Course(lives.losses, lives.seconds, early=lives.early)

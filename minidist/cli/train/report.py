@@ -66,9 +66,10 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
     if "elastic" in metrics:
-        sizes = ", ".join(str(generation["size"]) for generation in metrics["elastic"][-8:])
-        console.print(f"{plural(len(metrics['elastic']), 'generation')}, of {'… ' * (len(metrics['elastic']) > 8)}{sizes} "
-                      f"ranks (elastic.jsonl); the tables are of the last", markup=False)
+        sizes = [str(generation["size"]) for generation in metrics["elastic"]]
+        told = ", ".join(sizes if len(sizes) <= 8 else ["…", *sizes[-8:]])
+        console.print(f"{plural(len(sizes), 'generation')} of {told} ranks (elastic.jsonl); the tables are of the last",
+                      markup=False)
     if metrics["skipped_steps"]:
         console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
                       f"the loss scale", markup=False)

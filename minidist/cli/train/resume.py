@@ -19,7 +19,7 @@ from minidist.comm.health.failure import say_line
 from minidist.console import fail, plural
 from minidist.data.text import NAMED, Text
 from minidist.errors import CheckpointError
-from minidist.launch import Launch
+from minidist.launch import Launch, detect
 from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
@@ -111,6 +111,8 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
     """
     again = bool(begins and restarts() and args.out and args.save_every and checkpoints(Path(args.out)))
     if again:
+        if args.verify and detect().world_rank == 0:
+            say_line("minidist train: --verify is left out: the first steps were made before the job was started again")
         args.resume, args.verify = args.out, False
         args.given = [*getattr(args, "given", ()), "resume"]
     if args.resume is None:

@@ -76,13 +76,13 @@ class Saver:
     """Saves checkpoints of one run; every rank has one and makes the same calls.
 
     Args:    trainer: with the state that the job begins with. report: shows that a save lasts long.
-             saves: those of an elastic job so far.
+             saves: those of the job so far, which grow.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport,
-                 saves: Saves | None = None) -> None:
+                 saves: Saves) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
-        self.saves = saves or Saves()
+        self.saves = saves
         self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
