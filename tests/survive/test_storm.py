@@ -1,5 +1,6 @@
 """Storms: the figures are those of the log, and a training survives: with the bits of one that nothing disturbs."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,8 +16,8 @@ from leftovers import nothing_left
 
 import minidist as md
 from minidist.errors import CheckpointError
-from minidist.survive.faults import cut_connection, damage, disk_module, set_disk
-from minidist.survive.manifest import step_folder
+from minidist.survive.faults import cut_connection, damage, disk_module, kill_all, set_disk
+from minidist.survive.manifest import checkpoints, step_folder
 from minidist.survive.storm import LOG, NOTES, Storm, events
 from minidist.survive.storm_report import outcomes, spans, summary
 
@@ -233,3 +234,36 @@ def test_minutes_of_storm(minutes, transport, tmp_path, request):
     figures = command(tmp_path, "-n8", f"--minutes={minutes}", "--every=10", f"--transport={transport}",
                       f"--kinds={kinds}", limit=60 * (minutes * 6 + 5))
     check_promises(figures)
+
+
+@pytest.mark.soak
+def test_a_job_of_mpirun_comes_back_from_the_disk_with_the_same_bits(tmp_path):
+    """A rank is killed, and the newest checkpoint torn: mpirun ends the job, and the same command resumes it."""
+    def train(out, *words):
+        return ["mpirun", "-n", "2", sys.executable, "-m", "minidist", "train", "--quiet", *words, f"--out={out}"]
+
+    tiny = ("--steps=150", "--save-every=10", "--layers=1", "--width=16", "--context=16", "--batch=8", "--zero=1")
+    calm, broken = tmp_path / "calm", tmp_path / "broken"
+    with nothing_left() as environment:
+        subprocess.run(train(calm, *tiny), check=True, env=environment, timeout=100)
+        job = subprocess.Popen(train(broken, *tiny), env=environment, stderr=subprocess.DEVNULL)
+        while len(checkpoints(broken)) < 2 and job.poll() is None:
+            time.sleep(0.02)
+        kill_all([rank_of(broken)])
+        assert job.wait(60) != 0
+        damage(broken, "torn", random.Random(0))
+        subprocess.run([word for word in train(broken, f"--resume={broken}") if "--out" not in word], check=True,
+                       env=environment, timeout=100)
+    found = [json.loads((run / "metrics.json").read_text()) for run in (calm, broken)]
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+def rank_of(out):
+    """The process of a rank that mpirun started with this --out."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_text().split("\0")
+            if f"--out={out}" in words and "train" in words and "mpi" not in words[0]:
+                return int(folder.name)
+    raise AssertionError("no rank is there")
