@@ -69,7 +69,7 @@ class Survivor:
     def begin(self, trainer: Trainer) -> None:
         """Before the first step of a generation: give a new Trainer the state that the ranks hold, or a checkpoint's.
 
-        Raises: CheckpointError if there is neither, and the job has begun.
+        Raises: CheckpointError if there is neither, and the job has begun and does not save.
         """
         self._trainer = trainer
         restored, known = self._copies.restore(trainer, len(self.losses))
@@ -112,7 +112,7 @@ class Survivor:
         gc.collect()
 
     def _load(self, trainer: Trainer) -> None:
-        """Go on from the newest checkpoint that is whole; without any, a job begins, but one that has begun ends."""
+        """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew if it saves."""
         problems = []
         for name in share_records(trainer.world, [str(folder) for folder in self._newest()])[0]:
             try:
@@ -121,7 +121,11 @@ class Survivor:
             except CheckpointError as error:
                 problems.append(str(error))
         else:
-            if not problems and not self.job.begun:
+            if not problems and (self.job.saves or not self.job.begun):
+                if self.job.begun and trainer.world.rank == 0:
+                    say_line("minidist: ranks were lost with the only copies of their state, before the first "
+                             "checkpoint; beginning anew")
+                self._take_history({}, 0)
                 return
             why = problems[0] if problems else "there is no checkpoint"
             why = f"ranks were lost with the only copies of their state, and {why}" if self.job.begun else why

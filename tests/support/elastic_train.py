@@ -1,7 +1,7 @@
 """A process of `minidist train --elastic` that the tests start: `python elastic_train.py DEATHS WORD …`.
 
-DEATHS is JSON, {process: [step, how], …}: before that step it is killed, "kill", at the same time as all others that are
-killed before that step; or it has its launcher told to stop, "tell", and waits until that has come back.
+DEATHS is JSON, {process: [step, how], …}: before that step it is killed, "kill", together with all others that are
+to be killed then; or it has its launcher told to stop, "tell", and waits until that has come back.
 """
 
 import json

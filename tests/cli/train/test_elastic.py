@@ -121,7 +121,8 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_p
     ["--save-every=1", "--save-async"], ["--zero=2", "--save-every=2"]])
 @pytest.mark.parametrize(("every", "deaths"), [
     (1, {"0": (7, "kill"), "1": (7, "kill"), "2": (7, "kill")}), (1, {"1": (6, "kill"), "2": (6, "kill")}),
-    (3, {"2": (5, "kill"), "3": (9, "kill")}), (1, {"1": (6, "kill"), "2": (6, "tell")}), (2, {"0": (1, "tell")})])
+    (1, {"0": (1, "kill"), "1": (1, "kill"), "2": (1, "kill")}), (3, {"2": (5, "kill"), "3": (9, "kill")}),
+    (1, {"1": (6, "kill"), "2": (6, "tell")}), (2, {"0": (1, "tell")})])
 def test_however_ranks_die_and_stop(options, every, deaths, book, tmp_path, monkeypatch):
     """With spares and replacements the run, resumed where it was stopped, has the bits of one that nothing disturbs."""
     words = [*TINY, "--dtype=float64", f"--data={book}", "--steps=12", *options, "-n3"]

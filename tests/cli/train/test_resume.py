@@ -181,8 +181,9 @@ def test_a_job_that_its_launcher_starts_again_goes_on_by_itself(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(*words, "--width", "16") == 2
-    assert capfd.readouterr().err == ("minidist train: --width: a resumed run keeps what it has (8); leave the option "
-                                      "out, or start a new run\n")
+    assert capfd.readouterr().err == (
+        "minidist train: --verify is left out: the first steps were made before the job was started again\n"
+        "minidist train: --width: a resumed run keeps what it has (8); leave the option out, or start a new run\n")
     assert train(*words) == 0
     whole, run = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run")
     assert (run["losses"], run["weights_sha256"]) == (whole["losses"], whole["weights_sha256"])
