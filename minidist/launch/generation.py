@@ -56,6 +56,16 @@ class Generation:
     agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
 
 
+def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Worker]:
+    """The processes of the next generation, by rank: each keeps its rank if the size stays; else their order."""
+    last = [] if before is None else before.members
+    known = [worker for worker in last if worker in ready][:size]
+    new = [worker for worker in ready if worker not in known]
+    if len(last) != size:
+        return [*known, *new][:size]
+    return [worker if worker in known else new.pop(0) for worker in last]
+
+
 class EventLog:
     """The events of a job, a line of JSON each in a file, and a record of each generation; seconds since it began.
 

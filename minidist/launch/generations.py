@@ -13,6 +13,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
@@ -40,12 +41,13 @@ class Generations:
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
                 steps       how many this process has made, as it says itself
+                saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
         self.stop_at: int | None = None
-        self.steps = 0
+        self.steps, self.saves = 0, False
         self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
@@ -75,7 +77,7 @@ class Generations:
         Args:   transport, limit, threads: as of md.init.
         Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
         """
-        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
         if told is None:
             return None
@@ -104,8 +106,11 @@ class Generations:
         return isinstance(error, MinidistError | OSError) and joined is not None and (
             joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step."""
+    def leave(self, error: BaseException | None = None, release: Callable[[], None] = lambda: None) -> None:
+        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step.
+
+        Args:   release: ends what still uses the world in other threads; no call there waits for a lost rank any more.
+        """
         member, self._tidy = self._membership, error is None
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
@@ -115,6 +120,7 @@ class Generations:
         if member.world is not None:
             if isinstance(error, CommError):
                 member.world.transport.abort(error)         # or a started call might wait for ranks that do not come
+            release()
             with contextlib.suppress(MinidistError, OSError):
                 member.world.close()
         if link is not None and self._tidy:

@@ -2,7 +2,8 @@
 
     process -> launcher                                       launcher -> process
     waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
-              nothing; steps that it has made                              the job has begun
+              nothing; steps that it has made; saves: at                   the job has begun
+              SIGTERM it saves its work and ends
     formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
     stepped   step: the first step after that was made        stop         step: leave the generation after it
     boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
@@ -29,6 +30,7 @@ from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.launchers import clean_environment
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import copy_lines, start_thread
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
@@ -41,12 +43,13 @@ class Worker:
 
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
+                saves    at SIGTERM it saves its work and ends; told: it was sent one
     """
 
     def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         self.number, self.process, self.since = number, process, time.monotonic()
         self.sock: socket.socket | None = None
-        self.state, self.rank, self.tells = STARTING, -1, False
+        self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
@@ -64,6 +67,13 @@ class Worker:
             time.sleep(0.001)
         return code
 
+    def tell(self) -> None:
+        """Send SIGTERM, once."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """At once; a stopped process, too."""
         with contextlib.suppress(ProcessLookupError):
@@ -73,8 +83,8 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`."""
 
-    def __init__(self, command: Sequence[str], token: bytes) -> None:
-        self.command, self.token, self.started = list(command), token, 0
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits) -> None:
+        self.command, self.token, self.started, self.limits = list(command), token, 0, limits
         self.workers: dict[int, Worker] = {}
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._listener = listen("127.0.0.1", 0)
@@ -87,13 +97,14 @@ class Workforce:
         """Start another process. Raises: LaunchError if the command cannot be started."""
         number = self.started
         variables = {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
-                     "MINIDIST_TOKEN": self.token.decode()}
+                     "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}
         try:
             process = subprocess.Popen(self.command, env={**clean_environment(os.environ), **variables},
                                        stdin=None if number == 0 else subprocess.DEVNULL,
                                        stderr=None if number == 0 else subprocess.PIPE)
         except OSError as error:
             raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+        self.limits.started(process.pid)
         worker = self.workers[number] = Worker(number, process)
         self.started += 1
         if process.stderr is not None:
