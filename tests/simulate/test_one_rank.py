@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import fake_gpu
 import pytest
 from simulated import Measured, alone, one_order, really, sent_of
 
@@ -42,6 +43,18 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
     config = GPTConfig(**(SMALL | options))
     for rank, found in enumerate(really(plan, config, 8)):
         close(found, alone(plan, config, 8, rank))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(checkpoint_blocks="all", accumulate=2)], ids=["whole", "again"])
+def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan) -> None:
+    """Where kernels run, other arrays are kept for backward than on the host."""
+    config = GPTConfig(**SMALL)
+    with pytest.MonkeyPatch.context() as gpu:
+        one_order(gpu)
+        fake_gpu.install(gpu)
+        found = really(plan, config, 8, device="cuda")
+    trace = alone(plan, config, 8, 0, device_kind="gpu")
+    assert trace.peak == found[0].peak
 
 
 def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
