@@ -158,7 +158,8 @@ def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, 
     topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
     node_watts, watts = entry.get("node_watts"), entry.get("watts")
     device = Device(entry["device"], entry["peak"], int(entry["memory_bytes"]), float(entry["memory_bandwidth"]),
-                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"))
+                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"),
+                    host_bandwidth=entry["host_bandwidth"] / entry["per_node"] if "host_bandwidth" in entry else None)
     tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
              for key, tier in tables["tier"].items()}
     if "host" in entry:

@@ -42,12 +42,12 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
-    device = _device(profile.computation, ranks, cores or cores_here(), profile.machine)
+    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine)
     topology = Topology(ranks, _wire(transport, link))
     return Cluster("here", f"here:{ranks}", device, 1, ranks, topology)
 
 
-def _device(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
+def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
     """One rank's processor, where `ranks` compute at once."""
     at_once = min(ranks, cores)
     fewer = [cost for cost in measured if cost.ranks <= at_once]
