@@ -26,11 +26,10 @@ def draw_simulation(path: str | Path, found: Simulation) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 7.0), layout="constrained")
-    top, below = figure.subfigures(2, 1, height_ratios=(1.25, 1.0))
-    _draw_ranks(top.subplots(), found, shown_ranks(found))
-    left, right = below.subplots(1, 2)
-    _draw_memory(left, found)
-    _draw_axes(right, found)
+    places = figure.subplot_mosaic([["ranks", "ranks"], ["memory", "axes"]], height_ratios=(1.25, 1.0))
+    _draw_ranks(places["ranks"], found, shown_ranks(found))
+    _draw_memory(places["memory"], found)
+    _draw_axes(places["axes"], found)
     figure.suptitle(f"{found.cluster.spec}: {found.step_seconds:.3g} s a step, MFU {found.mfu:.1%}, "
                     f"waiting for others {found.bubble:.1%}")
     figure.savefig(path, dpi=120)
