@@ -65,6 +65,8 @@ def _axes_table(found: Simulation) -> Table:
     columns = ("bytes, all ranks", "messages", "seconds", "rank waits")
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
+        if not use.nbytes and use.exposed < SMALLEST * found.step_seconds:
+            continue        # groups of scalars: their bytes stand under `control`
         table.add_row(axis, size_text(use.nbytes), f"{use.messages:,}", f"{use.seconds:.4g}", f"{use.exposed:.4g}")
     return table
 

@@ -95,7 +95,8 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
-        return seconds[role_of[rank]][work] * stragglers.get(rank, 1.0)
+        alone: float = seconds[role_of[rank]][work]
+        return alone * stragglers.get(rank, 1.0)
 
     def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)

@@ -93,8 +93,8 @@ class Settings:
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options that are named like a field of Plan, but for those whose default depends on others."""
-    given = {field.name: getattr(args, field.name) for field in fields(Plan)
-             if field.name not in ("staleness", "replicas") and hasattr(args, field.name)}
+    given = {each.name: getattr(args, each.name) for each in fields(Plan)
+             if each.name not in ("staleness", "replicas") and hasattr(args, each.name)}
     if args.zero is None:
         given["zero"] = 3 if args.offload == "all" else 0
     return given
