@@ -21,6 +21,7 @@ from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.group_ranks import group_ranks
+from minidist.simulate.here import without_overlap
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
@@ -57,6 +58,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     role_of = roles(plan, config, batch)
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
+    each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
     replayed = replay_on(cluster, placement, plan, config, each, role_of, stragglers=stragglers or {}, folded=folded,
                          rates=rates or Rates.of(cluster.device))
     if slow_links:
