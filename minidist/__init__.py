@@ -8,6 +8,7 @@
     plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its state is divided
     trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
     loss = trainer.step(batch)                              # the global batch in, the global mean loss out
+    found = md.simulate(plan, config, "h100:128x8", batch=1024)     # a step of a plan on a cluster that is not at hand
     md.errors                                               # every exception, in one tree
 
 `dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
@@ -19,13 +20,17 @@ from typing import TYPE_CHECKING, Any
 from minidist import errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minidist.launch import init, run
     from minidist.parallel.hybrid.hybrid import Trainer
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
 
+    simulate: Callable[..., Any]        # stands above this room
+
 __version__ = "0.1.0"
-__all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run"]
+__all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run", "simulate"]
 
 _HOMES = {
     "init": "minidist.launch",
@@ -33,6 +38,7 @@ _HOMES = {
     "Mesh": "minidist.parallel.hybrid.mesh",
     "Plan": "minidist.parallel.hybrid.plan",
     "Trainer": "minidist.parallel.hybrid.hybrid",
+    "simulate": "minidist.simulate.simulate",
 }
 
 

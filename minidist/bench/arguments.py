@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
     _add_overlap_step(what.add_parser("overlap-step", help="share of a step's communication hidden by computation"))
-    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class; auto chooses by them"))
+    _add_calibrate(what.add_parser("calibrate", help="what messages cost, for auto, and computation, for simulate",
+                                   description="Measure this machine: its links, and its computation. (To fit "
+                                   "simulate's model to steps measured elsewhere: minidist calibrate.)"))
     _add_save(what.add_parser("save", help="checkpoints, blocking and in the background, beside PyTorch's"))
     _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
@@ -109,7 +111,8 @@ def _add_model(parser: argparse.ArgumentParser, model: Model) -> None:
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(calibrate.LINKS))
+    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(
+        calibrate.LINKS) + "; or computation")
     parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), metavar="FROM:TO",
                         help="doubling; or a,b,c (256B:4MiB)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each link class gets (5)")

@@ -8,7 +8,7 @@
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
-    minidist bench calibrate                                what messages cost on this machine; auto goes by it
+    minidist bench calibrate                                what messages and computation cost on this machine
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
 A peer that is not installed is left out, as the table says. Contenders take turns; medians over rounds are shown.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.bench import calibrate, collectives, overlap, overlap_step, plots, save, tables
+from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables
 from minidist.bench.arguments import add_arguments
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
@@ -31,7 +31,7 @@ from minidist.bench.progress import Progress
 from minidist.bench.step import command as step
 from minidist.bench.step.ranks import Model
 from minidist.comm.collectives.select import choose
-from minidist.comm.cost.link_model import Profile, profile_path, save_profile
+from minidist.comm.cost.link_model import ComputationCost, Profile, profile_path, save_profile
 from minidist.console import meant, require_memory, size_text, write_json, written
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
@@ -44,6 +44,7 @@ __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
 
+COMPUTATION = "computation"     # of --only, beside links
 MOST_SECONDS = 60           # that a message of a delayed link may take
 
 
@@ -194,21 +195,27 @@ def _save(args: argparse.Namespace, progress: Progress) -> Result:
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     """Calibrate the links of this host; in a job that a launcher started, the job's own link (None but on rank 0)."""
-    links = _known(args.only, calibrate.LINKS, calibrate.links_here())
+    chosen = _known(args.only, (*calibrate.LINKS, COMPUTATION), [*calibrate.links_here(), COMPUTATION])
+    links = [name for name in chosen if name != COMPUTATION]
+    if args.figure and not links:
+        raise ConfigError("--figure draws links, and --only names none; leave one of the two out")
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
     require_memory(f"a message of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
                    max(args.sizes) * max(args.ranks), processes=max(args.ranks))
     out = Path(args.out) if args.out else profile_path()
     check_writable("--out", args.out)
+    costs: list[ComputationCost] = []
     if detect().alone:
         fitted = calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
+        if COMPUTATION in chosen:
+            costs = computation.measure_all(args.ranks, args.rounds, progress)
     else:
         world = init()
         fitted = calibrate.measure_job(world, args.sizes, args.rounds, progress)
         if world.rank:
             return None
-    profile = Profile([each.cost for each in fitted], machine()).beside(out)
+    profile = Profile([each.cost for each in fitted], machine(), tuple(costs)).beside(out)
     try:
         save_profile(profile, out)
     except OSError as error:
@@ -216,7 +223,8 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
             raise
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return {"what": "calibrate", "out": str(out), "links": [asdict(each.cost) for each in fitted],
-            "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted]}
+            "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted],
+            "computation": [asdict(cost) for cost in costs]}
 
 
 def _known(only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:

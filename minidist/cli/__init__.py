@@ -21,10 +21,12 @@ from minidist.streams import standard_output
 COMMANDS = {
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
     "launch": "start N processes here, or on several nodes, as torchrun does",
+    "simulate": "run a plan on a cluster that is not at hand: time, memory, traffic, price",
     "storm": "break an elastic training on purpose, and see what becomes of it",
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
     "bench": "time collectives and training steps, side by side with other libraries where installed",
+    "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
     "doctor": "show what this machine has, what is missing, and how to get it",

@@ -18,7 +18,6 @@ from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostErro
 THREADS = ("threads", "threads-unbuffered")             # ranks inside one process
 PROCESSES = ("auto", "tcp", "shm", "mpi", "nccl")       # ranks that are processes
 PLAIN = ("plain-tcp",)                                  # the same, to read and to try: see comm/transports/plain_tcp.py
-LATER = ("sim",)                                        # named in the design, not in this version
 _MAKERS = {"auto": ("auto", "connect"), "tcp": ("auto", "connect_tcp"), "shm": ("auto", "connect_shm"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
@@ -28,8 +27,6 @@ HEARSAY = 2.0           # most seconds to wait for the reason of a connection th
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
     """Raises LaunchError, with the nearest spelling, unless `name` is one of `among`."""
-    if name in LATER:
-        raise LaunchError(f"transport {name!r} is not available in this version; choose from {', '.join(among)}")
     if name not in among:
         nearest = difflib.get_close_matches(name, among, 1)
         raise LaunchError(f"no transport {name!r}; " + (f"did you mean {nearest[0]!r}? " if nearest else "")

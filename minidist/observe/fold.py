@@ -2,9 +2,9 @@
 
 Of 16,384 ranks most do the same at the same time: all replicas along dp, and inside a node the tensor ranks. Two ranks
 are alike if their tracks, their seconds and their stations are alike; two stations if their members, costs and links
-are; two links if the stations that load them are. Colours find that (Weisfeiler and Leman's refinement, 1968): all
-begin with the colour of what is their own, and take the colours of their neighbours in, until no colour splits. Then the
-replay of one rank, one station and one link of each colour is the replay of all, because equals stay equal in time.
+are; two links if the stations that load them are. Colours find that (the refinement of Weisfeiler and Leman, 1968): all
+begin with the colour of what is their own, and take in the colours of their neighbours, until no colour splits. Then
+the replay of one rank, one station and one link of each colour is the replay of all, because equals stay equal.
 
 A straggler or a slow link has a colour of its own, and so has everything as far as its effect differs.
 """

@@ -21,9 +21,7 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
              losses: one a step, in nats a token. validation: in nats a token, or None.
     Raises:  OSError if `path` cannot be written.
     """
-    from matplotlib.figure import (
-        Figure,  # the object interface: no window system, no global state
-    )
+    from matplotlib.figure import Figure  # the object interface: no window system, no global state
 
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.subplots()

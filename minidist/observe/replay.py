@@ -7,9 +7,9 @@ ranks have come to it and the one before it in its group has ended. From that ev
     rank 1   forward ··········· | all_reduce starts | backward ······ | waits ····| update
     group                        |all_reduce ······························|
 
-`plain_replay` is the whole idea. What `replay` adds: calls that share links slow each other down (shared_links.py), ranks
-that nothing tells apart share one clock (fold.py), traces of one role are read once (tracks.py), and the times of all
-events are kept, 8 bytes each, for the critical path and the shares of time (replay_path.py).
+`plain_replay` is the whole idea. What `replay` adds: calls that share links slow each other down
+(shared_links.py), ranks that nothing tells apart share one clock (fold.py), traces of one role are read once
+(tracks.py), and the times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
 """
 
 from array import array
@@ -29,7 +29,7 @@ from minidist.observe.events import (
 )
 from minidist.observe.fold import Folded, fold, unfolded
 from minidist.observe.shared_links import Running, SharedLinks, busy_links
-from minidist.observe.stations import Loads, Pricing, Station, make_stations
+from minidist.observe.stations import UNKNOWN, Loads, Pricing, Station, make_stations
 from minidist.observe.tracks import BUSY, CALL, START, WAIT, Track, track_of
 
 __all__ = ["Await", "Busy", "Event", "GroupCall", "Memory", "Replayed", "Start", "Transfer", "plain_replay", "replay"]
@@ -102,8 +102,7 @@ class Replayed:
         self.clock_of, self.ranks, self.stations = folded.clock_of, folded.ranks, folded.stations
         self.stops = stops
         self._comings: dict[int, dict[tuple[int, int], int]] = {}
-        ends = [end for station in folded.comers for end in station.ends[-1:] if end is not None]
-        self.seconds = max([stop[-1] for stop in stops] + ends, default=0.0)
+        self.seconds = max([stop[-1] for stop in stops] + [station.ends[-1] for station in folded.comers])
 
     def track(self, rank: int) -> Track:
         """The track of a rank."""
@@ -173,9 +172,7 @@ def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) ->
         if found is None:
             break
         station, number = found
-        end = station.ends[number]
-        assert end is not None
-        ended(station, number, end)
+        ended(station, number, station.ends[number])
     if any(station.waiting for station in job.comers):
         raise DeadlockError(_deadlock(job, tracks, stops))
     return stops
@@ -207,7 +204,7 @@ def _run(clock: int, todo: Iterator[tuple[int, int, int]], stops: "array[float]"
                             ended(station, number, end)
             if kind != START:
                 end = station.ends[number]
-                if end is None:
+                if end == UNKNOWN:
                     station.waiting.setdefault(number, []).append(clock)
                     return
                 if end > now:

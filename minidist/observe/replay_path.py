@@ -1,20 +1,26 @@
 """Chapter 24 · Where the time of a replay goes: of each rank, and along the critical path.
 
     time_of(replayed, rank)     what the rank did all the time: computed, stood still for bytes, stood still for others
-    critical_path(replayed)     the chain of events that determined the end: if any of them were shorter, so were the step
+    critical_path(replayed)     the chain of events that determined the end
 
-A rank that waits is exposed to communication while bytes of the group move, and idle before that: then it waits for other
-ranks. Waiting never counts as computing. Both accounts add up to the whole time.
+A rank that waits is exposed to communication while bytes of the group move, and idle before that: then it waits for
+other ranks. Waiting never counts as computing. Both accounts add up to the whole time.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from minidist.observe.replay import Replayed
 from minidist.observe.stations import Station
 from minidist.observe.tracks import BUSY
+
+Seconds: TypeAlias = defaultdict[str, float]
+
+
+def _none() -> Seconds:
+    return defaultdict(float)
 
 
 @dataclass
@@ -25,16 +31,16 @@ class RankTime:
                 idle: waited for other ranks, by the axis along which it waited; "end": after its last event.
     """
 
-    busy: Counter[str] = field(default_factory=Counter)
-    exposed: Counter[str] = field(default_factory=Counter)
-    idle: Counter[str] = field(default_factory=Counter)
+    busy: Seconds = field(default_factory=_none)
+    exposed: Seconds = field(default_factory=_none)
+    idle: Seconds = field(default_factory=_none)
 
 
 def time_of(replayed: Replayed, rank: int, begin: float = 0.0, end: float | None = None) -> RankTime:
     """What a rank did between two moments (default: all the time)."""
     end = replayed.seconds if end is None else end
     found, stations, times = RankTime(), replayed.stations_of(rank), replayed.times(rank)
-    works, busy = replayed.track(rank).works, Counter[int]()
+    works, busy = replayed.track(rank).works, defaultdict[int, float](float)
     for place, (kind, slot, number) in enumerate(replayed.track(rank).ops):
         stop = times[place + 1]
         start = times[place]
@@ -59,18 +65,11 @@ def _moving(station: Station, number: int, start: float, stop: float) -> float:
     """Seconds between start and stop in which a station runs the given job, or one before it."""
     seconds = 0.0
     for at in range(number, -1, -1):
-        begin, end = _known(station, at)
+        begin, end = station.begins[at], station.ends[at]
         if end <= start:
             break
         seconds += max(0.0, min(stop, end) - max(start, begin))
     return seconds
-
-
-def _known(station: Station, number: int) -> tuple[float, float]:
-    """Begin and end of a job that has run."""
-    begin, end = station.begins[number], station.ends[number]
-    assert begin is not None and end is not None
-    return begin, end
 
 
 # ---------------------------------------------------------------------------------------------------- the critical path
@@ -88,7 +87,7 @@ class PathPiece(NamedTuple):
 def critical_path(replayed: Replayed, begin: float = 0.0) -> list[PathPiece]:
     """The pieces that determined the end, from `begin` to the end, each beginning when the one before it stops."""
     pieces = [piece._replace(start=max(piece.start, begin)) for piece in _backwards(replayed, begin)
-              if piece.stop > piece.start]
+              if piece.stop > max(piece.start, begin)]
     return pieces[::-1]
 
 
@@ -118,7 +117,7 @@ def _through(replayed: Replayed, station: Station, number: int) -> tuple[list[Pa
     """The pieces of a job, and of those before it in its station that held it up; then the clock and op before them."""
     pieces = []
     while True:
-        begin, end = _known(station, number)
+        begin, end = station.begins[number], station.ends[number]
         middle = min(end, begin + station.alone[number])
         kind = "move" if station.slot.kind == "move" else "call"
         pieces += [PathPiece("shared links", station.slot.axis, station.group[0], middle, end),

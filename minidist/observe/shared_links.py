@@ -1,8 +1,8 @@
 """Chapter 24 · Links that several calls use at the same time.
 
 A call alone takes its seconds and uses of each link a share of its capacity. While the shares on a link add up to more
-than 1, each call on it slows down by that sum; a call on several links by the largest. So speeds change only when a call
-begins or ends, and between two such moments each call goes on evenly:
+than 1, each call on it slows down by that sum; a call on several links by the largest. So speeds change only when a
+call begins or ends, and between two such moments each call goes on evenly:
 
     call    alone    its link    0      1      2      3      4      5 s
     a       2 s      all of it   |a a a a|a a a|                        1 s alone, then at half speed: ends at 3 s
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minidist.observe.stations import Station
+from minidist.observe.stations import UNKNOWN, Station
 from minidist.observe.tracks import Job
 
 FULL = 1.0 + 1e-9       # sums of shares are not exact
@@ -40,8 +40,9 @@ def busy_links(stations: Iterable[Station]) -> set[Any]:
 class Running:
     """The job that a station runs on shared links; a station has one of these.
 
-    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of what is not yet done at
-                time `since`. slowness: how many times longer it takes now. turn: marks what the heap holds of it as old.
+    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of what is not yet done
+                at time `since`. slowness: how many times longer it takes now. turn: of its end in the heap; others are
+                old.
     """
 
     __slots__ = ("left", "loads", "number", "since", "slowness", "station", "turn")
@@ -70,7 +71,7 @@ class SharedLinks:
     def complete(self, station: Station, number: int) -> None:
         """All comers are there for a job of a station. It begins when the one before has ended."""
         before = station.ends[number - 1] if number else 0.0
-        if before is not None:
+        if before != UNKNOWN:
             heapq.heappush(self._heap, (max(before, station.late[number]), next(self._turns), True, station.sharing))
 
     def next_end(self) -> tuple[Station, int] | None:

@@ -16,6 +16,8 @@ from minidist.errors import MismatchError
 from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.tracks import Job, Meeting, Track
 
+UNKNOWN = -1.0          # a time that is not yet known
+
 Loads: TypeAlias = Mapping[Any, float]      # link -> share of its capacity that a call alone uses, from 0 to 1
 
 
@@ -31,7 +33,7 @@ class Station:
 
     Attributes: slot: as the first of the group sees it. group: its ranks; of a message the sender and the receiver.
                 comers: those that begin its jobs: of a message the sender, else the group. alone: seconds of each job.
-                left: comers that have yet to come. late: when the last one came. begins, ends: None while not known.
+                left: comers that have yet to come. late: when the last one came. begins, ends: of each job, or UNKNOWN.
                 waiting: {number of a job: ranks that wait for its end}. sharing: see shared_links.py.
     """
 
@@ -48,8 +50,7 @@ class Station:
         count = len(self.jobs)
         self.alone = [self.costs[job].seconds for job in self.jobs]
         self.left, self.late = [comers] * count, [0.0] * count
-        self.begins: list[float | None] = [None] * count
-        self.ends: list[float | None] = [None] * count
+        self.begins, self.ends = [UNKNOWN] * count, [UNKNOWN] * count
         self.waiting: dict[int, list[int]] = {}
 
     def __str__(self) -> str:
@@ -67,8 +68,8 @@ def _some(ranks: Sequence[int]) -> str:
 class Pricing(NamedTuple):
     """Who says how long jobs take, and which ranks form a group."""
 
-    members: Callable[[str, int], Sequence[int]]                            # (axis, rank) -> ranks of its group
-    call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]]       # a message: its group is (from, to), peer 1
+    members: Callable[[str, int], Sequence[int]]                    # (axis, rank) -> ranks of its group
+    call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]]
     move_seconds: Callable[[int, Transfer], float]
 
     def cost(self, job: Job, group: tuple[int, ...], slot: Meeting) -> Cost:

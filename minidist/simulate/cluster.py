@@ -1,9 +1,8 @@
-"""Chapter 24 · Clusters: devices, nodes and wires as data (clusters.toml, or a file of yours), and where ranks lie.
+"""Chapter 24 · Clusters: devices, nodes and wires as data (clusters.toml, or a file of yours).
 
     cluster = Cluster.parse("h100:128x8")           # 128 nodes of 8; "h100:1024" is the same, "tpu-v4:8x8x8" a torus
     cluster.device.peak("bfloat16")                 # 989.4e12 FLOP/s
     cluster.route(0, 9)                             # numbers of links; cluster.links[number] is a Link
-    Placement({"dp": 128, "tp": 8}, cluster)        # rank -> place: the last axis of the order lies inside nodes
 
 Places are numbered node by node. `here` is this machine as `minidist bench calibrate` measured it (simulate/here.py).
 
@@ -11,16 +10,15 @@ notes: N2 §11, N4 §1.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from minidist.console import meant
 from minidist.errors import ConfigError
-from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.simulate.device import Device, Tier
 from minidist.simulate.topology import Link, Topology, Wire, most_even
 
 if sys.version_info >= (3, 11):
@@ -29,39 +27,6 @@ else:
     import tomli as tomllib
 
 OWN_FILE = Path(__file__).with_name("clusters.toml")
-_SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "float8"}
-
-
-@dataclass(frozen=True)
-class Device:
-    """One GPU, TPU or processor. What no source states is None."""
-
-    name: str
-    peaks: Mapping[str, float]          # FLOP/s of matrix products, dense, by dtype ("tf32" among them)
-    memory_bytes: int
-    memory_bandwidth: float             # bytes a second
-    memory_kind: str = ""
-    watts: float | None = None          # at full load
-    idle_watts: float | None = None
-    price_an_hour: float | None = None  # dollars
-    kind: str = "gpu"                   # or cpu
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the dtype."""
-        name = _SHORT.get(dtype, dtype)
-        if name not in self.peaks:
-            raise ConfigError(f"{self.name} has no rate for {name}; take a precision of "
-                              f"{', '.join(name for name in self.peaks if name != 'tf32')}")
-        return self.peaks[name]
-
-
-class Tier(NamedTuple):
-    """Memory beyond the device: the host's, CXL, a disk."""
-
-    name: str
-    bandwidth: float                    # bytes a second between it and one device, in one direction
-    alpha: float                        # seconds until a copy begins
-    nbytes: int | None = None           # of a node; None: not stated
 
 
 @dataclass(frozen=True)
@@ -90,13 +55,16 @@ class Cluster:
 
         Raises: ConfigError with the nearest name that there is, or the nearest count that fits.
         """
+        if text.split(":")[0] == "here":
+            from minidist.simulate.here import from_text
+            return from_text(text)
         path, name, shape = _parts(text)
         tables = _tables(path or file)
         entry = tables["cluster"].get(name)
         if entry is None:
             known = sorted(tables["cluster"])
-            raise ConfigError(f"no cluster {name!r}{meant(name, known)}; choose from {', '.join(known)}, or give a file "
-                              f"of yours")
+            raise ConfigError(f"no cluster {name!r}{meant(name, known)}; choose from {', '.join(known)}, or give a "
+                              f"file of yours")
         try:
             return _build(name, text, entry, tables, shape)
         except KeyError as error:
@@ -126,19 +94,21 @@ class Cluster:
 
     def rewired(self, wires: Mapping[str, Mapping[str, float]]) -> "Cluster":
         """The same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha": 1e-6}}."""
-        def changed(wire: Wire | None) -> Wire | None:
-            return None if wire is None else wire._replace(**wires.get(wire.name, {}))
+        def changed(wire: Wire) -> Wire:
+            numbers = wires.get(wire.name, {})
+            return wire._replace(alpha=numbers.get("alpha", wire.alpha),
+                                 bandwidth=numbers.get("bandwidth", wire.bandwidth))
 
-        inside = changed(self.topology.inside)
-        assert inside is not None
-        return replace(self, topology=replace(self.topology, inside=inside, between=changed(self.topology.between)))
+        between = self.topology.between
+        return replace(self, topology=replace(self.topology, inside=changed(self.topology.inside),
+                                              between=None if between is None else changed(between)))
 
     def move_seconds(self, lane: str, nbytes: int) -> float:
         """Seconds of a copy between device and host, or between host and the disk or CXL memory that `lane` names."""
         tier = next((tier for name, tier in self.tiers.items() if name != "host" and name in lane), None)
         tier = tier or self.tiers.get("host")
         if tier is None:
-            raise ConfigError(f"cluster {self.name} has no memory beyond the device; add `host`, or plan without offload")
+            raise ConfigError(f"cluster {self.name} has no memory beyond the device; add `host`, or do not offload")
         return tier.alpha + nbytes / tier.bandwidth
 
 
@@ -188,8 +158,10 @@ def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, 
     topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
     node_watts, watts = entry.get("node_watts"), entry.get("watts")
     device = Device(entry["device"], entry["peak"], int(entry["memory_bytes"]), float(entry["memory_bandwidth"]),
-                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"))
-    tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes")) for key, tier in tables["tier"].items()}
+                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"),
+                    host_bandwidth=entry["host_bandwidth"] / entry["per_node"] if "host_bandwidth" in entry else None)
+    tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
+             for key, tier in tables["tier"].items()}
     if "host" in entry:
         host = _wire(entry["host"], tables)
         tiers["host"] = Tier("host", host.bandwidth, host.alpha, entry.get("host_bytes"))
@@ -238,74 +210,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
     entry = tables["wire"].get(name)
     if entry is None:
         raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
-    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)))
-
-
-# ---------------------------------------------------------------- where ranks lie
-
-
-class Placement:
-    """Ranks of a plan on the places of a cluster.
-
-    Ranks count as Mesh counts them (dp, pp, ep, cp, tp, the last innermost). Places are dealt along `order`, whose last
-    axis is innermost: it lies inside nodes. As long as `order` is Mesh's own, rank r is at place r.
-
-    Raises: ConfigError if the plan has another number of ranks than the cluster has devices, or the order names no axis.
-    """
-
-    def __init__(self, plan: Any, cluster: Cluster | None = None, order: Sequence[str] | None = None) -> None:
-        sizes = {axis: plan.get(axis, 1) if isinstance(plan, Mapping) else getattr(plan, axis) for axis in AXES}
-        self.shape = {axis: int(size) for axis, size in sizes.items()}
-        self.size = prod(self.shape.values())
-        if cluster is not None and self.size > cluster.size:
-            cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1) or "dp=1"
-            raise ConfigError(f"{cut} are {self.size} ranks, and {cluster.spec} has {cluster.size} devices; choose axes "
-                              f"whose product is {cluster.size}")
-        given = list(order or AXES)
-        wrong = [axis for axis in given if axis not in AXES]
-        if wrong or len(set(given)) < len(given):
-            raise ConfigError(f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last")
-        self.order = [*(axis for axis in AXES if axis not in given), *given]
-        self._strides = _strides(self.shape, AXES)
-        self._steps = _strides(self.shape, self.order)
-        self.places = [self._place(rank) for rank in range(self.size)]
-        self._groups: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
-
-    def place_of(self, rank: int) -> int:
-        """Where a rank is."""
-        return self.places[rank]
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on each axis."""
-        return {axis: rank // self._strides[axis] % self.shape[axis] for axis in AXES}
-
-    def members(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of `rank` along "tp", "dp,cp" or "world", in the group's order."""
-        if axis == "world":
-            return self._everyone
-        named = tuple(name for name in AXES if name in axis.split(","))
-        if not named:
-            raise ConfigError(f"no group {axis!r}; groups lie along world, or axes of {', '.join(AXES)}")
-        first = rank - sum(rank // self._strides[name] % self.shape[name] * self._strides[name] for name in named)
-        known = self._groups.get((named, first))
-        if known is None:
-            found = [first]
-            for name in named:
-                found = [start + step * self._strides[name] for start in found for step in range(self.shape[name])]
-            known = self._groups[named, first] = tuple(found)
-        return known
-
-    @cached_property
-    def _everyone(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
-
-    def _place(self, rank: int) -> int:
-        return sum(rank // self._strides[axis] % self.shape[axis] * self._steps[axis] for axis in AXES)
-
-
-def _strides(shape: Mapping[str, int], order: Iterable[str]) -> dict[str, int]:
-    """How far apart neighbours along each axis are, the last of `order` innermost."""
-    found, step = {}, 1
-    for axis in reversed(list(order)):
-        found[axis], step = step, step * shape[axis]
-    return found
+    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
+                in_switch=float(entry.get("in_switch", 0.0)))

@@ -11,11 +11,16 @@ No code of ours sends their messages, so they are modelled, as NCCL's own tuner 
     tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of the nodes. A node
            sends and receives the array twice.     hops: 2 (members of a node - 1) inside, 2 log2(nodes) between
 
+    switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device sends its array to
+           the switch once, and gets the sum once.
+
     pairs  all_to_all: every rank to every other at once.
 
 Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a quarter of the bandwidth), LL128 and
 Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL, the α of the wires, times NCCL's own
-ratios. Not modelled: reductions inside switches (NVLS, SHARP), and PXN.
+ratios. Not modelled: switches that add between nodes (NVLS with trees, SHARP), and PXN.
+
+A node whose devices are linked pair by pair, and no others: every device sends each other its share at once.
 
 On a torus a group that fills a box of it sends a share of the array both ways along every dim, dims in turn: all its
 links are busy. Other groups are rings through their members in order.
@@ -23,7 +28,7 @@ links are busy. Other groups are rings through their members in order.
 Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, in Lucas 1892); Jouppi et al. 2023.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
     from minidist.simulate.messages import Operands
 
 
-class Protocol(NamedTuple):
+class LibraryProtocol(NamedTuple):
     """How a library moves bytes. Latencies are multiples of the wires' α."""
 
     name: str
@@ -48,14 +53,18 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = (
-    Protocol("LL", 6.6e-6, 1.0, 1.0, 1 / 4, 1.0, 5.0 / 2.7, 6.8e-6),
-    Protocol("LL128", 14.0e-6, 1.9 / 0.6, 4.0 / 2.7, 0.92, 1.25 / 0.6, 8.5 / 2.7, 14.0e-6),
-    Protocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
+    LibraryProtocol("LL", 6.6e-6, 1.0, 1.0, 1 / 4, 1.0, 5.0 / 2.7, 6.8e-6),
+    LibraryProtocol("LL128", 14.0e-6, 1.9 / 0.6, 4.0 / 2.7, 0.92, 1.25 / 0.6, 8.5 / 2.7, 14.0e-6),
+    LibraryProtocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
 )
 """NCCL's baseLat, hwLat (NVLink and network) and its shares of the bandwidth."""
 TREE_SHARE = 0.9                # of the bandwidth that a tree reaches (tuning.cc)
+SWITCH_BASE = 25e-6             # seconds before a switch has the first sum (tuning.cc)
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""
+
+
+_PerByte = defaultdict[int, float]
 
 
 class Load(NamedTuple):
@@ -83,10 +92,12 @@ class Library:
         if verb == "all_to_all":
             return self._all_to_all(operands)
         total = self._total(verb, operands)
-        load, seconds = min(((load, self._seconds(name, load, total, protocol)) for name, load in self._ways(verb)
-                             for protocol in PROTOCOLS), key=lambda way: way[1])
+        load, times, seconds = min(((load, times, self._seconds(name, load, times, total, protocol))
+                                    for name, load, times in self._ways(verb)
+                                    for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])),
+                                   key=lambda way: way[2])
         sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
-        return seconds, {number: round(share * total) for number, share in load.per_byte.items()}, sent
+        return seconds, {number: round(share * times * total) for number, share in load.per_byte.items()}, sent
 
     def _total(self, verb: str, operands: "Operands") -> int:
         """Bytes of the whole array: of what goes round."""
@@ -96,41 +107,67 @@ class Library:
             return sum(operands.block(rank) for rank in range(self.size))
         return operands.nbytes
 
-    def _ways(self, verb: str) -> list[tuple[str, Load]]:
-        if not self._loads.get(verb):
-            self._loads[verb] = self._on_torus(verb) or self._rings(verb)
-        ways = [("ring", self._loads[verb])]
+    def _ways(self, verb: str) -> list[tuple[str, Load, int]]:
+        """What may be done, what it puts on links, and how often."""
+        kind = "around" if verb in ROUNDS else "chain"
+        if kind not in self._loads:
+            around = kind == "around"
+            self._loads[kind] = around and (self._on_torus() or self._on_mesh()) or self._rings(around)
+        ways = [("ring", self._loads[kind], ROUNDS.get(verb, 1))]
         if verb == "all_reduce" and len(self.nodes) > 1 and not self.cluster.topology.torus:
-            ways.append(("tree", self._loads.setdefault("tree", self._tree())))
+            if "tree" not in self._loads:
+                self._loads["tree"] = self._tree()
+            ways.append(("tree", self._loads["tree"], 1))
+        if verb == "all_reduce" and len(self.nodes) == 1 and self.size > 2 and self.cluster.topology.inside.in_switch:
+            if "switch" not in self._loads:
+                self._loads["switch"] = self._in_switch()
+            ways.append(("switch", self._loads["switch"], 1))
         return ways
 
-    def _seconds(self, name: str, load: Load, nbytes: int, protocol: Protocol) -> float:
+    def _seconds(self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol) -> float:
+        if name == "switch":
+            return SWITCH_BASE + nbytes * load.seconds
         if name == "tree":
             return (protocol.tree_base + load.inside * protocol.tree_inside + load.between * protocol.tree_between
                     + nbytes * load.seconds / (TREE_SHARE * protocol.share))
-        return (protocol.base + load.inside * protocol.inside + load.between * protocol.between
-                + nbytes * load.seconds / protocol.share)
+        return protocol.base + times * (load.inside * protocol.inside + load.between * protocol.between
+                                        + nbytes * load.seconds / protocol.share)
 
     # ------------------------------------------------------------------------------------------------- what is sent
 
-    def _rings(self, verb: str) -> Load:
-        """All rings at once."""
+    def _rings(self, around: bool) -> Load:
+        """All rings at once, once around; or along each but for its last hop, which is a chain."""
         channels = min(map(len, self.nodes)) if len(self.nodes) > 1 else self.size
-        around = [[place for node in self.nodes for place in zigzag(node, number)] for number in range(channels)]
-        edges = [list(pairwise([*ring, ring[0]])) for ring in around]
-        bytes_an_edge = ROUNDS[verb] * (self.size - 1) / self.size if verb in ROUNDS else 1.0
-        per_byte: Counter[int] = Counter()
-        for ring in edges:
-            for src, dst in ring if verb in ROUNDS else ring[:-1]:
-                for number in self.cluster.route(src, dst):
-                    per_byte[number] += bytes_an_edge / channels
-        hops = ROUNDS.get(verb, 1) * (self.size - 1) / self.size
-        inside, between = self._alphas(edges[0])
-        return self._load(per_byte, hops * inside, hops * between)
+        share = (self.size - 1) / self.size if around else 1.0      # of the array, on each hop
+        per_byte, alphas = _PerByte(float), (0.0, 0.0)
+        for number in range(channels):
+            ring = [place for node in self.nodes for place in zigzag(node, number)]
+            hops = [*pairwise(ring), (ring[-1], ring[0])][:None if around else -1]
+            for src, dst in hops:
+                for link in self.cluster.route(src, dst):
+                    per_byte[link] += share / channels
+            if not number:
+                alphas = self._alphas(hops)
+        return self._load(per_byte, share * alphas[0], share * alphas[1])
+
+    def _on_mesh(self) -> Load | None:
+        """A node whose devices are linked pair by pair: every device sends each other its share, over its own link."""
+        if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1:
+            return None
+        per_byte = _PerByte(float, {number: 1 / self.size for src in self.members for dst in self.members
+                                    for number in self.cluster.route(src, dst)})
+        return self._load(per_byte, self.cluster.topology.inside.alpha, 0.0)
+
+    def _in_switch(self) -> Load:
+        """Every device's array once to the switch, and the sum once from it."""
+        wire, around = self.cluster.topology.inside, [*pairwise(self.members), (self.members[-1], self.members[0])]
+        per_byte = dict.fromkeys({link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0)
+        busiest = max(1 / self.cluster.links[link].bandwidth for link in per_byte)
+        return Load(per_byte, busiest / wire.in_switch, 0.0, 0.0)
 
     def _tree(self) -> Load:
         """A chain inside each node, a double binary tree between them."""
-        per_byte: Counter[int] = Counter()
+        per_byte = _PerByte(float)
         width = min(map(len, self.nodes))
         for number in range(width):
             heads = [node[number] for node in self.nodes]
@@ -147,24 +184,22 @@ class Library:
         between = self.cluster.topology.alpha(self.nodes[0][0], self.nodes[1][0])
         return self._load(per_byte, 2 * inside, 2 * (len(self.nodes) - 1).bit_length() * between)
 
-    def _on_torus(self, verb: str) -> Load | None:
+    def _on_torus(self) -> Load | None:
         """A box of the torus, filled: a share of the array goes along every dim, both ways."""
         box = self._box()
-        if box is None or verb not in ROUNDS:
+        if box is None:
             return None
-        topology, per_byte = self.cluster.topology, Counter[int]()
+        topology, per_byte = self.cluster.topology, _PerByte(float)
         dims = [dim for dim in range(len(box)) if box[dim] > 1]
-        ways = 2 * len(dims)
         for first in range(len(dims)):
-            left = ROUNDS[verb] / ways
+            left = 1 / (2 * len(dims))
             for dim in dims[first:] + dims[:first]:
                 share = left * (box[dim] - 1) / box[dim]
                 left /= box[dim]
                 for place in self.members:
                     for step in (1, -1):
                         per_byte[topology.torus_link(topology.coordinates(place), dim, step)] += share
-        alpha = topology.inside.alpha * ROUNDS[verb] * sum(box[dim] - 1 for dim in dims)
-        return self._load(per_byte, alpha, 0.0)
+        return self._load(per_byte, topology.inside.alpha * sum(box[dim] - 1 for dim in dims), 0.0)
 
     def _box(self) -> tuple[int, ...] | None:
         """The sides of the box that the members fill, whole rings of the torus each; None if they fill none."""
@@ -204,7 +239,7 @@ class Library:
                 between += alpha
         return inside, between
 
-    def _load(self, per_byte: Counter[int], inside: float, between: float) -> Load:
+    def _load(self, per_byte: _PerByte, inside: float, between: float) -> Load:
         links = self.cluster.links
         return Load(dict(per_byte), max((share / links[number].bandwidth for number, share in per_byte.items()),
                                         default=0.0), inside, between)

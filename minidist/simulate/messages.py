@@ -13,8 +13,7 @@ rank that asks for a message that is not sent yet is put back, and run again whe
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +27,10 @@ from minidist.comm.handle import Handle
 from minidist.comm.signature import BlockHeader
 from minidist.comm.transport import Reduce
 from minidist.errors import ConfigError
-
-SEND, POST, SENT, ARRIVED, ADD, SHOW, END = range(7)
-"""Operations: begin to send, be ready to receive, wait for either, add arrays, show (and all wait), nothing more."""
+from minidist.simulate.hollow import BYTE, HollowReduction, HollowRows, Known, hollow
+from minidist.simulate.program import ADD, ARRIVED, POST, SEND, SENT, SHOW, Program, RankProgram, program_of
 
 REDUCES = ("reduce", "all_reduce", "reduce_scatter")
-_BYTE = np.dtype(np.uint8)
 
 
 class Operands(NamedTuple):
@@ -53,41 +50,6 @@ class Operands(NamedTuple):
         return self.blocks[rank] if self.blocks else self.nbytes
 
 
-@dataclass
-class Program:
-    """What all ranks of a call do.
-
-    Attributes: verb, size
-                src, dst, nbytes   of each message
-                adds       whether it is added to an array as it arrives
-                meets      whether its sender does nothing else meanwhile (send, exchange): then it leaves when its
-                           receiver is ready
-                crowded    whether every rank sends to all others at once
-                kind, arg  (size, steps): each rank's operations, END behind the last; a message's number, or bytes
-    """
-
-    verb: str
-    size: int
-    src: np.ndarray
-    dst: np.ndarray
-    nbytes: np.ndarray
-    adds: np.ndarray
-    meets: np.ndarray
-    crowded: bool
-    kind: np.ndarray
-    arg: np.ndarray
-
-    @property
-    def messages(self) -> int:
-        """Of all ranks; what a rank shows at a time counts as one."""
-        return len(self.src) + int((self.kind == SHOW).sum())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of all ranks."""
-        return int(self.nbytes.sum()) + int(self.arg[self.kind == SHOW].sum())
-
-
 def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()) -> Program:
     """Run the algorithm on every rank; the root is rank 0.
 
@@ -97,7 +59,7 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
         raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
                           f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
     mail = _Mail(size, algorithm)
-    ranks: dict[int, _Recorded] = {}
+    ranks: dict[int, RankProgram] = {}
     waiting, before = list(range(size)), -1
     while waiting:
         left = []
@@ -107,88 +69,11 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
                 ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
             except _NotYetSent:
                 left.append(rank)
-            ranks[rank] = _Recorded.of(call)
+            ranks[rank] = RankProgram(*call.arrays())
         done = sum(len(recorded.kinds) for recorded in ranks.values())
         assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for what nobody sends"
         waiting, before = left, done
-    return _program(verb, [ranks[rank] for rank in range(size)])
-
-
-# ---------------------------------------------------------------- arrays and reductions without values
-
-
-def hollow(length: int, dtype: np.dtype = _BYTE) -> np.ndarray:
-    """An array whose elements all lie in one place: its slices know their lengths, and it takes no memory."""
-    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), (length,), (0,), writeable=True)
-
-
-class Known:
-    """A Place whose array is there before the message comes."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return self.array
-
-
-class HollowRows:
-    """calls/buffers.Rows for blocks whose lengths are known."""
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self._edges = [0, *accumulate(blocks)]
-        self._whole = hollow(self._edges[-1])
-
-    def place(self, rank: int, count: int = 1) -> Known:
-        """Of the blocks of `count` ranks from `rank` on."""
-        return Known(self._whole[self._edges[rank]:self._edges[rank + count]])
-
-    def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """One stretch of the result."""
-        return self._whole[:sum(map(len, blocks))]
-
-    def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """All blocks."""
-        return self._whole
-
-    def join(self, blocks: list[np.ndarray]) -> np.ndarray:
-        """All blocks."""
-        return self._whole
-
-    def complete(self, joined: np.ndarray) -> np.ndarray:
-        """All blocks."""
-        return self._whole
-
-
-class HollowReduction:
-    """calls/reduction.Reduction without values; what a rank adds by itself is told to its call."""
-
-    op = "sum"
-
-    def __init__(self, call: "RecordingCall", dtype: np.dtype) -> None:
-        self._call, self.dtype, self.total = call, dtype, dtype
-
-    def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
-        """A mark that what arrives is added."""
-        return _added
-
-    def onto(self, total: np.ndarray) -> Reduce:
-        """As into."""
-        return _added
-
-    def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """Each value but the first is added."""
-        self._call.note(ADD, (len(values) - 1) * out.nbytes)
-
-    def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Nothing: it costs no more than the storing that is counted."""
-
-    def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Nothing, as pass_on."""
-
-
-def _added(target: np.ndarray, start: int, piece: np.ndarray) -> None:
-    raise AssertionError("no values arrive")
+    return program_of(verb, [ranks[rank] for rank in range(size)])
 
 
 # ---------------------------------------------------------------- the call
@@ -275,6 +160,11 @@ class RecordingCall(Call):
             array[...] = sent
         return self.start_recv(src, array), [array]
 
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What is noted; of a thousand ranks it would be millions of Python's numbers."""
+        return (np.array(self.kinds, np.int8), np.array(self.args, np.int32),
+                np.array(self.sends, np.int64).reshape(-1, 3), np.array(self.posts, np.int32).reshape(-1, 2))
+
     def waited(self, kind: int, number: int) -> None:
         """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an exchange's receive."""
         alone = kind == SENT and self.args[-1] == number
@@ -334,9 +224,9 @@ def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, 
         length = operands.nbytes // operands.itemsize
         kept = bounds(length, size)[rank:rank + 2] if verb == "reduce_scatter" else (0, length)
         out = hollow(kept[1] - kept[0], item) if at_root or verb != "reduce" else None
-        return {"x": hollow(length, item), "out": out, "op": HollowReduction(call, item), **root}
+        return {"x": hollow(length, item), "out": out, "op": HollowReduction(item, partial(call.note, ADD)), **root}
     if verb in ("broadcast", "scatter"):
-        item = np.dtype(f"V{operands.itemsize}") if verb == "scatter" else _BYTE
+        item = np.dtype(f"V{operands.itemsize}") if verb == "scatter" else BYTE
         length = operands.nbytes // item.itemsize
         kept = bounds(length, size)[rank:rank + 2] if verb == "scatter" else (0, length)
         return {"x": hollow(length, item) if at_root else None, "place": Known(hollow(kept[1] - kept[0], item)), **root}
@@ -347,61 +237,3 @@ def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, 
                 "place": lambda src: Known(own)}
     rows = HollowRows([operands.block(other) for other in range(size)])
     return {"own": hollow(operands.block(rank)), "rows": rows if at_root or not root else None, **root}
-
-
-# ---------------------------------------------------------------- all ranks together
-
-
-class _Recorded(NamedTuple):
-    """What one rank did, as arrays."""
-
-    kinds: np.ndarray
-    args: np.ndarray
-    sends: np.ndarray           # (messages, 3)
-    posts: np.ndarray           # (messages, 2)
-    tells_all: bool
-
-    @classmethod
-    def of(cls, call: RecordingCall) -> "_Recorded":
-        """The call's operations; those of a thousand ranks would be millions of Python's numbers."""
-        kinds, args = np.array(call.kinds, np.int8), np.array(call.args, np.int32)
-        return cls(kinds, args, np.array(call.sends, np.int64).reshape(-1, 3),
-                   np.array(call.posts, np.int32).reshape(-1, 2), _tells_all(call))
-
-
-def _tells_all(call: RecordingCall) -> bool:
-    """Whether a rank has sends to all others under way at once."""
-    under_way: set[int] = set()
-    for kind, arg in zip(call.kinds[:3 * call.size], call.args, strict=False):     # before it waits for any
-        if kind == SEND:
-            under_way.add(call.sends[3 * arg])
-        elif kind in (SENT, ARRIVED):
-            break
-    return len(under_way) == call.size - 1
-
-
-def _program(verb: str, ranks: Sequence[_Recorded]) -> Program:
-    """Number the messages, and bring the ranks' operations into one table."""
-    size = len(ranks)
-    sent, posted = np.concatenate([rank.sends for rank in ranks]), np.concatenate([rank.posts for rank in ranks])
-    src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
-    at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
-    left, right = np.argsort(src * size + dst, kind="stable"), np.argsort(origin * size + at, kind="stable")
-    matched = len(left) == len(right) and bool((src[left] == origin[right]).all() and (dst[left] == at[right]).all())
-    assert matched, "every message is received"
-    number_of_post = np.empty(len(right), np.int64)         # a message's number is that of its send
-    number_of_post[right] = left
-    adds = np.zeros(len(left), bool)
-    adds[left] = posted[right, 1] != 0
-    steps = max(len(rank.kinds) for rank in ranks) + 1
-    kind, arg = np.full((size, steps), END, np.int8), np.zeros((size, steps), np.int64)
-    sends = posts = 0
-    for number, rank in enumerate(ranks):
-        args = rank.args.astype(np.int64)
-        args[np.isin(rank.kinds, (SEND, SENT))] += sends
-        theirs = np.isin(rank.kinds, (POST, ARRIVED))
-        args[theirs] = number_of_post[args[theirs] + posts]
-        kind[number, :len(args)], arg[number, :len(args)] = rank.kinds, args
-        sends, posts = sends + len(rank.sends), posts + len(rank.posts)
-    crowded = size > 2 and all(rank.tells_all for rank in ranks)
-    return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)

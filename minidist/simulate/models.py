@@ -13,12 +13,25 @@ from minidist.nn.config import MixtureConfig
 
 _LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu"}
 
+_MEGATRON: dict[str, Any] = {"vocabulary": 51200, "context": 2048, "tied": True}
+
 MODELS: dict[str, dict[str, Any]] = {
     # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2; vocabulary: section 2.3
     "gpt2": {"vocabulary": 50257, "context": 1024, "layers": 12, "width": 768, "heads": 12, "tied": True},
     "gpt2-xl": {"vocabulary": 50257, "context": 1024, "layers": 48, "width": 1600, "heads": 25, "tied": True},
     # Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1
     "gpt3-175b": {"vocabulary": 50257, "context": 2048, "layers": 96, "width": 12288, "heads": 96, "tied": True},
+    # Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", table 1
+    "megatron-1.7b": {"layers": 24, "width": 2304, "heads": 24, **_MEGATRON},
+    "megatron-3.6b": {"layers": 30, "width": 3072, "heads": 32, **_MEGATRON},
+    "megatron-7.5b": {"layers": 36, "width": 4096, "heads": 32, **_MEGATRON},
+    "megatron-18b": {"layers": 40, "width": 6144, "heads": 48, **_MEGATRON},
+    "megatron-39b": {"layers": 48, "width": 8192, "heads": 64, **_MEGATRON},
+    "megatron-76b": {"layers": 60, "width": 10240, "heads": 80, **_MEGATRON},
+    "megatron-145b": {"layers": 80, "width": 12288, "heads": 96, **_MEGATRON},
+    "megatron-310b": {"layers": 96, "width": 16384, "heads": 128, **_MEGATRON},
+    "megatron-530b": {"layers": 105, "width": 20480, "heads": 128, **_MEGATRON},
+    "megatron-1t": {"layers": 128, "width": 25600, "heads": 160, **_MEGATRON},
     # Touvron et al. 2023, "Llama 2", table 1 and appendix A.2.1; inner widths: the models' published configurations
     "llama2-7b": {"vocabulary": 32000, "context": 4096, "layers": 32, "width": 4096, "heads": 32, "mlp_width": 11008,
                   **_LLAMA},

@@ -6,14 +6,15 @@
 
 Inside a node                                        Between nodes
 
-    switch   out(src) → in(dst)                      fat tree   nic-out → [up(leaf, spine) → down(spine, leaf)] → nic-in
-    mesh     pair(src, dst)                          torus      one link a hop, the shorter way round each dim in turn
-    pcie     up(src) → [root-up → root-down] → down(dst)
+    switch   out(src) → in(dst)                      fat tree   nic-out → [up(leaf, spine) → down(spine, leaf)]
+    mesh     pair(src, dst)                                     → nic-in
+    pcie     up(src) → [root-up → root-down]         torus      a link a hop, the shorter way round each dim
+             → down(dst)
 
-A device uses NIC local * nics // per_node. With rails, equal NICs of all nodes meet at one leaf; else all NICs of a node
-do. A leaf's uplinks have the bandwidth of its NICs, divided by the oversubscription. Static routing sends all messages
-of a pair through one spine, which a hash of the pair chooses; adaptive routing spreads them over all spines evenly, so
-that the spines are one link as wide as all.
+A device uses NIC local * nics // per_node. With rails, equal NICs of all nodes meet at one leaf; else all NICs of a
+node do. A leaf's uplinks have the bandwidth of its NICs, divided by the oversubscription. Static routing sends all
+messages of a pair through one spine, which a hash of the pair chooses; adaptive routing spreads them over all spines
+evenly, so that the spines are one link as wide as all.
 
 notes: N4 §1, §3.    Source: Leiserson 1985 (fat tree); Jouppi et al. 2023 (TPU v4, 3-D torus).
 """
@@ -38,6 +39,7 @@ class Wire(NamedTuple):
     overhead: float = 0.0       # o, γ, κ of comm/cost/link_model.py: seconds, and seconds a byte
     gamma: float = 0.0
     crowd: float = 0.0
+    in_switch: float = 0.0      # share of the bandwidth at which its switch adds arrays up; 0: it does not
 
 
 class Link(NamedTuple):
@@ -140,8 +142,9 @@ class Topology:
         leaf, other = self._leaf(here, out), self._leaf(there, into)
         if leaf != other:
             ports = self.nodes_per_leaf * (1 if self.rails else self.nics)
-            uplinks = wire.bandwidth * ports / self.oversubscription
-            spine, width = (f"{pair % self.spines}", uplinks / self.spines) if self.routing == "static" else ("s", uplinks)
+            width, spine = wire.bandwidth * ports / self.oversubscription, "s"
+            if self.routing == "static":
+                width, spine = width / self.spines, f"{pair % self.spines}"
             yield self._link(f"{leaf}.up{spine}", wire, alpha=0.0, bandwidth=width)
             yield self._link(f"{other}.down{spine}", wire, alpha=0.0, bandwidth=width)
         yield self._link(f"node{there}.nic{into}-in", wire, alpha=0.0)

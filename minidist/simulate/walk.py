@@ -14,7 +14,8 @@ the five numbers of comm/cost/link_model.py on each link:
     when it is started. Either is complete when the message has arrived.
     What ranks show each other in shared memory is written and read once, at β/2 a byte each, and all wait for all.
 
-So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit.
+So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit; but for a
+tree's way down among P ranks that are no power of two, where that counts one α too many.
 
 Algorithm `native` of GPUs and TPUs is no code of ours: library.py models it. notes: N4 §2.
 """
@@ -27,10 +28,10 @@ import numpy as np
 
 from minidist.comm.collectives.torus import grid
 from minidist.comm.limits import SHOWN_BYTES, STRETCH_BYTES
-from minidist.errors import ConfigError
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library
-from minidist.simulate.messages import ADD, ARRIVED, END, POST, SEND, SENT, SHOW, Operands, Program, record
+from minidist.simulate.messages import Operands, record
+from minidist.simulate.program import ADD, ARRIVED, END, POST, SEND, SENT, SHOW, Program
 
 FEW_PERIODS = 3         # a call of more stretches than this is continued in a straight line from these
 
@@ -160,13 +161,13 @@ def walk(program: Program, members: Sequence[int], cluster: Cluster) -> CallCost
     In a round every rank that does not wait carries out one operation. All ranks' operations of a round are arrays, so
     a thousand ranks take little longer than eight.
     """
-    state = _Walk(program, members, cluster)
+    state = _MessageWalk(program, members, cluster)
     while state.active.size:
         state.round()
     return CallCost(float(state.clock.max()), state.link_bytes(), program.messages, program.sent_bytes)
 
 
-class _Walk:
+class _MessageWalk:
     """Where a walk stands. Times are in seconds since the call began.
 
     Attributes: clock   of each rank; active: the ranks that are not at their end

@@ -178,7 +178,7 @@ def test_forking_hides_no_other_warning():
 
 @pytest.mark.parametrize(("transport", "says"), [
     ("tpc", "did you mean 'tcp'"), ("carrier pigeon", "choose from threads"),
-    ("sim", "not available in this version")])
+    ("sim", "no transport 'sim'")])     # a simulated job is md.simulate, and no transport
 def test_a_transport_that_is_not_there(transport, says):
     with pytest.raises(LaunchError, match=says):
         md.run(wait_for_the_others, size=2, transport=transport)

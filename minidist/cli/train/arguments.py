@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (None, "store"):
         parser.register("action", kind, _Given)
     parser.register("action", "store_true", _GivenFlag)
-    groups = {"the job": _job, "an elastic job": _elastic, "the plan": _division, "other strategies": _strategy,
-              "device memory": _memory, "the data": _data, "the model": _model, "a mixture of experts": _experts,
+    groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
+              "device memory": memory, "the data": _data, "the model": _model, "a mixture of experts": experts,
               "the training": _training, "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
@@ -96,7 +96,8 @@ def _elastic(add: Add) -> None:
              "(default: 1)")
 
 
-def _division(add: Add) -> None:
+def division(add: Add) -> None:
+    """How the job is cut."""
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
              "(tensor) (default: dp=all)")
@@ -134,7 +135,8 @@ def _strategy(add: Add) -> None:
         help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
 
 
-def _memory(add: Add) -> None:
+def memory(add: Add) -> None:
+    """What a plan does to need less device memory."""
     add("--accumulate", type=positive, default=1, metavar="A",
         help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
     add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
@@ -175,7 +177,8 @@ def _model(add: Add) -> None:
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
 
 
-def _experts(add: Add) -> None:
+def experts(add: Add) -> None:
+    """A mixture of experts."""
     add("--experts", type=positive, metavar="E",
         help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
     add("--top-k", type=positive, metavar="K", help="experts of a token (default: 2)")

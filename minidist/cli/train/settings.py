@@ -69,15 +69,10 @@ class Settings:
         if self.args.elastic and size < plan.size and size % inner == 0:
             plan = replace(plan, dp=size // inner)
         args = self.args
-        given = {each.name: getattr(args, each.name) for each in fields(Plan) if hasattr(args, each.name)}
-        if args.zero is None:
-            given["zero"] = 3 if args.offload == "all" else 0
-        if args.staleness is None:
-            del given["staleness"]      # Plan has a default
-        elif args.staleness < 0:
-            given["staleness"] = None
-        given["replicas"] = args.replicas or 1 + (args.strategy == "data-parallel")
-        return replace(plan, **given)
+        given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
+        if args.staleness is not None:      # else as Plan has it
+            given["staleness"] = None if args.staleness < 0 else args.staleness
+        return replace(plan, **{**plan_options(args), **given})
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
@@ -94,6 +89,15 @@ class Settings:
         return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
                 "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
                 "device": args.device, "offload_dir": args.offload_dir}
+
+
+def plan_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options that are named like a field of Plan, but for those whose default depends on others."""
+    given = {each.name: getattr(args, each.name) for each in fields(Plan)
+             if each.name not in ("staleness", "replicas") and hasattr(args, each.name)}
+    if args.zero is None:
+        given["zero"] = 3 if args.offload == "all" else 0
+    return given
 
 
 def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:

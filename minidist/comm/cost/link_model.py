@@ -65,11 +65,29 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
+class ComputationCost:
+    """What kernels cost where so many ranks compute at once (chapter 24; bench/computation.py measures it)."""
+
+    ranks: int
+    peaks: dict[str, float]     # FLOP/s of an endless matrix product, by dtype
+    half: float                 # the size at which a product's third of a side halves that (simulate/rates.py)
+    launch: float               # seconds of a kernel of no work: NumPy, Python, the tape
+    bandwidth: float            # bytes a second
+    cache_bytes: float          # arrays of no more are faster,
+    cache_factor: float         # by this
+    misfit: float               # the worst |fitted / measured - 1|
+
+
+@dataclass(frozen=True)
 class Profile:
-    """The measured links, one for each link class and rank count, and the machine, as `minidist bench` describes it."""
+    """The measured links, one for each link class and rank count, and the machine, as `minidist bench` describes it.
+
+    Attributes: computation  for each number of ranks that computed at once; empty if it was not measured
+    """
 
     links: Sequence[LinkCost]
     machine: dict[str, Any]
+    computation: tuple[ComputationCost, ...] = ()
 
     def link(self, transport: str, nodes: Sequence[int]) -> LinkCost | None:
         """The costs within a group: of its link class, measured with as many ranks or the next fewer; None if never.
@@ -93,11 +111,14 @@ class Profile:
             return self
         measured = {(cost.link, cost.ranks) for cost in self.links}
         kept = [cost for cost in older.links if (cost.link, cost.ranks) not in measured]
-        return Profile([*kept, *self.links], self.machine)
+        counts = {cost.ranks for cost in self.computation}
+        computation = tuple(cost for cost in older.computation if cost.ranks not in counts)
+        return Profile([*kept, *self.links], self.machine, computation + self.computation)
 
     def as_json(self) -> dict[str, Any]:
         """For the file, and for the other ranks."""
-        return {"format": FORMAT, "machine": self.machine, "links": [asdict(cost) for cost in self.links]}
+        return {"format": FORMAT, "machine": self.machine, "links": [asdict(cost) for cost in self.links],
+                "computation": [asdict(cost) for cost in self.computation]}
 
     @classmethod
     def from_json(cls, value: Any) -> "Profile":
@@ -107,7 +128,11 @@ class Profile:
         links = value.get("links")
         if not isinstance(links, list) or not isinstance(value.get("machine"), dict):
             raise ConfigError("it lacks its links or its machine")
-        return cls([_link(entry) for entry in links], value["machine"])
+        try:
+            computation = tuple(ComputationCost(**entry) for entry in value.get("computation", ()))
+        except TypeError as error:
+            raise ConfigError("its computation has not just the numbers that calibrate writes") from error
+        return cls([_link(entry) for entry in links], value["machine"], computation)
 
 
 def _link(entry: Any) -> LinkCost:

@@ -1,0 +1,225 @@
+"""`minidist bench calibrate`, its second half: what computation costs here, one rank alone and several at once.
+
+Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that share cores, caches
+or memory bandwidth show it. Measured are
+
+    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n))
+    pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
+    step     training steps of two small models   launch of a kernel, in place of NumPy's call: with what Python, the
+                                                  tape and modules take; and how much dearer a step's passes are than
+                                                  these six (tanh, masks, tables)
+
+A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds. The fit is weighted least
+squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
+from minidist.comm.cost.link_model import ComputationCost
+from minidist.comm.group import Group
+from minidist.launch import run
+from minidist.nn import GPTConfig
+from minidist.observe.events import Busy
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.here import device_of
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.rates import Rates
+from minidist.simulate.trace import Kernel
+
+MODULE = "minidist.bench.computation"
+PRODUCTS = ((32, 32, 32), (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (768, 768, 768),
+            (64, 256, 1024), (512, 256, 1024), (512, 1024, 256), (1024, 64, 1024), (1024, 1024, 64))
+"""m, k, n: cubes, and a transformer's."""
+PASSES = tuple(1 << shift for shift in range(8, 23, 2))
+"""Elements of float32 arrays: 1 KiB to 16 MiB."""
+BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and written, of the six passes
+Figure = tuple[str, str, tuple[int, ...]]
+FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
+                         *(("pass", "float32", (elements,)) for elements in PASSES),
+                         ("step", "float32", (32, 16, 2)), ("step", "float32", (128, 64, 8))]
+"""A step: model width, tokens of a sequence, sequences. The first is almost nothing but launches."""
+BUDGET = 0.03               # seconds that the repetitions of one figure take
+DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
+INNER = 2                   # runs between two looks at the clock
+
+
+def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], None]) -> list[ComputationCost]:
+    """Measure and fit one rank alone, and each number of ranks at once that have a core each, the most among them.
+
+    Where there are more ranks than cores, they take turns: that needs no measurement (simulate/here.py).
+    """
+    fitted, cores = [], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for count in sorted({1, *(min(count, cores) for count in ranks)}):
+        jobs: list[Job] = []
+        with closed_at_the_end(jobs):
+            jobs.append(start_workers(MODULE, "computation", count, by="rank"))
+            figures: dict[Figure, list[float]] = {}
+            for number in range(rounds):
+                progress(f"{count} ranks compute, round {number + 1} of {rounds}")
+                for kind, dtype, size in FIGURES:
+                    seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
+                    figures.setdefault((kind, dtype, size), []).append(seconds)
+        fitted.append(fit(count, {figure: min(times) for figure, times in figures.items()}))
+    return fitted
+
+
+def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
+    """The numbers that come closest to the measured seconds of each figure."""
+    passes = [(BYTES_A_PASS * size[0], time) for (kind, _, size), time in seconds.items() if kind == "pass"]
+    launch, bandwidth, cache_bytes, cache_factor, misfit = _fit_passes(passes)
+    products = {dtype: [(size, time) for (kind, of, size), time in seconds.items() if kind == "matmul" and of == dtype]
+                for dtype in ("float32", "float64")}
+    peaks, half, worst = _fit_products(products, launch)
+    cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst))
+    steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
+    return _fit_steps(cost, steps) if steps else cost
+
+
+def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
+    """The same with the launch, and the factor of passes, by which the steps take what they took."""
+    bare = Rates.of(device_of([replace(cost, launch=0.0)], 1, 1, {}))
+    rows, rest = [], []
+    for size, measured in steps.items():
+        kernels = kernels_of(size)
+        passes = bare.segment((kernel, times) for kernel, times in kernels if kernel.kind == "memory")
+        rows.append((sum(times for _, times in kernels) / measured, passes / measured))
+        rest.append(1 - (bare.segment(kernels) - passes) / measured)
+    (launch, dearer), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
+    dearer = min(max(float(dearer), 1.0), DEAREST)
+    launch = max(cost.launch, float(np.mean([(left - passes * dearer) / count
+                                             for (count, passes), left in zip(rows, rest, strict=True)])))
+    return replace(cost, launch=launch, bandwidth=cost.bandwidth / dearer)
+
+
+def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
+    """The kernels of a step of a small model, and how often each."""
+    trace = run_rank(Plan(), _model(size), rows=size[2], device_kind="cpu")
+    return [each for event in trace.events[trace.steps[-1]:] if isinstance(event, Busy)
+            for each in trace.segments[int(str(event.work))]]
+
+
+def _model(size: tuple[int, ...]) -> GPTConfig:
+    width, context, _ = size
+    return GPTConfig(vocabulary=64, context=context, layers=2, width=width, heads=2)
+
+
+def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float, float, float]:
+    """launch, bandwidth, cache_bytes, cache_factor, worst misfit; the cache's size is the best of those measured."""
+    nbytes, seconds = np.array(samples).T
+    best = None
+    for limit in sorted(nbytes)[2:-2]:
+        inside = nbytes <= limit
+        columns = np.stack([np.ones_like(nbytes), nbytes * inside, nbytes * ~inside], axis=1) / seconds[:, None]
+        numbers = _least_squares(columns)
+        error = np.abs(columns @ numbers - 1)
+        if numbers[2] > 0 and (best is None or (error ** 2).sum() < best[0]):
+            best = (float((error ** 2).sum()), limit, numbers, float(error.max()))
+    assert best is not None, "large arrays take time"
+    _, limit, (launch, cached, streamed), worst = best
+    return float(launch), 1 / float(streamed), float(limit), max(1.0, float(streamed / max(cached, 1e-15))), worst
+
+
+def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
+                  launch: float) -> tuple[dict[str, float], float, float]:
+    """The peak of each dtype, float32's `half`, worst misfit."""
+    peaks, half, worst = {}, None, 0.0
+    for dtype, samples in products.items():
+        flops = np.array([2.0 * np.prod(size) for size, _ in samples])
+        sides = np.array([sum(1 / side for side in size) for size, _ in samples])
+        seconds = np.maximum(np.array([time for _, time in samples]) - launch, 1e-9)
+        if half is None:
+            inverse, slope = _least_squares(np.stack([flops, flops * sides], axis=1) / seconds[:, None])
+            half = float(slope / inverse) if inverse > 0 else 0.0
+        else:
+            inverse, = _least_squares((flops * (1 + half * sides) / seconds)[:, None])
+        inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
+        errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
+        peaks[dtype], worst = 1 / float(inverse), max(worst, float(errors.max()))
+    assert half is not None
+    return peaks, half, worst
+
+
+def _least_squares(columns: np.ndarray) -> np.ndarray:
+    """Numbers, none below 0, whose sums come closest to 1; each column in units of its own."""
+    scale = np.abs(columns).max(axis=0)
+    free = [column for column in range(columns.shape[1]) if scale[column]]
+    numbers = np.zeros(columns.shape[1])
+    while free:
+        numbers[:] = 0
+        solved, *_ = np.linalg.lstsq(columns[:, free] / scale[free], np.ones(len(columns)), rcond=None)
+        numbers[free] = solved / scale[free]
+        if solved.min() >= 0:
+            break
+        free.remove(free[int(solved.argmin())])
+    return np.maximum(numbers, 0)
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
+    """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as long on every rank."""
+    if kind == "step":
+        return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
+    work = _product(dtype, *size) if kind == "matmul" else _passes(dtype, *size)
+    work()
+    now = time.perf_counter()
+    seconds: list[float] = []
+    end = now + BUDGET
+    while now < end or len(seconds) < 3:
+        start = now
+        for _ in range(INNER):
+            work()
+        now = time.perf_counter()
+        seconds.append((now - start) / INNER / (1 if kind == "matmul" else 6))
+    return [statistics.median(seconds)]
+
+
+def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
+    a, b = np.ones((m, k), dtype), np.ones((k, n), dtype)
+    return lambda: a @ b
+
+
+def _passes(dtype: str, elements: int) -> Callable[[], Any]:
+    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element."""
+    a, b = np.full(elements, 0.5, dtype), np.ones(elements, dtype)
+
+    def work() -> None:
+        total = a + b
+        total = total - b
+        total = total * 0.5
+        np.exp(total).sum()
+        total.copy()
+
+    return work
+
+
+def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
+    """Seconds of each step of a small model, but for the first ones."""
+    trainer, tokens = Trainer(Plan(), _model(size), world), np.zeros((size[2], size[1]), np.int64)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        trainer.step((tokens, tokens))
+        seconds.append(time.perf_counter() - start)
+    return seconds[2:]
+
+
+def main() -> None:
+    """Run as one rank."""
+    options = worker_arguments().parse_args()
+    answer(options.meet, options.rank, measure)
+
+
+if __name__ == "__main__":
+    main()

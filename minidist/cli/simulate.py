@@ -1,0 +1,128 @@
+"""`minidist simulate --cluster h100:128x8 --model llama3-70b --plan dp=16,pp=8,tp=8`: a plan on a cluster not at hand.
+
+    minidist simulate --cluster h100:128x8 --model llama3-70b --batch 1024 --plan dp=16,pp=8,tp=8 --zero 1 \\
+        --schedule 1f1b --microbatches 64
+    minidist simulate --cluster a100-80g:1x8 --layers 24 --width 2048 --heads 16 --batch 64 --plan dp=8 --zero 3
+    minidist simulate … --slow-rank 3:2.0 --slow-link "node1.nic*:4" --figure step.png --trace step.json
+
+The modules that train run on arrays without data; their calls and kernels are then put on one clock.
+"""
+
+import argparse
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from minidist.cli.train.arguments import division, experts, memory
+from minidist.cli.train.settings import mixture_of, plan_options
+from minidist.console import fail, positive, positive_number, shown, write_json, written
+from minidist.files import check_writable
+from minidist.nn import GPTConfig
+from minidist.observe.timeline import write_perfetto
+from minidist.parallel.hybrid.plan import PRECISIONS, Plan
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.models import MODELS, model
+from minidist.simulate.rates import CostProfile, Rates
+from minidist.simulate.simulate import simulate
+
+DOES_NOT_FIT = 3
+"""The exit status of a plan that does not fit into the devices' memory."""
+
+MOST_TOKENS = 1e18
+
+SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
+"""Of a model without a name (those of GPT-2); an option of a model with a name replaces the name's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist simulate`."""
+    add = parser.add_argument_group("the cluster").add_argument
+    add("--cluster", required=True, metavar="NAME:NODESxDEVICES", help="as h100:128x8; FILE:NAME:… for one of yours")
+    add("--profile", metavar="FILE", help="constants that `minidist calibrate` fitted to measured steps")
+    add("--order", metavar="AXIS,…", help="which axis lies inside nodes: the last (default: dp,pp,ep,cp,tp)")
+    add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
+        help="a straggler: this rank computes so many times longer; may be given several times")
+    add("--slow-link", action="append", default=[], metavar="NAME:FACTOR",
+        help="a byte takes so many times longer on links of this name, as node3.nic0-out or node3.*")
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
+    for name, what in (("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"),
+                       ("sequence", "tokens a sequence"), ("vocab", "embedding rows")):
+        add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the model's, or {SIZES[name]:,})")
+    experts(parser.add_argument_group("a mixture of experts").add_argument)
+    add = parser.add_argument_group("the step").add_argument
+    add("--batch", type=positive, required=True, metavar="SEQUENCES", help="sequences a step, of the whole job")
+    add("--precision", choices=PRECISIONS, default="bf16", help="as of train (default: bf16)")
+    add("--optimizer", choices=("adamw", "adam", "sgd", "rmsprop"), default="adamw", help="(default: adamw)")
+    division(parser.add_argument_group("the plan").add_argument)
+    memory(parser.add_argument_group("device memory").add_argument)
+    add = parser.add_argument_group("the result").add_argument
+    add("--tokens", type=_tokens, metavar="N", help="also what so many tokens take, as 15e12")
+    add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
+    add("--json", metavar="FILE", help="write all figures here")
+    add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
+    add("--figure", metavar="FILE", help="draw ranks, memory and axes into a picture (png, svg, pdf)")
+
+
+def _tokens(text: str) -> float:
+    """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < (tokens := float(text)) < MOST_TOKENS:
+            return tokens
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not a number above 0; write 15e12")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns: 0, or DOES_NOT_FIT. Raises: ConfigError."""
+    from minidist.cli.simulate_report import print_simulation
+
+    for option in ("json", "trace", "figure"):
+        check_writable(f"--{option}", getattr(args, option))
+    cluster, config = Cluster.parse(args.cluster), config_of(args)
+    profile = CostProfile.load(args.profile) if args.profile else None
+    cluster = profile.applied(cluster) if profile else cluster
+    plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
+    found = simulate(plan, config, cluster, batch=args.batch, order=args.order.split(",") if args.order else (),
+                     stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
+                     slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
+                     optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
+    print_simulation(Console(highlight=False), found, args.tokens)
+    if args.json:
+        write_json(args.json, found.as_json(args.tokens))
+    if args.trace:
+        from minidist.simulate.draw import shown_ranks
+        from minidist.simulate.timelines import timelines
+
+        with written("--trace", args.trace) as draft:
+            write_perfetto(draft, timelines(found, shown_ranks(found)))
+    if args.figure:
+        from minidist.simulate.draw import draw_simulation
+
+        draw_simulation(args.figure, found)
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+def config_of(args: argparse.Namespace) -> GPTConfig:
+    """The model that the options name or describe. Raises: ConfigError."""
+    given: dict[str, Any] = {"vocabulary" if name == "vocab" else "context" if name == "sequence" else name: size
+                             for name in SIZES if (size := getattr(args, name) or not args.model and SIZES[name])}
+    if (mixture := mixture_of(args)) is not None:
+        given["mixture"] = mixture
+    return replace(model(args.model), **given) if args.model else GPTConfig(positions="rotary", **given)
+
+
+def _factors(option: str, texts: list[str]) -> dict[str, float]:
+    """["3:2.0"] -> {"3": 2.0}. Raises: ConfigError."""
+    found = {}
+    for text in texts:
+        name, colon, factor = text.rpartition(":")
+        try:
+            found[name] = positive_number(factor)
+        except argparse.ArgumentTypeError:
+            colon = ""
+        if not colon or not name or option == "--slow-rank" and not name.isdecimal():
+            example = "3:2.0" if option == "--slow-rank" else "node3.nic0-out:2.0"
+            fail(f"{option} {shown(text)}: write the name and how many times slower it is, as {example}")
+    return found

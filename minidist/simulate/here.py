@@ -1,0 +1,86 @@
+"""Chapter 24 · `here`: this machine as a cluster, as `minidist bench calibrate` measured it.
+
+    minidist bench calibrate -n 2,4             once: links, and computation
+    Cluster.parse("here:4")                     four ranks as processes of this machine
+
+    link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
+    device          one rank's processor      rates measured with as many ranks at once
+
+More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
+that waits sleeps, so this is the longest that it can be. Ranks of `here` are on one host.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, load_profile, profile_path
+from minidist.console import meant, memory_bytes
+from minidist.errors import ConfigError
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.device import Device, Efficiency
+from minidist.simulate.topology import Topology, Wire
+
+TRANSPORTS = ("shm", "tcp", "mpi", "threads")
+"""Link classes, the one that `auto` takes between ranks of a host first."""
+
+
+def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cores: int | None = None) -> Cluster:
+    """This machine for so many ranks.
+
+    Args:    transport: the link class; profile, cores: of the machine (its own).
+    Raises:  ConfigError if the machine was not calibrated, or not this link class.
+    """
+    profile = profile or load_profile()
+    if profile is None or not profile.computation:
+        raise ConfigError(f"this machine was not measured for `here` ({profile_path()}); run `minidist bench "
+                          f"calibrate` first, which takes a minute")
+    if ranks < 1:
+        raise ConfigError(f"here:{ranks}: choose one rank or more")
+    link = profile.link(transport, [0] * ranks)
+    if link is None and ranks > 1:
+        known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
+        raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
+                          f"--only {transport},computation -n {ranks}`")
+    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine)
+    topology = Topology(ranks, _wire(transport, link))
+    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology)
+
+
+def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
+    """One rank's processor, where `ranks` compute at once."""
+    at_once = min(ranks, cores)
+    fewer = [cost for cost in measured if cost.ranks <= at_once]
+    cost = max(fewer, key=lambda cost: cost.ranks) if fewer else min(measured, key=lambda cost: cost.ranks)
+    turns = max(1.0, ranks / cores)
+    efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
+                            launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
+                            cache_factor=cost.cache_factor)
+    peaks = {name: peak / turns for name, peak in cost.peaks.items()}
+    return Device(str(machine.get("processor", "this processor")), peaks, memory_bytes() // ranks,
+                  cost.bandwidth / turns, kind="cpu", efficiency=efficiency)
+
+
+def _wire(name: str, cost: LinkCost | None) -> Wire:
+    if cost is None:
+        return Wire(name, 0.0, 1e9)     # of one rank: nothing crosses it
+    return Wire(name, cost.alpha, 1 / max(cost.beta, 1e-15), min(cost.overhead, cost.alpha), cost.gamma, cost.crowd)
+
+
+def from_text(text: str) -> Cluster:
+    """The cluster of "here" (as many ranks as cores), "here:4" or "here:tcp:4". Raises: ConfigError."""
+    _, *words = text.split(":")
+    transport = words.pop(0) if len(words) == 2 else TRANSPORTS[0]
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"{text!r}: no link class {transport!r}{meant(transport, TRANSPORTS)}; choose from "
+                          f"{', '.join(TRANSPORTS)}")
+    try:
+        ranks = int(*words) if words else cores_here()
+    except ValueError:
+        raise ConfigError(f"{text!r}: write here:RANKS, such as here:4; this machine has one node") from None
+    return here(ranks, transport)
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,91 @@
+"""Chapter 24 · The program of a collective: all messages, and every rank's operations, as arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SEND, POST, SENT, ARRIVED, ADD, SHOW, END = range(7)
+"""Operations: begin to send, be ready to receive, wait for either, add arrays, show (and all wait), nothing more."""
+
+
+@dataclass
+class Program:
+    """What all ranks of a call do.
+
+    Attributes: verb, size
+                src, dst, nbytes   of each message
+                adds       whether it is added to an array as it arrives
+                meets      whether its sender does nothing else meanwhile (send, exchange): then it leaves when its
+                           receiver is ready
+                crowded    whether every rank sends to all others at once
+                kind, arg  (size, steps): each rank's operations, END behind the last; a message's number, or bytes
+    """
+
+    verb: str
+    size: int
+    src: np.ndarray
+    dst: np.ndarray
+    nbytes: np.ndarray
+    adds: np.ndarray
+    meets: np.ndarray
+    crowded: bool
+    kind: np.ndarray
+    arg: np.ndarray
+
+    @property
+    def messages(self) -> int:
+        """Of all ranks; what a rank shows at a time counts as one."""
+        return len(self.src) + int((self.kind == SHOW).sum())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all ranks."""
+        return int(self.nbytes.sum()) + int(self.arg[self.kind == SHOW].sum())
+
+
+class RankProgram(NamedTuple):
+    """What one rank does, as arrays.
+
+    Attributes: kinds, args   its operations; the arg of a transfer is its number among this rank's sends or posts
+                sends, posts  of each send peer, bytes, whether it meets; of each post peer, whether it adds
+    """
+
+    kinds: np.ndarray
+    args: np.ndarray
+    sends: np.ndarray           # (messages, 3)
+    posts: np.ndarray           # (messages, 2)
+
+    def tells_all(self, size: int) -> bool:
+        """Whether the rank has sends to all others under way before it waits for any."""
+        waits = np.flatnonzero(np.isin(self.kinds, (SENT, ARRIVED)))
+        before = int((self.kinds[:waits[0]] == SEND).sum()) if len(waits) else 0
+        return len(set(self.sends[:before, 0].tolist())) == size - 1
+
+
+def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:
+    """Number the messages, and bring the ranks' operations into one table."""
+    size = len(ranks)
+    sent, posted = np.concatenate([rank.sends for rank in ranks]), np.concatenate([rank.posts for rank in ranks])
+    src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
+    at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
+    left, right = np.argsort(src * size + dst, kind="stable"), np.argsort(origin * size + at, kind="stable")
+    matched = len(left) == len(right) and bool((src[left] == origin[right]).all() and (dst[left] == at[right]).all())
+    assert matched, "every message is received"
+    number_of_post = np.empty(len(right), np.int64)         # a message's number is that of its send
+    number_of_post[right] = left
+    adds = np.zeros(len(left), bool)
+    adds[left] = posted[right, 1] != 0
+    steps = max(len(rank.kinds) for rank in ranks) + 1
+    kind, arg = np.full((size, steps), END, np.int8), np.zeros((size, steps), np.int64)
+    sends = posts = 0
+    for number, rank in enumerate(ranks):
+        args = rank.args.astype(np.int64)
+        args[np.isin(rank.kinds, (SEND, SENT))] += sends
+        theirs = np.isin(rank.kinds, (POST, ARRIVED))
+        args[theirs] = number_of_post[args[theirs] + posts]
+        kind[number, :len(args)], arg[number, :len(args)] = rank.kinds, args
+        sends, posts = sends + len(rank.sends), posts + len(rank.posts)
+    crowded = size > 2 and all(rank.tells_all(size) for rank in ranks)
+    return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)

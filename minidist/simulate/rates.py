@@ -1,0 +1,143 @@
+"""Chapter 24 · Seconds of a kernel: matrix products by size, everything else by the bytes it reads and writes.
+
+    matmul, attention   launch + max(FLOPs / (peak · share · size factor), bytes / (bandwidth · share), shortest)
+    memory              launch + max(bytes / (bandwidth · share), shortest)
+    host                bytes / (the device's part of the host's bandwidth · share): what offloading computes there
+    launch              launch
+
+    size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three sides are all 3·half
+                                        long runs at half the speed of a large one
+
+The constants are defaults with their sources, or a profile's: fitted to step times that somebody measured
+(`minidist calibrate`), or to this machine (`minidist bench calibrate`).
+
+notes: N2 §11, N2:35.    Source: Williams, Waterman & Patterson 2009 (roofline).
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from minidist.console import meant
+from minidist.errors import ConfigError
+from minidist.files import whole
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.device import DEFAULT, Device, Efficiency
+
+FORMAT = 1
+
+
+class Priceable(Protocol):
+    """A kernel as simulate/trace.py has it; `size` of a matmul is (batch, m, k, n)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def nbytes(self) -> float: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of kernels on one device; of a profile's constants, or the defaults.
+
+    Attributes: slowdown   by which everything takes longer (a profile's; ranks that share cores)
+    """
+
+    device: Device
+    efficiency: Efficiency
+    slowdown: float = 1.0
+
+    @classmethod
+    def of(cls, device: Device, profile: "CostProfile | None" = None) -> "Rates":
+        """The rates of a device."""
+        if profile is None:
+            return cls(device, device.efficiency)
+        return cls(device, profile.rates, profile.slowdown)
+
+    def seconds(self, kernel: Priceable) -> float:
+        """Seconds of one kernel. Raises: ConfigError if the device has no rate for the dtype."""
+        device, rates = self.device, self.efficiency
+        if kernel.kind == "launch":
+            return self.slowdown * rates.launch
+        faster = rates.cache_factor if kernel.nbytes <= rates.cache_bytes else 1.0
+        if kernel.kind == "host":
+            if device.host_bandwidth is None:
+                raise ConfigError(f"no source states the bandwidth of {device.name}'s host memory; do not offload")
+            return self.slowdown * kernel.nbytes / (device.host_bandwidth * rates.memory_share)
+        busy = max(rates.shortest, kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster))
+        if kernel.kind == "attention":
+            busy = max(busy, kernel.flops / (device.peak(kernel.dtype) * rates.attention_share))
+        elif kernel.kind == "matmul":
+            slower = 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
+            busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
+        elif kernel.kind != "memory":
+            raise ConfigError(f"a kernel is matmul, attention, memory, host or launch, not {kernel.kind!r}")
+        return self.slowdown * (rates.launch + busy)
+
+    def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
+        """Seconds of kernels that follow each other: (kernel, how often)."""
+        return sum(times * self.seconds(kernel) for kernel, times in kernels)
+
+
+# ---------------------------------------------------------------- profiles
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Constants that were fitted, for `--profile`.
+
+    Attributes: cluster   the name of the cluster they were fitted on
+                wires     {"nvlink4": {"alpha": seconds, "bandwidth": bytes a second}}
+                slowdown  by which everything takes longer that is in no part of the model; 1 if nothing does
+                fit       how well they fit, for readers
+    """
+
+    cluster: str
+    rates: Efficiency = DEFAULT
+    wires: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    slowdown: float = 1.0
+    fit: Mapping[str, Any] = field(default_factory=dict)
+
+    def applied(self, cluster: Cluster) -> Cluster:
+        """The cluster with the wires of this profile."""
+        return cluster.rewired(self.wires)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON; a reader finds the old file or the new one. Raises: OSError."""
+        with whole(Path(path)) as draft:
+            draft.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostProfile":
+        """What save() wrote; rates that it does not name keep their defaults. Raises: ConfigError."""
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else f"no JSON: {error}"
+            raise ConfigError(f"cost profile {path}: {why}") from error
+        if not isinstance(value, dict) or value.get("format") != FORMAT or "cluster" not in value:
+            raise ConfigError(f"cost profile {path} is none; `minidist calibrate --from runs.csv` writes one")
+        return cls(str(value["cluster"]), _rates(path, value.get("rates", {})), value.get("wires", {}),
+                   _positive(path, "slowdown", value.get("slowdown", 1.0)), value.get("fit", {}))
+
+
+def _rates(path: str | Path, given: Mapping[str, Any]) -> Efficiency:
+    known = [each.name for each in fields(Efficiency)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"cost profile {path}: no rate {name!r}{meant(name, known)}; it takes {', '.join(known)}")
+    return replace(DEFAULT, **{name: _positive(path, name, value) for name, value in given.items()})
+
+
+def _positive(path: str | Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"cost profile {path}: {name} is {value!r}, not a number from 0 up")
+    return float(value)

@@ -1,0 +1,240 @@
+"""Chapter 24 · What a simulated step amounts to: time, its parts, traffic, memory, energy and money.
+
+    found = md.simulate(plan, config, "h100:128x8", batch=1024)
+    found.step_seconds, found.tokens_per_second, found.mfu
+    found.parts                         # {"busy": {"forward": 3.1, …}, "exposed": {"tp": 0.4, …}, "idle": {"pp": 0.6}}
+    found.axes["tp"].nbytes             # what all ranks sent along tp in the step
+    found.peak(rank)["total"], found.fits
+    found.joules, found.dollars, found.for_tokens(15e12)
+
+The traces hold two steps. The first one makes what only a first step makes (the optimizer's state). The second one is
+the step that is told: from the moment when the last rank begins it to the end.
+"""
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from minidist.nn import GPTConfig
+from minidist.observe.events import Memory
+from minidist.observe.replay import Replayed
+from minidist.observe.replay_path import PathPiece, RankTime, critical_path, time_of
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
+from minidist.simulate.placement import RankPlaces
+from minidist.simulate.trace import RankTrace
+
+HOUR = 3600.0
+
+
+class AxisUse(NamedTuple):
+    """A step's use of an axis: bytes and messages of all ranks; mean seconds of a rank in which calls ran, and in which
+    it stood still for their bytes."""
+
+    nbytes: int
+    messages: int
+    seconds: float
+    exposed: float
+
+
+class Forecast(NamedTuple):
+    """What a number of tokens takes. None: no source states the watts or the price."""
+
+    tokens: float
+    steps: float
+    seconds: float
+    joules: float | None
+    dollars: float | None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of a plan on a cluster. Attributes: batch: sequences of the whole job; traces: one a role."""
+
+    plan: Plan
+    config: GPTConfig
+    cluster: Cluster
+    batch: int
+    traces: Sequence[RankTrace]
+    role_of: Sequence[int]
+    placement: RankPlaces
+    replayed: Replayed
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    @cached_property
+    def begin(self) -> float:
+        """When the last rank begins the last step, in seconds of the replay."""
+        return max(self._begin(clock) for clock in range(len(self.replayed.ranks)))
+
+    def _begin(self, clock: int) -> float:
+        rank = self.replayed.ranks[clock]
+        events = self.replayed.track(rank).at
+        return self.replayed.stops[clock][bisect_right(events, self.traces[self.role_of[rank]].steps[-1] - 1)]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds a step."""
+        return self.replayed.seconds - self.begin
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.batch * self.config.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the model's FLOPs (model_flops.py) beside what the devices could do meanwhile."""
+        return self._use(self.tokens * flops_a_token(self.config))
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
+        return self._use(sum(ranks * self.traces[role].flops() / len(self.traces[role].steps)
+                             for role, ranks in Counter(self.role_of).items()))
+
+    def _use(self, flops: float) -> float:
+        peak = self.cluster.device.peak(PRODUCT_DTYPES[self.plan.precision])
+        return flops / (self.step_seconds * len(self.role_of) * peak)
+
+    @cached_property
+    def times(self) -> list[RankTime]:
+        """What each clock of the replay did in the step."""
+        return [time_of(self.replayed, rank, self.begin) for rank in self.replayed.ranks]
+
+    @cached_property
+    def parts(self) -> dict[str, dict[str, float]]:
+        """Where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle by axis. They add up."""
+        ranks, share = Counter(self.replayed.clock_of), 1.0 / len(self.role_of)
+        found: dict[str, dict[str, float]] = {"busy": defaultdict(float), "exposed": defaultdict(float),
+                                              "idle": defaultdict(float)}
+        for clock, times in enumerate(self.times):
+            for kind, seconds in found.items():
+                for name, spent in getattr(times, kind).items():
+                    seconds[name] += spent * share * ranks[clock]
+        return {kind: {name: spent for name, spent in seconds.items() if spent > 0} for kind, seconds in found.items()}
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait for other ranks, while none of their bytes move."""
+        return sum(self.parts["idle"].values()) / self.step_seconds
+
+    @cached_property
+    def path(self) -> list[PathPiece]:
+        """The critical path of the step."""
+        return critical_path(self.replayed, self.begin)
+
+    @property
+    def path_parts(self) -> dict[str, float]:
+        """Seconds of the critical path by kind and name, the longest first. They add up to the step."""
+        found: Counter[str] = Counter()
+        for piece in self.path:
+            found[f"{piece.kind} {piece.name}"] += piece.stop - piece.start     # type: ignore[assignment]
+        return dict(found.most_common())
+
+    # --------------------------------------------------------------------------------------------------------- traffic
+
+    @cached_property
+    def axes(self) -> dict[str, AxisUse]:
+        """What moves in a step along each axis. The bytes are those of the ledger, so of the real job."""
+        roles, nbytes, messages = Counter(self.role_of), Counter[str](), Counter[str]()
+        for role, trace in enumerate(self.traces):
+            for row in trace.ledger:
+                if row["phase"] == "step":
+                    nbytes[row["axis"]] += roles[role] * row["nbytes"]
+                    messages[row["axis"]] += roles[role] * row["messages"]
+        seconds, ranks = defaultdict[str, float](float), Counter(self.replayed.clock_of)
+        for clock, stations in enumerate(self.replayed.stations):
+            track = self.replayed.track(self.replayed.ranks[clock])
+            for slot, station in zip(track.slots, stations, strict=True):
+                if slot.kind in ("collective", "send"):
+                    ran = sum(max(0.0, end - max(begin, self.begin))
+                              for begin, end in zip(station.begins, station.ends, strict=True))
+                    seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
+        steps, exposed = len(self.traces[0].steps), self.parts["exposed"]
+        return {axis: AxisUse(nbytes[axis] // steps, messages[axis] // steps, seconds[axis], exposed.get(axis, 0.0))
+                for axis in dict.fromkeys([*nbytes, *seconds])}
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def peak(self, rank: int) -> Mapping[str, int]:
+        """Bytes by category, each at its highest, and of `total` the highest sum."""
+        return self.traces[self.role_of[rank]].peak
+
+    @cached_property
+    def fullest(self) -> int:
+        """The first rank with the highest peak."""
+        return max(range(len(self.role_of)), key=lambda rank: self.peak(rank)["total"])
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak fits into its device, or under the plan's limit."""
+        return self.peak(self.fullest)["total"] <= self.memory_limit
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that a rank may hold."""
+        return min(self.cluster.device.memory_bytes, self.plan.device_memory or self.cluster.device.memory_bytes)
+
+    def memory(self, rank: int) -> list[tuple[float, dict[str, int]]]:
+        """(seconds since the step began, bytes by category) at each change, from the step's beginning to its end."""
+        trace, times = self.traces[self.role_of[rank]], self.replayed.times(rank)
+        held, found, ops = Counter[str](), list[tuple[float, dict[str, int]]](), self.replayed.track(rank).at
+        for place, event in enumerate(trace.events):
+            if isinstance(event, Memory):
+                held[event.category] += event.nbytes
+                when = times[bisect_right(ops, place)] - self.begin
+                if found and found[-1][0] >= max(0.0, when):
+                    found.pop()
+                found.append((max(0.0, when), dict(held)))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ energy and money
+
+    @property
+    def joules(self) -> float | None:
+        """Of a step. A device takes its full watts while it computes, idle watts while it waits, and the host's always.
+
+        Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts counts as full.
+        """
+        device, busy = self.cluster.device, sum(self.parts["busy"].values())
+        if device.watts is None:
+            return None
+        idle = device.watts if device.idle_watts is None else device.idle_watts
+        host = self.cluster.host_watts or 0.0
+        return len(self.role_of) * (device.watts * busy + idle * (self.step_seconds - busy) + host * self.step_seconds)
+
+    @property
+    def dollars(self) -> float | None:
+        """Of a step, at the price of a device and hour."""
+        price = self.cluster.device.price_an_hour
+        return None if price is None else len(self.role_of) * price * self.step_seconds / HOUR
+
+    def for_tokens(self, tokens: float) -> Forecast:
+        """What so many tokens take, without interruptions."""
+        steps = tokens / self.tokens
+        return Forecast(tokens, steps, steps * self.step_seconds,
+                        None if self.joules is None else steps * self.joules,
+                        None if self.dollars is None else steps * self.dollars)
+
+    def as_json(self, tokens: float | None = None) -> dict[str, Any]:
+        """All figures, with the units that their names say."""
+        return {"cluster": self.cluster.spec, "order": self.placement.order, "size": len(self.role_of),
+                "plan": self.plan.as_dict(), "config": self.config.as_dict(), "batch": self.batch,
+                "step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu,
+                "hfu": self.hfu, "bubble": self.bubble, "parts": self.parts, "critical_path": self.path_parts,
+                "axes": {axis: use._asdict() for axis, use in self.axes.items()},
+                "memory": {"limit": self.memory_limit, "fits": self.fits, "fullest_rank": self.fullest,
+                           "peak": [dict(trace.peak) for trace in self.traces]},
+                "roles": {"of_rank": list(self.role_of), "first_rank": [trace.rank for trace in self.traces]},
+                "clocks": len(self.replayed.ranks), "joules": self.joules, "dollars": self.dollars,
+                "tokens": None if tokens is None else self.for_tokens(tokens)._asdict()}

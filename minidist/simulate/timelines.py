@@ -1,0 +1,47 @@
+"""Chapter 24 · Simulated ranks as the timelines of chapter 25: the same file opens at https://ui.perfetto.dev."""
+
+from collections.abc import Iterator, Sequence
+
+from minidist.observe.events import Busy, GroupCall
+from minidist.observe.stations import Station
+from minidist.observe.timeline import Span, Timeline
+from minidist.observe.tracks import BUSY
+from minidist.simulate.results import Simulation
+
+ROW_OF = {"collective": "communication", "send": "messages", "move": "moves"}
+
+
+def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
+    """The last step of these ranks; a second of the clock is a second of the timeline, from the step's beginning."""
+    made = []
+    for rank in ranks:
+        timeline = Timeline(rank, limit=1 << 40)
+        timeline.spans = sorted(_spans(found, rank), key=lambda span: span.stop)
+        made.append(timeline)
+    return made
+
+
+def _spans(found: Simulation, rank: int) -> Iterator[Span]:
+    """Work, calls, sent messages and moves of a rank that end in the step."""
+    track, times, stations = found.replayed.track(rank), found.replayed.times(rank), found.replayed.stations_of(rank)
+    for place, (kind, which, _) in enumerate(track.ops):
+        start, stop = times[place] - found.begin, times[place + 1] - found.begin
+        if kind == BUSY and stop > max(0.0, start):
+            work: Busy = track.works[which]
+            yield Span(work.name, "compute", max(0.0, start), stop, {"microbatch": work.micro})
+    for slot, station in zip(track.slots, stations, strict=True):
+        if slot.kind in ROW_OF:
+            yield from _calls(found, station, ROW_OF[slot.kind])
+
+
+def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:
+    """What a station runs in the step."""
+    for job, begin, end in zip(station.jobs, station.begins, station.ends, strict=True):
+        if end <= found.begin:
+            continue
+        start, stop = max(0.0, begin - found.begin), end - found.begin
+        if isinstance(job, GroupCall):
+            name = f"{job.verb} {job.name or job.axis}" + (f" to rank {station.group[1]}" if job.verb == "send" else "")
+            yield Span(name, row, start, stop, {"axis": job.axis, "algorithm": job.algorithm, "nbytes": job.nbytes})
+        else:
+            yield Span(f"move {job.lane}", row, start, stop, {"nbytes": job.nbytes})

@@ -1,0 +1,93 @@
+"""Clusters by name, their shapes and sources, and files of a user."""
+
+import pytest
+
+from minidist.errors import ConfigError
+from minidist.simulate.cluster import OWN_FILE, Cluster, names, tomllib
+
+KNOWN = ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"]
+OWN = """
+[wire.my-net]
+bandwidth = 2e9
+alpha = 5e-6
+[cluster.rack]
+device = "mine"
+peak = { float32 = 1e12 }
+memory_bytes = 8_000_000_000
+memory_bandwidth = 1e11
+per_node = 2
+inside = "pcie4"
+kind = "pcie"
+network = "my-net"
+spines = 2
+nodes_per_leaf = 2
+"""
+
+
+def test_the_clusters_there_are():
+    assert names() == KNOWN
+    for name in KNOWN:
+        cluster = Cluster.parse(f"{name}:8")
+        assert cluster.size == 8
+        assert cluster.device.peak("float16" if name == "v100" else "bfloat16") > 1e14
+        assert len(cluster.route(0, 7)) >= 1
+
+
+def test_every_number_has_a_source():
+    tables = tomllib.loads(OWN_FILE.read_text(encoding="utf-8"))
+    for kind in ("wire", "tier", "cluster"):
+        for name, entry in tables[kind].items():
+            numbers = {key for key, value in entry.items() if isinstance(value, int | float | dict) and key != "source"}
+            lacking = numbers - set(entry["source"]) - {"torus_dims"}
+            assert not lacking, f"{kind}.{name}: {sorted(lacking)} without a source"
+
+
+@pytest.mark.parametrize(("text", "nodes", "per_node"), [
+    ("h100:128x8", 128, 8), ("h100:1024", 128, 8), ("h100:4", 1, 4), ("a100-80g:2x4", 2, 4), ("tpu-v4:4x4x4", 16, 4)])
+def test_shapes(text, nodes, per_node):
+    cluster = Cluster.parse(text)
+    assert (cluster.nodes, cluster.per_node) == (nodes, per_node)
+
+
+def test_a_torus_of_a_number_of_devices_is_the_most_even():
+    assert Cluster.parse("tpu-v4:128").topology.torus == (4, 4, 8)
+    assert Cluster.parse("tpu-v5p:27").topology.torus == (3, 3, 3)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("h10:8", "no cluster 'h10'; did you mean h100"), ("h100", "write NAME:NODESxDEVICES, such as h100:16x8"),
+    ("h100:axb", "'axb' is no shape"), ("h100:12", "choose 8 or 16"), ("h100:0", "is no shape"),
+    ("h100:2x2x2", "write nodes x devices, such as 2x2"), ("tpu-v4:8192", "more than the 4096"),
+    ("tpu-v4:8x8", "3 dims"), ("/no/such.toml:x:2x2", "No such file"),
+])
+def test_mistakes_are_answered_in_one_line(text, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        Cluster.parse(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_yours(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    cluster = Cluster.parse(f"{path}:rack:4x2")
+    assert Cluster.parse("rack:4x2", path).device == cluster.device
+    assert [cluster.links[number].name for number in cluster.route(0, 7)] == [
+        "node0.up0", "node0.nic0-out", "leaf0.rail0.up1", "leaf1.rail0.down1", "node3.nic0-in", "node3.down1"]
+    assert cluster.device.price_an_hour is None
+    assert Cluster.parse("h100:8", path).device.name.startswith("NVIDIA")
+    path.write_text(OWN.replace('"my-net"', '"mynet"'))
+    with pytest.raises(ConfigError, match="no wire 'mynet'; did you mean my-net"):
+        Cluster.parse(f"{path}:rack:4x2")
+    path.write_text(OWN.replace("per_node = 2", ""))
+    with pytest.raises(ConfigError, match="cluster rack lacks 'per_node'"):
+        Cluster.parse(f"{path}:rack:4x2")
+    path.write_text("[cluster")
+    with pytest.raises(ConfigError, match="mine.toml"):
+        Cluster.parse(f"{path}:rack:4x2")
+
+
+def test_moves_take_the_tier_that_their_lane_names():
+    cluster = Cluster.parse("h100:8")
+    host, disk = cluster.tiers["host"], cluster.tiers["disk"]
+    assert cluster.move_seconds("device to host", 10**9) == host.alpha + 10**9 / host.bandwidth
+    assert cluster.move_seconds("host to disk", 10**9) == disk.alpha + 10**9 / disk.bandwidth

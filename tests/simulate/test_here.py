@@ -1,0 +1,79 @@
+"""This machine as a cluster: links and rates of a profile."""
+
+from typing import NamedTuple
+
+import pytest
+
+from minidist.comm.cost.critical_path import PATHS
+from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, save_profile
+from minidist.errors import ConfigError
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.here import here
+from minidist.simulate.rates import Rates
+from minidist.simulate.walk import call_cost
+
+LINK = LinkCost("tcp", 2, 20e-6, 4e-6, 0.3e-9, 0.1e-9, 0.1, 0.05e-9)
+ONE = ComputationCost(1, {"float32": 100e9, "float64": 50e9}, 10.0, 1e-6, 10e9, 1e6, 3.0, 0.2)
+TWO = ComputationCost(2, {"float32": 80e9, "float64": 40e9}, 10.0, 1e-6, 6e9, 1e6, 3.0, 0.2)
+PROFILE = Profile([LINK], {"processor": "test", "cores": 2}, (ONE, TWO))
+
+
+class Asked(NamedTuple):
+    verb: str
+    algorithm: str
+    nbytes: int
+    blocks: tuple[int, ...] = ()
+    itemsize: int = 4
+    dims: int = 1
+
+
+class Kernel(NamedTuple):
+    kind: str
+    dtype: str = "float32"
+    flops: float = 0.0
+    nbytes: float = 0.0
+    size: tuple[int, ...] = ()
+
+
+def test_links_are_those_measured():
+    cluster = here(4, "tcp", PROFILE, cores=4)
+    cost = call_cost(Asked("all_reduce", "pairwise", 4096), (0, 1, 2, 3), cluster)
+    assert cost.seconds == pytest.approx(LINK.seconds(PATHS["all_reduce", "pairwise"](4).work(4096)))
+
+
+def test_rates_are_those_of_as_many_ranks_at_once():
+    product = Kernel("matmul", flops=2e9, size=(1, 1000, 1000, 1000))
+    alone, two = (Rates.of(here(ranks, "tcp", PROFILE, cores=2).device) for ranks in (1, 2))
+    assert alone.seconds(product) == pytest.approx(1e-6 + 2e9 * 1.03 / 100e9)
+    assert two.seconds(product) == pytest.approx(1e-6 + 2e9 * 1.03 / 80e9)
+    assert alone.seconds(Kernel("memory", nbytes=9e6)) == pytest.approx(1e-6 + 9e6 / 10e9)
+    assert alone.seconds(Kernel("memory", nbytes=9e5)) == pytest.approx(1e-6 + 9e5 / 30e9)
+
+
+def test_more_ranks_than_cores_take_turns():
+    product = Kernel("matmul", flops=2e9, size=(1, 1000, 1000, 1000))
+    two, six = (Rates.of(here(ranks, "tcp", PROFILE, cores=2).device) for ranks in (2, 6))
+    assert six.seconds(product) == pytest.approx(3 * two.seconds(product))
+    assert six.device.memory_bytes == pytest.approx(two.device.memory_bytes / 3, rel=0.01)
+
+
+def test_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="run `minidist bench calibrate` first"):
+        Cluster.parse("here:2")
+    save_profile(PROFILE, tmp_path / "minidist" / "profile.json")
+    assert Cluster.parse("here:tcp:2").size == 2
+    for text, message in (("here:4", "links of shm were not measured .only tcp.; run .* shm,computation -n 4"),
+                          ("here:2x2", "write here:RANKS"), ("here:tpc:2", "did you mean tcp"),
+                          ("here:tcp:0", "one rank")):
+        with pytest.raises(ConfigError, match=message):
+            Cluster.parse(text)
+
+
+def test_shared_memory_is_written_and_read_once():
+    """Two ranks, 1 MiB: each shows half and reads half, twice; nothing waits but for all to come."""
+    cluster = here(2, "tcp", PROFILE, cores=2)
+    n = 1 << 20
+    cost = call_cost(Asked("all_reduce", "shared", n), (0, 1), cluster)
+    assert cost.seconds == pytest.approx(2 * LINK.alpha + n * LINK.beta + n / 2 * LINK.gamma)
+    assert cost.messages == 4
