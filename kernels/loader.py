@@ -131,6 +131,7 @@ class Source:
     def __init__(self, path: str | Path, kernels: Sequence[str]) -> None:
         self.path = HERE / path
         self.kernels = tuple(kernels)
+        self._parameters: dict[str, list[KernelParameter]] = {}
 
     @cached_property
     def text(self) -> str:
@@ -144,6 +145,11 @@ class Source:
 
     def parameters(self, kernel: str) -> list[KernelParameter]:
         """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises: KernelError."""
+        if kernel not in self._parameters:
+            self._parameters[kernel] = self._parse(kernel)
+        return self._parameters[kernel]
+
+    def _parse(self, kernel: str) -> list[KernelParameter]:
         name, _, given = kernel.rstrip(">").partition("<")
         if name not in self._declared or kernel not in self.kernels:
             raise KernelError(f"{self.path.name} has no kernel {kernel}; it has {', '.join(self.kernels)}")

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Seat
-from minidist.comm.health.failure import Failure, how_it_ended, say_line
+from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
+from minidist.comm.health.seats import Seat
 from minidist.launch.generation import Elastic, EventLog, Generation, placed
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
@@ -43,24 +44,25 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE, forks: bool = False) -> int:
+                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
-    Args:    record: a file that gets a line of JSON for each event of a generation. patience: as spawn().
+    Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
+             but that all processes share the cores.
              forks: the command calls template.fork_on_demand() when it has loaded everything.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
-    return ElasticJob(command, elastic, record, patience, forks=forks).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
-    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float, *,
-                 forks: bool) -> None:
-        self.elastic, self.patience, self.log, self.forks = elastic, patience, EventLog(record), forks
-        self.workforce = Workforce(command, wire.new_token())
+    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
+                 limits: Limits, *, forks: bool) -> None:
+        self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
+        self.workforce, self.forks = Workforce(command, wire.new_token(), limits), forks
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
@@ -74,6 +76,7 @@ class ElasticJob:
         """Start, serve, clean up; the exit status."""
         with noting_signals(self.told):
             try:
+                self.limits.begin()
                 if self.forks:
                     self.workforce.start_template(lambda: bool(self.told) or self.log.clock() > START_LIMIT)
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
@@ -179,7 +182,7 @@ class ElasticJob:
             self.finishing = self.finishing or time.monotonic()
             self.result = self.result or code
             return
-        how = how_it_ended(code)
+        how = self.limits.how_it_ended(code)
         if generation is not None and worker in generation.members:
             if generation.broken is None:
                 generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
@@ -247,7 +250,7 @@ class ElasticJob:
     def _how(self, members: list[Worker], seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
         code = members[seat.world_rank].ended()
-        return None if code is None else how_it_ended(code)
+        return None if code is None else self.limits.how_it_ended(code)
 
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
@@ -296,4 +299,5 @@ class ElasticJob:
         self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
         if self.generation is not None:
             self.generation.monitor.close()
+        self.limits.end()
         self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})

@@ -84,7 +84,7 @@ class Template:
         with theirs:
             self._process = subprocess.Popen(command, env={**environment, VARIABLE: str(theirs.fileno())},
                                              pass_fds=[theirs.fileno()])
-        self.ready = False
+        self.ready, self.pid = False, self._process.pid
 
     def wait(self, seconds: float) -> bool:
         """Whether it has loaded, or has ended: after at most so many seconds."""

@@ -33,6 +33,7 @@ from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.launchers import clean_environment
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import copy_lines, start_thread
 from minidist.launch.template import Orphan, Template
 
@@ -86,8 +87,8 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`."""
 
-    def __init__(self, command: Sequence[str], token: bytes) -> None:
-        self.command, self.token, self.started = list(command), token, 0
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits) -> None:
+        self.command, self.token, self.started, self.limits = list(command), token, 0, limits
         self.workers: dict[int, Worker] = {}
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._listener = listen("127.0.0.1", 0)
@@ -109,6 +110,7 @@ class Workforce:
                                                      stderr=None if number == 0 else subprocess.PIPE)
             except OSError as error:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+            self.limits.started(process.pid)
             worker = self.workers[number] = Worker(number, process)
         self.started += 1
         if process.stderr is not None:
@@ -122,12 +124,13 @@ class Workforce:
         """
         with contextlib.suppress(OSError):
             self._template = Template(self.command, self._environment(0))
+            self.limits.started(self._template.pid)
             while not self._template.wait(0.05) and not ready_or():
                 pass
 
     def _environment(self, number: int) -> dict[str, str]:
         return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
-                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode()}
+                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""

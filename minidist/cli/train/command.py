@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
+from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
-    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
+    require_own_ranks(args, launch, as_threads=as_threads)
+    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads or bool(args.memory_limit))
     check_starts(args, launch, starts_ranks=starts_ranks)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     saves = hearing(launch) if args.save_every else nullcontext()
+    if as_threads or not starts_ranks:
+        keep_to_cores(args, launch)
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with saves as told, run_folder(settings.out):
@@ -86,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         with run_folder(settings.out):
             if args.elastic:
                 return start_elastic(settings, size)
-            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
+            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience,
+                         limits=limits_of(args, settings.out))
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from minidist.cli.limits import limits_of
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.saving import Saver, Saves, Told, hearing
@@ -134,7 +135,8 @@ def start_elastic(settings: Settings, size: int) -> int:
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu")
+                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args, settings.out),
+                         forks=args.device == "cpu")
 
 
 def _fits(settings: Settings, size: int) -> bool:

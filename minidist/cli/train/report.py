@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
@@ -50,6 +51,8 @@ def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
                                                                    if saved["steps"] else "")
     failed = f", {plural(saved['failed'], 'save')} failed" if saved["failed"] else ""
     console.print(f"{told}{failed}; look into them:  minidist checkpoint {quoted}", markup=False, soft_wrap=True)
+    if saved["goodput"] is not None:
+        console.print(summary(saved["goodput"]), markup=False, soft_wrap=True)
 
 
 def _rule(console: Console, title: str) -> None:

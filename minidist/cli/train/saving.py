@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.resume import options_of, text_digest
+from minidist.cli.train.save_interval import SaveInterval
 from minidist.cli.train.settings import Settings
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.errors import CheckpointError
@@ -65,11 +66,25 @@ def hearing(launch: Launch) -> Iterator[Told]:
 
 @dataclass
 class Saves:
-    """The saves of a job: the step and the seconds of each, and how many failed."""
+    """The saves of a job: the step and the seconds of each, and how many failed; then what SaveInterval counts.
+
+    Attributes: standstill_seconds: of the steps, for each save; step_seconds: of a step, at the last save; since: when
+                the run made its first step (seconds of the epoch); work_seconds, saving_seconds: of all the run's
+                time, in steps and in saves; restart_seconds: from a process's options to its first step;
+                interruptions: how often the run was resumed; expected_at_first: the goodput that was shown.
+    """
 
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     failed: int = 0
+    standstill_seconds: list[float] = field(default_factory=list)
+    step_seconds: float = 0.0
+    since: float = 0.0
+    work_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    interruptions: int = 0
+    expected_at_first: float = 0.0
 
 
 class Saver:
@@ -83,6 +98,9 @@ class Saver:
                  saves: Saves) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
         self.saves = saves
+        rate = settings.args.interruptions_per_day
+        self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
+        self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
@@ -96,6 +114,8 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved."""
         args = self.settings.args
+        if self.interval is not None and self.interval.auto:
+            return step == args.steps or self.interval.due(step)
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
@@ -118,12 +138,31 @@ class Saver:
 
         Args:    losses: of all steps; more: further lists of a number a step, for the checkpoint.
         """
+        if self.interval is not None:
+            self.interval.worked()
         stop = self.stopping()
         if stop or self.due(self.trainer.steps_done):
-            self.save(losses, step_seconds(), **more)
+            self._save_timed(losses, step_seconds(), **more)
         if stop:
             self.settle()
             raise Stopped
+
+    def _save_timed(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
+        """Save; the time that the steps stand still for it decides when the next save is due."""
+        interval = self.interval
+        if interval is None:
+            self.save(losses, step_seconds, **more)
+            return
+        start = time.perf_counter()
+        self.save(losses, step_seconds, **more, interval=interval.about())
+        interval.saved(self.trainer.steps_done, time.perf_counter() - start, step_seconds, self.trainer.world)
+        interval.stood_still()
+        self._tell_interval()
+
+    def _tell_interval(self) -> None:
+        """Once, as soon as it is known: of a resumed run at its start, else after the first save."""
+        if self.interval is not None and (line := self.interval.announcement()) is not None:
+            self.report.line(line)
 
     def save(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
         """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
@@ -156,6 +195,8 @@ class Saver:
             self.saves.failed += 1
         else:
             self._saved(step, pending.seconds)
+        if self.interval is not None:
+            self.interval.stood_still()
 
     def _saved(self, step: int, seconds: float) -> None:
         """A checkpoint is there: the oldest goes."""
@@ -178,7 +219,8 @@ class Saver:
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
         there = checkpoints(self.settings.out)
-        return {"folder": str(there[-1]) if there else None, **asdict(self.saves)}
+        return {"folder": str(there[-1]) if there else None, "steps": self.saves.steps, "seconds": self.saves.seconds,
+                "failed": self.saves.failed, "goodput": self.interval and self.interval.record()}
 
     def _remove_old(self) -> None:
         """All but the newest `keep` of this run, and those of steps that it has gone back behind."""

@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,23 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
                    "expert_width": "hidden"}
 """Options that are fields of MixtureConfig, besides --experts."""
 
+AUTO = "auto"
+"""The value of --save-every that has the interval computed."""
+
+OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
+"""Options that the ranks which a launcher of ours starts do not get."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options, with the text and the model's sizes. Equal on all ranks."""
+    """Checked options, with the text and the model's sizes. Equal on all ranks, but for when this one `begun`."""
 
     args: argparse.Namespace
     text: text.Text
     config: GPTConfig
     out: Path
     resume: Resumption | None = None
+    begun: float = field(default_factory=time.monotonic, compare=False)
 
     def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`, which depends on seed and step alone."""
@@ -62,7 +69,7 @@ class Settings:
         if self.args.elastic and size < plan.size and size % inner == 0:
             plan = replace(plan, dp=size // inner)
         args = self.args
-        given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
+        given = {each.name: getattr(args, each.name) for each in fields(Plan) if hasattr(args, each.name)}
         if args.zero is None:
             given["zero"] = 3 if args.offload == "all" else 0
         if args.staleness is None:
@@ -122,6 +129,11 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.save_every == AUTO and not args.interruptions_per_day:
+        fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
+             "--interruptions-per-day N, or give a number of steps")
+    if args.interruptions_per_day and not args.save_every:
+        fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
     if args.save_async and not args.save_every:
         fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
     if args.offload == "all":
@@ -135,7 +147,7 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
     """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
-    out = Path(name or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
     if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
         fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
@@ -161,13 +173,13 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start.
+    """The command-line words that give `args` again, without the number of ranks to start and their limits.
 
     Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
     """
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("ranks", "command", "given") or value is None or value is False or callable(value):
+        if name in OF_THE_LAUNCHER or value is None or value is False or callable(value):
             continue
         if args.resume is not None and name not in (*args.given, *OF_AN_ELASTIC_JOB, "out"):
             continue

@@ -22,13 +22,6 @@ TINY = ["train", "--quiet", "--batch", "4", "--context", "8", "--layers", "2", "
 STEPS, STOP = 7, 4
 
 
-@pytest.fixture(autouse=True)
-def _no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib, which takes a second."""
-    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
-                        lambda path, losses, **options: path.write_text(str(len(losses))))
-
-
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of two thousand symbols."""
@@ -146,7 +139,7 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
 
     A save that takes long is shown.
     """
-    def threads(command: list[str], size: int, patience: float) -> int:
+    def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             command_module.add_arguments(parser)
