@@ -48,8 +48,8 @@ def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | No
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
-             but that all processes share the cores.
-             forks: the command calls template.fork_on_demand() when it has loaded everything.
+             but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
+             loaded everything.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
@@ -62,7 +62,8 @@ class ElasticJob:
     def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
                  limits: Limits, *, forks: bool) -> None:
         self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
-        self.workforce, self.forks = Workforce(command, wire.new_token(), limits), forks
+        self.forks = forks
+        self.workforce = Workforce(command, wire.new_token(), limits)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0

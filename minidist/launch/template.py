@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -78,13 +79,13 @@ class Template:
     """The launcher's side. Raises: OSError if this system has no such thing, or the command cannot be started."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        if sys.platform != "linux" or ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError("this process cannot become the parent of orphans")
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(command, env={**environment, VARIABLE: str(theirs.fileno())},
                                              pass_fds=[theirs.fileno()])
-        self.ready, self.pid = False, self._process.pid
+        self.pid, self.ready = self._process.pid, False
 
     def wait(self, seconds: float) -> bool:
         """Whether it has loaded, or has ended: after at most so many seconds."""

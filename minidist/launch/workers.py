@@ -130,7 +130,8 @@ class Workforce:
 
     def _environment(self, number: int) -> dict[str, str]:
         return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
-                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}
+                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(),
+                **self.limits.variables()}
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""

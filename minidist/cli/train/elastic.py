@@ -135,8 +135,8 @@ def start_elastic(settings: Settings, size: int) -> int:
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args, settings.out),
-                         forks=args.device == "cpu")
+                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
+                         limits=limits_of(args, settings.out))
 
 
 def _fits(settings: Settings, size: int) -> bool:
