@@ -44,23 +44,25 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE, limits: Limits | None = None) -> int:
+                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
-             but that all processes share the cores.
+             but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
+             loaded everything.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
-    return ElasticJob(command, elastic, record, patience, limits or Limits()).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
     def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
-                 limits: Limits) -> None:
+                 limits: Limits, *, forks: bool) -> None:
         self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
+        self.forks = forks
         self.workforce = Workforce(command, wire.new_token(), limits)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
@@ -76,6 +78,8 @@ class ElasticJob:
         with noting_signals(self.told):
             try:
                 self.limits.begin()
+                if self.forks:
+                    self.workforce.start_template(lambda: bool(self.told) or self.log.clock() > START_LIMIT)
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
@@ -132,6 +136,12 @@ class ElasticJob:
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
+            case "trained":
+                self.log.note("trained", generation, step=int(frame["step"]))
+            case "at":
+                generation.reached = max(generation.reached, int(frame["step"]))
+                self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
+                                "generation": generation.number, "step": int(frame["step"])})
             case "boundary":
                 generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
                 for other in generation.members[1:]:
@@ -291,4 +301,4 @@ class ElasticJob:
         if self.generation is not None:
             self.generation.monitor.close()
         self.limits.end()
-        self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})
+        self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})

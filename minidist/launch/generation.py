@@ -3,6 +3,8 @@
     {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
     {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
     {"event": "stepped", …, "step": 42}     the first step of this generation that counts
+    {"event": "at", …, "step": 45}          so many steps are made; a few times a second
+    {"event": "trained", …, "step": 90}     all of them
     {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to be joined by more
     {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
     {"event": "done", …}                    the work is

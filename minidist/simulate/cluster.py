@@ -37,6 +37,7 @@ class Cluster:
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
+                overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
     """
 
     name: str
@@ -48,6 +49,7 @@ class Cluster:
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     host_watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    overlaps: bool = True
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
@@ -210,4 +212,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
     entry = tables["wire"].get(name)
     if entry is None:
         raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
-    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)))
+    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
+                in_switch=float(entry.get("in_switch", 0.0)))

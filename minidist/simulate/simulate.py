@@ -23,6 +23,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.failure import FAILED, NEVER
 from minidist.simulate.group_ranks import group_ranks
+from minidist.simulate.here import without_overlap
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
@@ -61,6 +62,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     role_of = roles(plan, config, batch)
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
+    each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
     again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
                     rates=rates or Rates.of(cluster.device))
     replayed = again(each, role_of)

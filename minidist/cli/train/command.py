@@ -32,7 +32,7 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
-from minidist.launch.generations import Generations
+from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
-    if (job := Generations.from_environment()) is not None:
-        return elastic_process(job, check(args, begins=False), train)
+    if is_elastic_process():
+        return elastic_process(check(args, begins=False), train)
     launch, settings = detect(), check(args)
     check_elastic(args)
     if settings.resume is not None:

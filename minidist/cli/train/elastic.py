@@ -29,6 +29,7 @@ from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.membership import current
+from minidist.launch.template import fork_on_demand
 from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
@@ -134,7 +135,8 @@ def start_elastic(settings: Settings, size: int) -> int:
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience, limits=limits_of(args, settings.out))
+                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
+                         limits=limits_of(args, settings.out))
 
 
 def _fits(settings: Settings, size: int) -> bool:
@@ -147,12 +149,14 @@ def _fits(settings: Settings, size: int) -> bool:
     return True
 
 
-def elastic_process(job: Generations, settings: Settings,
-                    train: Callable[[Settings, Group, int, Told | None, Lives], int]) -> int:
+def elastic_process(settings: Settings, train: Callable[[Settings, Group, int, Told | None, Lives], int]) -> int:
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
-    args, lives = settings.args, Lives(job, settings)
+    args = settings.args
     rehearse(args.zero or 0)
     warm_up(args.transport)
+    fork_on_demand()
+    job = Generations.from_environment()
+    lives = Lives(job, settings)
 
     def work(world: Group) -> int:
         if told is not None and (member := current()) is not None:
@@ -186,6 +190,8 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             report.step(step + 1, loss, args.batch * args.context / seconds, sent)
         if saver is not None:
             saver.settle()
+        if trainer.world.rank == 0:
+            lives.job.tell("trained", step=trainer.steps_done)
     except Regrouping:
         if saver is not None:
             saver.settle()      # no save goes on behind a world that is closed
