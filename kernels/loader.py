@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array, is_virtual
+from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 HERE = Path(__file__).parent
@@ -216,15 +216,16 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
     Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
              DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
     """
+    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
+    if hasattr(xp, "record_launch"):        # arrays without data
+        xp.record_launch(kernel, zip(source.parameters(kernel), args, strict=True))
+        return
     values = _bind(source, kernel, args)
     sizes = _check_sizes(kernel, grid, block, shared)
-    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
     if xp is np:
         from minidist.kernels import on_cpu  # noqa: PLC0415 - it needs g++ and fcntl, which a machine with a GPU may lack
 
         on_cpu.run(source, kernel, *sizes, values, shared)
-    elif hasattr(xp, "record_launch"):      # arrays without data
-        xp.record_launch(kernel, values)
     else:
         _run_on_gpu(source, kernel, *sizes, values, shared)
 
@@ -237,7 +238,7 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Kernel
                          f"not {len(args)}")
     arrays = [array for arg in args for array in (arg.arrays if isinstance(arg, Table) else [arg])]
     devices = sorted({_device(array) for array in arrays if is_array(array)})
-    if len(devices) > 1 and not any(map(is_virtual, arrays)):       # whose integers stay on the host
+    if len(devices) > 1:
         raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
     return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
             for p, a in zip(parameters, args, strict=True)]

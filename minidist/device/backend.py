@@ -71,7 +71,7 @@ def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
 
 def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array, or one without data."""
-    return isinstance(value, np.ndarray) or isinstance(value, _virtual) or array_module(value) is not np
+    return isinstance(value, np.ndarray) or is_virtual(value) or array_module(value) is not np
 
 
 def array_module(*arrays: object) -> Any:

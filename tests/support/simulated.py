@@ -84,4 +84,5 @@ def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     of the call lies beside what the rank holds then. Mixtures choose experts evenly, whatever their gates say.
     """
     monkeypatch.setattr(Group, "_start", lambda self, call: AtOnce(self._run(call)))
-    monkeypatch.setattr(moe, "top_positions", lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores))
+    monkeypatch.setattr(moe, "top_positions",
+                        lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores))
