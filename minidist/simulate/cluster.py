@@ -37,6 +37,7 @@ class Cluster:
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
+                overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
     """
 
     name: str
@@ -48,6 +49,7 @@ class Cluster:
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     host_watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    overlaps: bool = True
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":

@@ -13,7 +13,7 @@ the step that is told: from the moment when the last rank begins it to the end.
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,7 +53,11 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of a plan on a cluster. Attributes: batch: sequences of the whole job; traces: one a role."""
+    """A step of a plan on a cluster.
+
+    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again: replays other traces
+                and roles in the same way.
+    """
 
     plan: Plan
     config: GPTConfig
@@ -63,6 +67,7 @@ class Simulation:
     role_of: Sequence[int]
     placement: RankPlaces
     replayed: Replayed
+    again: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
 
     # ------------------------------------------------------------------------------------------------------------ time
 

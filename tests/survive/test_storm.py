@@ -171,7 +171,8 @@ def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(tmp_path)
     assert [fault["kind"] for fault in storm.faults] == ["kill", "stop", "cut"] == \
         [fault["kind"] for fault in events(tmp_path / NOTES)]
     figures = summary(storm.told(), storm.faults, 3)
-    assert (figures["faults"], figures["recovered"], figures["steps_again"]) == (3, 3, 0)
+    assert (figures["faults"], figures["recovered"]) == (3, 3)
+    assert max(fault["again"] for fault in figures["happened"]) <= 1        # peer_copies.py keeps two steps
     assert [size for size in figures["sizes"] if size != 3] == []
     assert replay(tmp_path, {"zero": 1, "steps": 50}, [(3, 0)]) == (result["losses"], result["sha256"])
 
