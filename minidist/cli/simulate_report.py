@@ -28,6 +28,17 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
     _print_price(console, found, tokens)
 
 
+def _remedies(found: Simulation) -> str:
+    """What would need less memory, of that which the plan does not do yet."""
+    plan, category = found.plan, max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
+    if category in ("activations", "workspace"):
+        options = ["--checkpoint-blocks"] * (plan.checkpoint_blocks == "none")
+        options += ["more --microbatches" if plan.pp > 1 else "a larger --accumulate"]
+    else:
+        options = [f"--zero {plan.zero + 1}"] * (plan.zero < 3)
+    return f"most are its {category}: try {', '.join([*options, 'more ranks along tp or pp'])}"
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False)
 
@@ -39,7 +50,7 @@ def _rule(console: Console, title: str) -> None:
 def _print_summary(console: Console, found: Simulation) -> None:
     plan, size = found.plan, len(found.role_of)
     told = [words(plan.axes), plan.precision] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
-    told += [f"{plan.schedule} of {plural(plan.pieces, 'microbatch').replace('hs', 'hes')}"] * (plan.pp > 1)
+    told += [f"{plan.schedule} of {plan.pieces} microbatch{'es' * (plan.pieces > 1)}"] * (plan.pp > 1)
     _say(console, f"\n{found.cluster.spec}, {plural(size, 'rank')}: {', '.join(told)}")
     _say(console, f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, "
                   f"of what runs {found.hfu:.1%}")
@@ -97,4 +108,4 @@ def _print_price(console: Console, found: Simulation, tokens: float | None) -> N
     if not found.fits:
         needed = found.peak(found.fullest)["total"] / found.memory_limit
         _say(console, f"it does not fit: rank {found.fullest} needs {needed:.2f} times the memory of its device; "
-                      f"`minidist plan` finds plans that fit")
+                      f"{_remedies(found)}")

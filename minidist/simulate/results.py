@@ -7,8 +7,9 @@
     found.peak(rank)["total"], found.fits
     found.joules, found.dollars, found.for_tokens(15e12)
 
-The traces hold two steps. The first one makes what only a first step makes (the optimizer's state). The second one is
-the step that is told: from the moment when the last rank begins it to the end.
+The traces hold two steps. The first one, of few rows, makes what only a first step makes (the optimizer's state). The
+second one is the step that is told, from the moment when the last rank begins it to that when the last rank ends it. A
+call that is on its way meanwhile (ZeRO's weights, for the next forward) belongs to the step that waits for it.
 """
 
 from bisect import bisect_right
@@ -81,10 +82,15 @@ class Simulation:
         events = self.replayed.track(rank).at
         return self.replayed.stops[clock][bisect_right(events, self.traces[self.role_of[rank]].steps[-1] - 1)]
 
+    @cached_property
+    def end(self) -> float:
+        """When the last rank ends the last step."""
+        return max(stops[-1] for stops in self.replayed.stops)
+
     @property
     def step_seconds(self) -> float:
         """Seconds a step."""
-        return self.replayed.seconds - self.begin
+        return self.end - self.begin
 
     @property
     def tokens(self) -> int:
@@ -104,7 +110,7 @@ class Simulation:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
-        return self._use(sum(ranks * self.traces[role].flops() / len(self.traces[role].steps)
+        return self._use(sum(ranks * self.traces[role].flops(self.traces[role].steps[-1])
                              for role, ranks in Counter(self.role_of).items()))
 
     def _use(self, flops: float) -> float:
@@ -114,7 +120,7 @@ class Simulation:
     @cached_property
     def times(self) -> list[RankTime]:
         """What each clock of the replay did in the step."""
-        return [time_of(self.replayed, rank, self.begin) for rank in self.replayed.ranks]
+        return [time_of(self.replayed, rank, self.begin, self.end) for rank in self.replayed.ranks]
 
     @cached_property
     def parts(self) -> dict[str, dict[str, float]]:
@@ -136,7 +142,7 @@ class Simulation:
     @cached_property
     def path(self) -> list[PathPiece]:
         """The critical path of the step."""
-        return critical_path(self.replayed, self.begin)
+        return critical_path(self.replayed, self.begin, calls=False)
 
     @property
     def path_parts(self) -> dict[str, float]:
@@ -153,7 +159,7 @@ class Simulation:
         """What moves in a step along each axis. The bytes are those of the ledger, so of the real job."""
         roles, nbytes, messages = Counter(self.role_of), Counter[str](), Counter[str]()
         for role, trace in enumerate(self.traces):
-            for row in trace.ledger:
+            for row in trace.last_step:
                 if row["phase"] == "step":
                     nbytes[row["axis"]] += roles[role] * row["nbytes"]
                     messages[row["axis"]] += roles[role] * row["messages"]
@@ -162,11 +168,11 @@ class Simulation:
             track = self.replayed.track(self.replayed.ranks[clock])
             for slot, station in zip(track.slots, stations, strict=True):
                 if slot.kind in ("collective", "send"):
-                    ran = sum(max(0.0, end - max(begin, self.begin))
+                    ran = sum(max(0.0, min(end, self.end) - max(begin, self.begin))
                               for begin, end in zip(station.begins, station.ends, strict=True))
                     seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
-        steps, exposed = len(self.traces[0].steps), self.parts["exposed"]
-        return {axis: AxisUse(nbytes[axis] // steps, messages[axis] // steps, seconds[axis], exposed.get(axis, 0.0))
+        exposed = self.parts["exposed"]
+        return {axis: AxisUse(nbytes[axis], messages[axis], seconds[axis], exposed.get(axis, 0.0))
                 for axis in dict.fromkeys([*nbytes, *seconds])}
 
     # ---------------------------------------------------------------------------------------------------------- memory

@@ -121,7 +121,7 @@ class Trainer:
         self.plan, self.mesh = plan, Mesh(self.world, **plan.axes)
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
-        self.precision, self.model = make_model(plan, self.config, self.mesh.stage)
+        self.precision, self.model = make_model(plan, self.config, self.mesh)
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings

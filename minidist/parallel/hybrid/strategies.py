@@ -9,6 +9,7 @@ from typing import Any
 from minidist.comm.group import Group
 from minidist.device.backend import Array, dtype_name
 from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -33,14 +34,14 @@ def load(name: str) -> Any:
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 
 
-def make_model(plan: Plan, config: GPTConfig, stage: Group) -> tuple[Precision, GPT]:
-    """The plan's precision, and the model in it, not yet drawn. `stage`: the ranks that share fp8's scales."""
+def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GPT]:
+    """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh` share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
     precision: Any = load("precision")(plan.precision, masters=config.dtype)
     model = GPT(replace(config, dtype=dtype_name(precision.dtype)))
     if plan.precision == "fp8":
-        precision.attach(model, stage)
+        precision.attach(model, mesh.stage)
     return precision, model
 
 
