@@ -72,7 +72,7 @@ COLUMNS = ["plan", "step", "MFU", "waits for bytes", "waits for others", "memory
 def simulated(plan: str, cluster: str, batch: int, **options: Any) -> Simulation:
     """A step of CONFIG."""
     choice = {name: options.pop(name) for name in ("zero", "microbatches") if name in options}
-    axes = {axis: int(size) for axis, size in (part.split("=") for part in plan.split(","))}
+    axes: dict[str, Any] = {axis: int(size) for axis, size in (part.split("=") for part in plan.split(","))}
     return md.simulate(md.Plan(precision="bf16", **axes, **choice), CONFIG, cluster, batch=batch, **options)
 
 

@@ -59,6 +59,8 @@ COLUMNS = {
     "checkpoint": "what is computed again: none, scores, all (none)",
 }
 """The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
+PUBLISHED = Path(__file__).resolve().with_name("published")
+"""Step times of papers and repositories as such files; each says its source."""
 _SIZES = {"layers": "layers", "width": "width", "heads": "heads", "sequence": "context", "vocab": "vocabulary"}
 
 

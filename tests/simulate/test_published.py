@@ -1,27 +1,24 @@
 """The published tables: each can be read, says its source, and agrees with itself."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import minidist.simulate
-from minidist.simulate.calibrate import read_runs
+from minidist.simulate.calibrate import PUBLISHED, read_runs
 
-TABLES = Path(minidist.simulate.__file__).parent / "published"
 ROWS = {"narayanan-2021-table-1": 4, "narayanan-2021-table-2": 6, "llm-foundry-a100": 9, "llm-foundry-a100-roce": 10,
         "llm-foundry-h100": 12, "dgxc-llama-3.1-8b-h100": 5, "dgxc-nemotron-15b-h100": 8}
 
 
 def test_every_table_is_tested():
-    assert {path.stem for path in TABLES.glob("*.csv")} == set(ROWS)
+    assert {path.stem for path in PUBLISHED.glob("*.csv")} == set(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_table_can_be_read_and_says_where_it_is_from(name):
-    text = (TABLES / f"{name}.csv").read_text(encoding="utf-8")
+    text = (PUBLISHED / f"{name}.csv").read_text(encoding="utf-8")
     assert text.startswith("# ") and ("arXiv" in text or "github.com/" in text)
-    runs = read_runs(TABLES / f"{name}.csv", "a100-80g" if "h100" not in name else "h100")
+    runs = read_runs(PUBLISHED / f"{name}.csv", "a100-80g" if "h100" not in name else "h100")
     assert len(runs) == ROWS[name]
     for run in runs:
         assert run.plan.size == run.cluster.size
@@ -33,7 +30,7 @@ DAYS = {384: 90, 768: 74, 1536: 74, 640: 169, 1120: 137, 2240: 140}
 
 
 def test_seconds_from_flops_agree_with_the_days_of_the_same_table():
-    for run in read_runs(TABLES / "narayanan-2021-table-2.csv", "a100-80g"):
+    for run in read_runs(PUBLISHED / "narayanan-2021-table-2.csv", "a100-80g"):
         days = run.seconds * 300e9 / (run.batch * 2048) / 86400
         assert days == pytest.approx(DAYS[run.cluster.size], rel=0.01)
 
@@ -45,7 +42,7 @@ MFU = {128: (0.4336, 0.4185, 0.4218, 0.4571, 0.4243, 0.4060), 512: (0.4125, 0.40
 def test_seconds_agree_with_the_mfu_of_the_same_table():
     """Its formula: 6 FLOPs a weight and token, 12 · layers · width · sequence² of attention, of 989.4 TFLOP/s."""
     of_size = {size: iter(mfu) for size, mfu in MFU.items()}
-    for run in read_runs(TABLES / "llm-foundry-h100.csv", "h100"):
+    for run in read_runs(PUBLISHED / "llm-foundry-h100.csv", "h100"):
         config, tokens = replace(run.config, tied=True), run.batch * 2048
         flops = tokens * (6 * config.numbers + 12 * config.layers * config.width * 2048)
         mfu = flops / (run.seconds * run.cluster.size * 989.4e12)
