@@ -22,8 +22,10 @@ HERE = Path(__file__).resolve().parent
 PROFILE = HERE / "a100.json"
 
 FITTED = {"narayanan-2021-table-1": "a100-80g", "llm-foundry-a100": "a100-80g", "llm-foundry-a100-roce": "a100-40g"}
-UNSEEN = {"llm-foundry-h100": "h100", "dgxc-llama-3.1-8b-h100": "h100", "dgxc-nemotron-15b-h100": "h100",
-          "narayanan-2021-table-2": "a100-80g"}
+UNSEEN = {"llm-foundry-h100": "h100", "dgxc-nemotron-15b-h100": "h100", "narayanan-2021-table-2": "a100-80g",
+          "dgxc-llama-3.1-8b-h100": "h100"}
+MOST = {"dgxc-llama-3.1-8b-h100": 8}        # devices of a run that is predicted: larger ones take minutes each,
+ELSE = 768                                  # that table's also with few, as they make 32 passes a step
 CONSTANTS = ("matmul_share", "half", "attention_share", "memory_share", "inside.bandwidth", "between.bandwidth")
 
 HEAD = """# How far the simulator is from published step times
@@ -48,10 +50,14 @@ GAPS = """## Known gaps
 - **Tensor parallelism that overlaps.** NeMo sends the parts of a product while the next part is computed; here a tensor
   parallel call is waited for.
 - **An H100 reaches a smaller share of its peak than an A100**: a 7b step of llm-foundry is 2.3 times as fast on H100s,
-  here 2.9 times, because both take the same shares. Constants fitted on A100s make this worse.
+  here 2.9 times, because both take the same shares.
 - **Tied tables.** A file of runs cannot say that the model's two tables are one; here they are two, which costs memory
   and traffic, and no matrix product.
-- **Pipelines.** No table here has a pipeline.
+- **Attention that is not one kernel.** The row of Llama 3.1 8B comes out 6 to 15 times too slow: with cp=2 the
+  attention of `parallel/context` is priced as its single products and passes over the scores, while NeMo runs a fused
+  kernel. The row on 640 GPUs has heads 160 wide, and the kernels here take 128: it is priced in the same way. Fitting
+  makes both slower, as such products have a short side and the fitted `half` is 727.
+- **Pipelines, and runs on more than 768 devices**, are not on this page: a row takes minutes to predict.
 """
 
 
@@ -68,10 +74,15 @@ class Row(NamedTuple):
         return self.default / self.run.seconds - 1, self.fitted / self.run.seconds - 1
 
 
+def table(name: str, cluster: str) -> list[Run]:
+    """The runs of a table that are predicted."""
+    return [run for run in read_runs(PUBLISHED / f"{name}.csv", cluster) if run.cluster.size <= MOST.get(name, ELSE)]
+
+
 def predict(name: str, cluster: str, profile: CostProfile) -> list[tuple[float, float]]:
     """Seconds of each row of a table: by the default constants, by the fitted ones."""
     predicted, found = Predictor(), []
-    for run in read_runs(PUBLISHED / f"{name}.csv", cluster):
+    for run in table(name, cluster):
         found.append((predicted(run, CostProfile(cluster)), predicted(run, profile)))
         print(f"{name}: {run.label} {run.seconds:.4g} {found[-1]}", flush=True)
     return found
@@ -82,8 +93,7 @@ def predict_all(profile: CostProfile) -> dict[str, list[Row]]:
     names, clusters = zip(*(FITTED | UNSEEN).items(), strict=True)
     with ProcessPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         found = list(pool.map(predict, names, clusters, [profile] * len(names)))
-    return {name: [Row(run, *seconds) for run, seconds
-                   in zip(read_runs(PUBLISHED / f"{name}.csv", cluster), predicted, strict=True)]
+    return {name: [Row(run, *seconds) for run, seconds in zip(table(name, cluster), predicted, strict=True)]
             for name, cluster, predicted in zip(names, clusters, found, strict=True)}
 
 
@@ -129,10 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the constants again, and write a100.json")
     if parser.parse_args().fit:
-        runs = [run for name, cluster in FITTED.items() for run in read_runs(PUBLISHED / f"{name}.csv", cluster)]
+        runs = [run for name, cluster in FITTED.items() for run in table(name, cluster)]
         fit(runs, Predictor(), "a100-80g", CONSTANTS, lambda text: print(text, flush=True)).profile.save(PROFILE)
     profile = CostProfile.load(PROFILE)
-    tables = predict_all(profile)
+    write(predict_all(profile), profile)
+
+
+def write(tables: dict[str, list[Row]], profile: CostProfile) -> None:
+    """The page."""
     parts = [HEAD, summary(tables), constants(profile), "## The tables\n"]
     parts += [section(name, rows) for name, rows in tables.items()]
     with whole(HERE / "CALIBRATION.md") as draft:

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from minidist.lessons import FOLDER
 
-from minidist.simulate.calibrate import PUBLISHED, read_runs
+from minidist.simulate.calibrate import PUBLISHED, Predictor, read_runs
+from minidist.simulate.rates import CostProfile
 
 ROWS = {"narayanan-2021-table-1": 4, "narayanan-2021-table-2": 6, "llm-foundry-a100": 9, "llm-foundry-a100-roce": 10,
         "llm-foundry-h100": 12, "dgxc-llama-3.1-8b-h100": 5, "dgxc-nemotron-15b-h100": 8}
@@ -47,3 +49,28 @@ def test_seconds_agree_with_the_mfu_of_the_same_table():
         flops = tokens * (6 * config.numbers + 12 * config.layers * config.width * 2048)
         mfu = flops / (run.seconds * run.cluster.size * 989.4e12)
         assert mfu == pytest.approx(next(of_size[run.cluster.size]), rel=0.01)
+
+
+PAGE = FOLDER / "24_simulate" / "CALIBRATION.md"
+
+
+def test_the_page_has_every_row():
+    """Each measured step that the page can have stands there, in the order of its table."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name in ROWS:
+        section = text.split(f"### {name}\n")[1].split("\n###")[0]
+        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+        runs = read_runs(PUBLISHED / f"{name}.csv", "a100-80g" if "h100" not in name else "h100")
+        most = 8 if "llama" in name else 768
+        assert [float(row[2]) for row in rows] == [
+            pytest.approx(run.seconds, rel=1e-3) for run in runs if run.cluster.size <= most]
+
+
+def test_the_page_says_what_the_simulator_predicts():
+    """By the default and by the fitted constants, for the cheapest rows of a table that was fitted."""
+    profile, predicted = CostProfile.load(PAGE.with_name("a100.json")), Predictor()
+    section = PAGE.read_text(encoding="utf-8").split("### llm-foundry-a100\n")[1]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    for row, run in list(zip(rows, read_runs(PUBLISHED / "llm-foundry-a100.csv", "a100-80g"), strict=False))[:2]:
+        assert predicted(run, CostProfile("a100-80g")) == pytest.approx(float(row[3]), rel=1e-3)
+        assert predicted(run, profile) == pytest.approx(float(row[5]), rel=1e-3)
