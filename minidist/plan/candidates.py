@@ -6,12 +6,13 @@
 Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
 the pipeline's schedule, what is computed again, offload of the optimizer, and which axis lies inside nodes. Left out
 from the beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because such a
-plan is never the best one by much. Not enumerated: offload=all, parameter servers, hybrid sharding.
+plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, tensor parallelism wider
+than a node, recomputation of scores alone.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 
@@ -24,9 +25,9 @@ from minidist.parallel.hybrid.plan_checks import AXES
 from minidist.simulate.cluster import Cluster
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
-RECOMPUTED = ("none", "scores", "all")
-MOST_ROWS = 16                      # sequences of a microbatch: beyond, products do not become faster
-MOST_CONTEXT_RANKS = 16             # of an axis cp
+RECOMPUTED = ("none", "all")
+ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
+MOST_CONTEXT_RANKS = 8              # of an axis cp
 COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order")
 """`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`."""
 
@@ -59,7 +60,6 @@ class Candidates:
         row = dict(zip(COLUMNS, self.table[number].tolist(), strict=True))
         piped = row["pp"] > 1
         return Plan(**{axis: row[axis] for axis in AXES}, zero=row["zero"], precision=self.precision,
-                    algorithm="auto" if self.precision == "fp32" else "ring",
                     schedule=SCHEDULES[row["schedule"]], microbatches=row["pieces"] if piped else None,
                     accumulate=1 if piped else row["pieces"], checkpoint_blocks=RECOMPUTED[row["recomputed"]],
                     offload="optimizer" if row["offload"] else "none", sequence_parallel=bool(row["sequence"]))
@@ -87,14 +87,15 @@ def candidates(config: GPTConfig, cluster: Cluster, *, batch: int, precision: st
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:
-    """The mesh's own order first, then all others."""
-    return (AXES, *(order for order in permutations(AXES) if order != AXES))
+    """The mesh's own order first; then pp outermost; then each axis innermost, the others as in the mesh."""
+    return (AXES, ("pp", *(axis for axis in AXES if axis != "pp")),
+            *((*(other for other in AXES if other != axis), axis) for axis in AXES[:-1]))
 
 
 def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ...]]:
     """Sizes along the axes, in the order of AXES."""
     experts = config.mixture.experts if config.mixture else 1
-    most_tp = min(narrowest(config)[1], 2 * per_node if per_node > 1 else size)
+    most_tp = min(narrowest(config)[1], per_node if per_node > 1 else size)
     for tp in divisors(size):
         if tp > most_tp or config.heads % tp or config.key_heads % min(tp, config.key_heads):
             continue
@@ -117,9 +118,9 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
         return
     part, copies, composed = batch // (dp * ep), dp * ep * cp, pp * ep * cp * tp > 1
     stages = [0] if copies == 1 else [0, 1, 2, 3]
-    for rows in divisors(part):
+    for rows in ROWS:
         pieces = part // rows
-        if rows > MOST_ROWS or pp > 1 and pieces < pp:
+        if part % rows or pp > 1 and pieces < pp:
             continue
         schedules = [number for number, name in enumerate(SCHEDULES)
                      if pp > 1 and (name != "interleaved" or 2 * pp <= config.layers and pieces % pp == 0)]

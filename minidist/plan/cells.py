@@ -2,14 +2,15 @@
 
 All layers of a GPT are alike. So one rank is run with one layer and with two, on arrays without data
 (simulate/one_rank.py): the difference is a layer, what is left is embedding, output and loss. A cell depends on how the
-layer is cut (tp, cp, ep, sequence parallel), on the sequences of a microbatch and on what is computed again, on nothing
-else: a hundred thousand plans share some two hundred cells.
+layer is cut (tp, cp, ep, sequence parallel) and on the sequences of a microbatch, on nothing else: a hundred thousand
+plans share some two hundred cells.
 
-    cell = Cells(config, cluster).cell(Cut(tp=8, cp=1, ep=1, sequence=1, rows=1, recomputed=0))
-    cell.layer.held                                 # bytes that a layer keeps for its backward
-    seconds(cell.layer, price)["forward"]           # with what its calls take where the groups lie
+    cell = Cells(config, cluster, rates).cell(Cut(tp=8, cp=1, ep=1, sequence=1, rows=1))
+    cell.layer_held                                 # bytes that a layer keeps for its backward
+    layer, ends = cell.seconds(price)               # with what its calls take where the groups lie
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from typing import NamedTuple
 from minidist.nn import GPTConfig
 from minidist.observe.events import Await, Busy, GroupCall, Memory, Start
 from minidist.parallel.hybrid.plan import Plan
-from minidist.plan.candidates import RECOMPUTED
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import Rates
@@ -36,7 +36,6 @@ class Cut(NamedTuple):
     ep: int
     sequence: int
     rows: int
-    recomputed: int
 
 
 class PhaseSeconds(NamedTuple):
@@ -54,15 +53,16 @@ Price = Callable[[GroupCall], float]
 class Cell:
     """One microbatch on one rank. Attributes, bytes and numbers of one and of two layers:
 
-    traces      of the first step;  update: seconds of the optimizer for all of the rank's weights
-    numbers     of weights;         held: bytes of activations at their most, with what works on them
+    traces      of a first step
+    numbers     of weights
+    held, kept  bytes of activations at their most, with what works on them; kept: if a layer is computed again
     """
 
     traces: tuple[RankTrace, RankTrace]
     rates: Rates
     numbers: tuple[int, int]
     held: tuple[int, int]
-    expert_numbers: int
+    kept: tuple[int, int]
 
     @property
     def layer_numbers(self) -> int:
@@ -84,6 +84,11 @@ class Cell:
         """Bytes at the peak beside the layers' own: the loss, and the insides of a layer computed again."""
         return self.held[0] - self.layer_held
 
+    @property
+    def layer_kept(self) -> int:
+        """Bytes that a layer keeps if backward computes it again."""
+        return self.kept[1] - self.kept[0]
+
     def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
         """Forward and backward of a layer, and of the ends."""
         one, two = (walk(trace, self.rates, price) for trace in self.traces)
@@ -94,10 +99,13 @@ class Cell:
 class Cells:
     """Cells of a model on a cluster's device, each made when it is first asked for."""
 
-    def __init__(self, config: GPTConfig, cluster: Cluster, rates: Rates, precision: str, optimizer: str) -> None:
+    def __init__(self, config: GPTConfig, cluster: Cluster, rates: Rates, precision: str = "bf16",
+                 optimizer: str = "adamw") -> None:
         self.config, self.rates = config, rates
         self._kind, self._precision, self._optimizer = cluster.device.kind, precision, optimizer
         self._cells: dict[Cut, Cell] = {}
+        self._keeps: dict[Cut, tuple[int, int]] = {}
+        self._calls: dict[tuple[int, int], tuple[Counter[GroupCall], Counter[GroupCall]]] = {}
 
     def cell(self, cut: Cut) -> Cell:
         """The cell of a cut."""
@@ -105,23 +113,43 @@ class Cells:
             self._cells[cut] = self._run(cut)
         return self._cells[cut]
 
+    def data_calls(self, tp: int, zero: int) -> tuple[Counter[GroupCall], Counter[GroupCall]]:
+        """Calls along the data axis in a step of two ranks: of a layer, and of the ends."""
+        if (tp, zero) not in self._calls:
+            plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
+            one, two = (Counter(event.call._replace(name="") for event in self._run_plan(plan, layers, 2).events
+                                if isinstance(event, Start) and event.call.axis == "dp") for layers in (1, 2))
+            layer = two - one
+            self._calls[tp, zero] = layer, one - layer
+        return self._calls[tp, zero]
+
     def update_seconds(self) -> float:
         """Of the optimizer, for one weight: an element-wise pass over what it keeps."""
-        traces = [self._trace(Cut(1, 1, 1, 0, 1, 0), layers, steps=2) for layers in (1, 2)]
+        traces = [self._trace(Cut(1, 1, 1, 0, 1), layers, steps=2) for layers in (1, 2)]
         spent = [sum(self.rates.segment(trace.segments[event.work]) for event in trace.events[trace.steps[1]:]  # type: ignore[call-overload]
                      if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]
         return (spent[1] - spent[0]) / (traces[1].parameters - traces[0].parameters)
 
     def _run(self, cut: Cut) -> Cell:
         one, two = self._trace(cut, 1), self._trace(cut, 2)
-        experts = self.config.expert_numbers // self.config.layers // (cut.ep * cut.tp)
-        return Cell((one, two), self.rates, (one.parameters, two.parameters), (working(one), working(two)), experts)
+        kept = self._kept(cut._replace(rows=1))
+        return Cell((one, two), self.rates, (one.parameters, two.parameters), (working(one), working(two)),
+                    (kept[0] * cut.rows, kept[1] * cut.rows))
 
-    def _trace(self, cut: Cut, layers: int, steps: int = 1) -> RankTrace:
+    def _kept(self, cut: Cut) -> tuple[int, int]:
+        """As Cell.kept, of one sequence a microbatch."""
+        if cut not in self._keeps:
+            self._keeps[cut] = (working(self._trace(cut, 1, again=True)), working(self._trace(cut, 2, again=True)))
+        return self._keeps[cut]
+
+    def _trace(self, cut: Cut, layers: int, steps: int = 1, again: bool = False) -> RankTrace:
         plan = Plan(tp=cut.tp, cp=cut.cp, ep=cut.ep, precision=self._precision, sequence_parallel=bool(cut.sequence),
-                    checkpoint_blocks=RECOMPUTED[cut.recomputed])
-        return run_rank(plan, replace(self.config, layers=layers), rows=cut.rows * cut.ep, steps=steps,
-                        device_kind=self._kind, optimizer=self._optimizer)
+                    checkpoint_blocks="all" if again else "none")
+        return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
+
+    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1) -> RankTrace:
+        return run_rank(plan, replace(self.config, layers=layers), rows=rows, steps=steps, device_kind=self._kind,
+                        optimizer=self._optimizer)
 
 
 def working(trace: RankTrace) -> int:
