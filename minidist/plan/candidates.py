@@ -7,7 +7,7 @@ Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devic
 the pipeline's schedule, what is computed again, offload of the optimizer, and which axis lies inside nodes. Left out
 from the beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because such a
 plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, tensor parallelism wider
-than a node, recomputation of scores alone.
+than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from minidist.simulate.cluster import Cluster
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 RECOMPUTED = ("none", "all")
 ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
-MOST_CONTEXT_RANKS = 8              # of an axis cp
+LEAST_TOKENS = 2048                 # of a rank of an axis cp: with fewer, keys go round longer than attention takes
 COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order")
 """`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`."""
 
@@ -100,7 +100,7 @@ def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ..
         if tp > most_tp or config.heads % tp or config.key_heads % min(tp, config.key_heads):
             continue
         for cp in divisors(size // tp):
-            if cp > MOST_CONTEXT_RANKS or config.context % (2 * cp):
+            if cp > 1 and (config.context < cp * LEAST_TOKENS or config.context % (2 * cp)):
                 continue
             for ep in divisors(size // tp // cp):
                 if experts % ep:
