@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array, is_virtual
+from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 HERE = Path(__file__).parent
@@ -131,7 +131,7 @@ class Source:
     def __init__(self, path: str | Path, kernels: Sequence[str]) -> None:
         self.path = HERE / path
         self.kernels = tuple(kernels)
-        self._read: dict[str, list[KernelParameter]] = {}
+        self._parameters: dict[str, list[KernelParameter]] = {}
 
     @cached_property
     def text(self) -> str:
@@ -145,11 +145,11 @@ class Source:
 
     def parameters(self, kernel: str) -> list[KernelParameter]:
         """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises: KernelError."""
-        if kernel not in self._read:
-            self._read[kernel] = self._parameters(kernel)
-        return self._read[kernel]
+        if kernel not in self._parameters:
+            self._parameters[kernel] = self._parse(kernel)
+        return self._parameters[kernel]
 
-    def _parameters(self, kernel: str) -> list[KernelParameter]:
+    def _parse(self, kernel: str) -> list[KernelParameter]:
         name, _, given = kernel.rstrip(">").partition("<")
         if name not in self._declared or kernel not in self.kernels:
             raise KernelError(f"{self.path.name} has no kernel {kernel}; it has {', '.join(self.kernels)}")
@@ -216,15 +216,16 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
     Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
              DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
     """
+    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
+    if hasattr(xp, "record_launch"):        # arrays without data
+        xp.record_launch(kernel, zip(source.parameters(kernel), args, strict=True))
+        return
     values = _bind(source, kernel, args)
     sizes = _check_sizes(kernel, grid, block, shared)
-    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
     if xp is np:
         from minidist.kernels import on_cpu  # noqa: PLC0415 - it needs g++ and fcntl, which a machine with a GPU may lack
 
         on_cpu.run(source, kernel, *sizes, values, shared)
-    elif hasattr(xp, "record_launch"):      # arrays without data
-        xp.record_launch(kernel, values)
     else:
         _run_on_gpu(source, kernel, *sizes, values, shared)
 
@@ -237,7 +238,7 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Kernel
                          f"not {len(args)}")
     arrays = [array for arg in args for array in (arg.arrays if isinstance(arg, Table) else [arg])]
     devices = sorted({_device(array) for array in arrays if is_array(array)})
-    if len(devices) > 1 and not any(map(is_virtual, arrays)):       # whose integers stay on the host
+    if len(devices) > 1:
         raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
     return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
             for p, a in zip(parameters, args, strict=True)]

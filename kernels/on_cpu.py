@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 from minidist.kernels import tools
-from minidist.kernels.cache import missing, place
+from minidist.kernels.cache import folder, missing, place
 from minidist.kernels.loader import HERE, KernelParameter, Source, Table, address_of, compile_error
 
 from minidist.errors import KernelError
@@ -169,13 +169,19 @@ def build(source: Source) -> Path:
     path, command = _built(source.path.stem, ".so", *_KERNEL_FLAGS, runtime.name, text)
     with missing(path) as new:
         if new is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                whole, unlinked = Path(folder) / source.path.name, Path(folder) / "kernels.o"
+            with tempfile.TemporaryDirectory() as work:
+                whole, unlinked = Path(work) / source.path.name, Path(work) / "kernels.o"
                 whole.write_text(text, encoding="utf-8")
                 _compile(source, [command, *_KERNEL_FLAGS, f"-I{HEADERS}", "-x", "c++", "-c", str(whole),
                                   "-o", str(unlinked)])
                 _compile(source, [command, "-shared", "-Wl,-z,defs", str(unlinked), str(runtime), "-o", str(new)])
     return path
+
+
+@cache
+def _built_once(source: Source, compiler: str | None, folder: Path) -> Path:
+    """`build`, by this compiler and in this cache folder: a launch need not read and hash all sources again."""
+    return build(source)
 
 
 def _symbols(path: Path) -> list[tuple[str, int, int]]:
@@ -280,7 +286,8 @@ def _offset(array: np.ndarray) -> int:
 def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
         values: Sequence[tuple[KernelParameter, Any]], shared: int) -> None:
     """Run one launch (checked by loader.launch) on the CPU. Raises: KernelError."""
-    path, watching, arena, report = build(source), _watching.get() or _Watch(), _Arena(values), _Report()
+    path, watching = _built_once(source, compiler(), folder()), _watching.get() or _Watch()
+    arena, report = _Arena(values), _Report()
     held = [np.array([np.uint64(arena.address(value)) if parameter.pointer else value]) for parameter, value in values]
     pointers = (ctypes.c_void_p * len(held))(*map(address_of, held))
     with _one_at_a_time:

@@ -16,6 +16,7 @@ A lesson is found by its folder alone: adding one means adding a folder. Its tit
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from minidist.errors import ConfigError
@@ -59,6 +60,7 @@ def find(number: str) -> Lesson:
     raise ConfigError(f"there is no lesson {number[:20]!r}; choose one of {there}")
 
 
+@cache
 def _read(folder: Path) -> Lesson:
     """Title and table row from the head of a lesson's README.md."""
     lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()

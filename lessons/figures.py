@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.errors import ConfigError
 from minidist.files import whole
+from minidist.observe.plots import GRID as GRID
+from minidist.observe.plots import INK as INK
 from minidist.observe.plots import MEMORY as MEMORY
+from minidist.observe.plots import PAPER as PAPER
+from minidist.observe.plots import RANKS as RANKS
+from minidist.observe.plots import SOFT as SOFT
 
 if TYPE_CHECKING:           # matplotlib takes longer to load than a lesson to run: only what draws loads it
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
 PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8",
           "optimizer": "#5b9a68",
           "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
-RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "Figure":

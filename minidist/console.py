@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minidist.device import cores
 from minidist.errors import ConfigError, MemoryLimitError
 from minidist.files import DISK_FAILED, whole
 
@@ -105,6 +106,22 @@ seed_number = whole_number(-2**63, 2**64 - 1)
 def counts(text: str) -> list[int]:
     """'2,4' -> [2, 4]: numbers of ranks."""
     return [rank_count(part) for part in text.split(",")]
+
+
+def core_list(text: str) -> list[int]:
+    """'0-1,4' -> [0, 1, 4]: cores of this machine that this process may use. Raises: ArgumentTypeError."""
+    usable = cores.usable()
+    if usable is None:
+        raise argparse.ArgumentTypeError("this system does not let a process choose its cores; leave the option out")
+    parts = [re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII) for part in text.split(",")]
+    chosen = {core for part in parts if part for core in range(int(part[1]), int(part[2] or part[1]) + 1)}
+    if None in parts or not chosen:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of cores; write 0-1 or 0,2, of cores "
+                                         f"{cores.in_words(usable)}, which this process may use")
+    if missing := sorted(chosen - {*usable}):
+        raise argparse.ArgumentTypeError(f"{shown(text)} names core {missing[0]}; of this machine, this process may "
+                                         f"use cores {cores.in_words(usable)}")
+    return sorted(chosen)
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -28,7 +28,8 @@ def test_every_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Tensor'; it offers Mesh, Plan, Trainer, errors, init, plan_for, run, simulate"):
+    with pytest.raises(AttributeError, match="no attribute 'Tensor'; "
+                       "it offers Mesh, Plan, Trainer, errors, init, plan_for, run, simulate"):
         md.Tensor  # noqa: B018
 
 

@@ -1,8 +1,12 @@
-"""The figure of lesson 26: three runs through the same interruptions, and what the interval between saves costs.
+"""The figures of lesson 26: three runs through the same interruptions, what the interval between saves costs; a storm.
 
-    python lessons/26_survive/figure.py [--out DIR]      # figure.png
+    python lessons/26_survive/figure.py [--out DIR]      # figure.png and storm.png; takes a minute
 """
 
+import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +16,23 @@ from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.observe.storm_figure import draw_storm
+from minidist.survive import storm_report
 from minidist.survive.interval import best_interval, goodput
+from minidist.survive.storm import LOG, events
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "26")
 SAVE, BETWEEN, RESTART = 20.0, 7200.0, 60.0         # seconds
 HOURS, DAYS = 6, 300
+RANKS = 4           # of the storm
+STORM = (f"-n{RANKS}", "--minutes=0.6", "--every=4", "--no-compare")
 COLORS = {"work": "#2f5d9b", "save": "#e2a33b", "lost": "#c8553d", "restart": "#9aa0a6"}
 WORDS = {"work": "work that is kept", "save": "saving", "lost": "work done in vain", "restart": "restarting"}
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The spans of three runs, and of each of many intervals the part that is kept."""
+    """The spans of three runs, and of each of many intervals the part that is kept; a storm's events and faults."""
     best, seconds = best_interval(SAVE, BETWEEN), DAYS * 86_400.0
     moments = lab.interruptions(BETWEEN, seconds, seed=4)
 
@@ -32,11 +41,22 @@ def record(group: Group) -> dict[str, Any]:
 
     tried = best * np.geomspace(1 / 16, 16, 17)
     return {"best": best, "runs": {factor: run(best * factor, HOURS * 3600.0) for factor in (1 / 8, 1, 8)},
-            "kept": [(interval, lab.kept(run(interval, seconds))) for interval in tried.tolist()]}
+            "kept": [(interval, lab.kept(run(interval, seconds))) for interval in tried.tolist()], "storm": _storm()}
+
+
+def _storm() -> dict[str, Any]:
+    """Its events, and its faults with what came of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "minidist", "storm", *STORM, f"--out={folder}/run"], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = Path(folder, "run")
+        return {"told": events(run / LOG), "faults": json.loads((run / "storm.json").read_text())["happened"]}
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded spans."""
+    """figure.png from the recorded spans, and storm.png from the storm's events."""
+    told, faults = recorded["storm"]["told"], recorded["storm"]["faults"]
+    draw_storm(folder / "storm.png", told, storm_report.spans(told, faults), faults, ranks=RANKS)
     figure = look.new_figure(13.5, 6.0, "The same interruptions, saved too often, well, and too seldom",
                              f"A save takes {SAVE:g} s, an interruption comes every {BETWEEN / 3600:g} hours on "
                              f"average, a restart takes {RESTART:g} s. Left: {HOURS} hours, event by event. "

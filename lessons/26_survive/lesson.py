@@ -2,7 +2,7 @@
 
     mpirun -n 4 python lessons/26_survive/lesson.py
     python lessons/26_survive/lesson.py                          # alone: four ranks as threads
-    python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 7
+    python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 8
 """
 
 import json

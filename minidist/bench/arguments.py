@@ -123,6 +123,8 @@ def _add_save(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=rank_count, default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
     parser.add_argument("--every", type=positive, default=50, metavar="K", help="steps to a save (50)")
+    parser.add_argument("--saves", type=positive, default=500, metavar="K",
+                        help="saves over which the resident memory is watched (500)")
     parser.add_argument("--folder", metavar="DIR", help="on the disk to measure (that of temporary files)")
     _add_model(parser, Model())
 

@@ -187,7 +187,7 @@ def _save(args: argparse.Namespace, progress: Progress) -> Result:
     return {"what": "save", "ranks": args.ranks, "model": vars(model), "every": args.every,
             "left_out": [] if save.PEER in save.contenders_here() else [
                 f"{save.PEER} was left out: {tables.INSTALL_GLOO}"],
-            **save.measure_all(model, args.ranks, args.rounds, args.every, folder, progress)}
+            **save.measure_all(model, args.ranks, args.rounds, args.every, args.saves, folder, progress)}
 
 
 # ---------------------------------------------------------------- calibrate

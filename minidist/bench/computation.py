@@ -3,8 +3,11 @@
 Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that share cores, caches
 or memory bandwidth show it. Measured are
 
-    matmul   products of several sizes           launch + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n))
-    pass     NumPy's passes over arrays           launch + bytes / bandwidth, faster while the bytes fit the cache
+    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n))
+    pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
+    step     training steps of two small models   launch of a kernel, in place of NumPy's call: with what Python, the
+                                                  tape and modules take; and how much dearer a step's passes are than
+                                                  these six (tanh, masks, tables)
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds. The fit is weighted least
@@ -15,12 +18,23 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
 from minidist.comm.cost.link_model import ComputationCost
+from minidist.comm.group import Group
+from minidist.launch import run
+from minidist.nn import GPTConfig
+from minidist.observe.events import Busy
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.here import device_of
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.rates import Rates
+from minidist.simulate.trace import Kernel
 
 MODULE = "minidist.bench.computation"
 PRODUCTS = ((32, 32, 32), (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (768, 768, 768),
@@ -31,8 +45,11 @@ PASSES = tuple(1 << shift for shift in range(8, 23, 2))
 BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and written, of the six passes
 Figure = tuple[str, str, tuple[int, ...]]
 FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
-                         *(("pass", "float32", (elements,)) for elements in PASSES)]
+                         *(("pass", "float32", (elements,)) for elements in PASSES),
+                         ("step", "float32", (32, 16, 2)), ("step", "float32", (128, 64, 8))]
+"""A step: model width, tokens of a sequence, sequences. The first is almost nothing but launches."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
+DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
 INNER = 2                   # runs between two looks at the clock
 
 
@@ -63,7 +80,37 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
     products = {dtype: [(size, time) for (kind, of, size), time in seconds.items() if kind == "matmul" and of == dtype]
                 for dtype in ("float32", "float64")}
     peaks, half, worst = _fit_products(products, launch)
-    return ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst))
+    cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst))
+    steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
+    return _fit_steps(cost, steps) if steps else cost
+
+
+def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
+    """The same with the launch, and the factor of passes, by which the steps take what they took."""
+    bare = Rates.of(device_of([replace(cost, launch=0.0)], 1, 1, {}))
+    rows, rest = [], []
+    for size, measured in steps.items():
+        kernels = kernels_of(size)
+        passes = bare.segment((kernel, times) for kernel, times in kernels if kernel.kind == "memory")
+        rows.append((sum(times for _, times in kernels) / measured, passes / measured))
+        rest.append(1 - (bare.segment(kernels) - passes) / measured)
+    (launch, dearer), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
+    dearer = min(max(float(dearer), 1.0), DEAREST)
+    launch = max(cost.launch, float(np.mean([(left - passes * dearer) / count
+                                             for (count, passes), left in zip(rows, rest, strict=True)])))
+    return replace(cost, launch=launch, bandwidth=cost.bandwidth / dearer)
+
+
+def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
+    """The kernels of a step of a small model, and how often each."""
+    trace = run_rank(Plan(), _model(size), rows=size[2], device_kind="cpu")
+    return [each for event in trace.events[trace.steps[-1]:] if isinstance(event, Busy)
+            for each in trace.segments[int(str(event.work))]]
+
+
+def _model(size: tuple[int, ...]) -> GPTConfig:
+    width, context, _ = size
+    return GPTConfig(vocabulary=64, context=context, layers=2, width=width, heads=2)
 
 
 def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float, float, float]:
@@ -91,12 +138,11 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
         sides = np.array([sum(1 / side for side in size) for size, _ in samples])
         seconds = np.maximum(np.array([time for _, time in samples]) - launch, 1e-9)
         if half is None:
-            columns = np.stack([flops, flops * sides], axis=1) / seconds[:, None]
-            inverse, slope = _least_squares(columns)
+            inverse, slope = _least_squares(np.stack([flops, flops * sides], axis=1) / seconds[:, None])
             half = float(slope / inverse) if inverse > 0 else 0.0
         else:
-            columns = (flops * (1 + half * sides) / seconds)[:, None]
-            inverse, = _least_squares(columns)
+            inverse, = _least_squares((flops * (1 + half * sides) / seconds)[:, None])
+        inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
         peaks[dtype], worst = 1 / float(inverse), max(worst, float(errors.max()))
     assert half is not None
@@ -123,9 +169,12 @@ def _least_squares(columns: np.ndarray) -> np.ndarray:
 
 def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
     """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as long on every rank."""
+    if kind == "step":
+        return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
     work = _product(dtype, *size) if kind == "matmul" else _passes(dtype, *size)
     work()
-    seconds, now = [], time.perf_counter()
+    now = time.perf_counter()
+    seconds: list[float] = []
     end = now + BUDGET
     while now < end or len(seconds) < 3:
         start = now
@@ -153,6 +202,17 @@ def _passes(dtype: str, elements: int) -> Callable[[], Any]:
         total.copy()
 
     return work
+
+
+def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
+    """Seconds of each step of a small model, but for the first ones."""
+    trainer, tokens = Trainer(Plan(), _model(size), world), np.zeros((size[2], size[1]), np.int64)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        trainer.step((tokens, tokens))
+        seconds.append(time.perf_counter() - start)
+    return seconds[2:]
 
 
 def main() -> None:

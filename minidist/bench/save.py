@@ -4,7 +4,8 @@
     background     it waits for a copy of the state; meanwhile matrix products run, as a training's next step would
 
 Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and steps with a save at
-every `--every`-th beside steps without. Contenders take turns round by round; of a round the slowest rank counts.
+every `--every`-th beside steps without. Contenders take turns round by round; of a round the slowest rank counts. Last
+come `--saves` saves of ours, a step after each, and the resident memory of a rank after a tenth of them and after all.
 
 PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose memory is kept. Its
 checksums are those of the zip files that torch.save writes, a CRC-32 of each tensor; ours are a CRC-32 of each 256 KiB.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, start_workers, worker_arguments
 from minidist.bench.step.ranks import Model, random_batch
@@ -38,11 +40,12 @@ def contenders_here() -> list[str]:
     return [OURS] + [PEER] * (importlib.util.find_spec("torch") is not None)
 
 
-def measure_all(model: Model, ranks: int, rounds: int, every: int, folder: Path | None,
+def measure_all(model: Model, ranks: int, rounds: int, every: int, saves: int, folder: Path | None,
                 progress: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of each contender and way; seconds of steps without and with a save, a pair a round.
+    """Rows of each contender and way; seconds of steps without and with a save, a pair a round; memory over many saves.
 
-    Args:    every: steps to a save; folder: on the disk to measure (None: that of temporary files).
+    Args:    every: steps to a save; saves: of the memory's part, half of them in the background; folder: on the disk
+             to measure (None: that of temporary files).
     """
     jobs: dict[str, Job] = {}
     started: list[Job] = []
@@ -69,8 +72,11 @@ def measure_all(model: Model, ranks: int, rounds: int, every: int, folder: Path 
                 first, second = (jobs[OURS].ask(what="steps", steps=every, save=save) for save in _order(number))
                 plain, saving = (first, second) if number % 2 == 0 else (second, first)
                 steps.append((max(rank["seconds"] for rank in plain), max(rank["seconds"] for rank in saving)))
+        progress(f"memory over {saves} saves")
+        memory = jobs[OURS].ask(what="memory", saves=saves)
     nbytes = sum(map(sum, arrays))
     return {"nbytes": nbytes, "rows": _rows(answers, nbytes), "steps": steps,
+            "memory": max(memory, key=lambda rank: rank["last_bytes"] - rank["first_bytes"]) | {"saves": saves},
             "throughput": statistics.median(plain / saving for plain, saving in steps)}
 
 
@@ -124,7 +130,9 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
     trainer.step(batch)
     place, room = Path(folder), dict[str, list[np.ndarray]]()
 
-    def take(what: str, steps: int = 0, save: bool = False) -> Any:
+    def take(what: str, steps: int = 0, save: bool = False, saves: int = 0) -> Any:
+        if what == "memory":
+            return memory_over(saves, trainer, place, batch)
         if what == "arrays":
             from minidist.survive.manifest import read_manifest
 
@@ -149,6 +157,19 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
         return {"copy": copy, **timed_save(lambda: trainer.start_save(place), lambda save: bool(save.done()))}
 
     return take
+
+
+def memory_over(saves: int, trainer: Any, place: Path, batch: Any) -> dict[str, float]:
+    """Resident bytes of this process after a tenth of so many saves and after all, and the most after any."""
+    resident = []
+    for number in range(saves):
+        if number % 2:
+            trainer.save(place)
+        else:
+            trainer.start_save(place).wait()
+        trainer.step(batch)
+        resident.append(psutil.Process().memory_info().rss)
+    return {"first_bytes": resident[saves // 10], "last_bytes": resident[-1], "most_bytes": max(resident)}
 
 
 def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any]:

@@ -78,7 +78,10 @@ def show_save(result: dict[str, Any], console: Console) -> None:
         table.add_row(row["name"], row["way"], f"{row['mib_per_second']:,.0f}", f"{row['seconds'] * 1e3:,.1f}",
                       f"{row['stands'] * 1e3:,.1f}", f"{row['stands_in_copies']:.2f}" if behind else "")
     console.print(table)
+    memory = result["memory"]
     notes(console, [f"{result['every']} steps with a save keep {result['throughput']:.1%} of the rate without",
+                    f"resident memory of a rank: {size_text(memory['first_bytes'])} after a tenth of {memory['saves']} "
+                    f"saves, {size_text(memory['last_bytes'])} after all; that of the rank where it grows most",
                     *result["left_out"]])
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
-from minidist.simulate.calibrate import COLUMNS, CONSTANTS, Fitted, Predictor, Run, fit, read_runs
+from minidist.simulate.calibrate import COLUMNS, CONSTANTS, CostFit, Predictor, Run, fit, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(console: Console, runs: list[Run], fitted: Fitted, out: str) -> None:
+def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
     """Each run, the constants, and the errors in three ways."""
     table = Table(title="Seconds a step", title_justify="left", header_style="bold cyan")
     for name in ("run", "measured", "predicted", "error", "left out"):

@@ -16,6 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from minidist.cli.limits import add_limits, limits_of
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
 from minidist.files import check_writable
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
                         help="how long a rank's process may be stopped before it is lost; node 0's counts (default: "
                              "%(default)s)")
+    add_limits(parser.add_argument, "on this node")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -59,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     command = program(args.program, args.arguments, module=args.module)
     nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience)
+    limits = limits_of(args)
+    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience,
+                   limits=limits)
     if args.json:
-        write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status})
+        write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status,
+                               **limits.record()})
     return status
 
 

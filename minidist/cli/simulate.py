@@ -23,6 +23,7 @@ from minidist.nn import GPTConfig
 from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.failure import stalls, told
 from minidist.simulate.models import MODELS, model
 from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--order", metavar="AXIS,…", help="which axis lies inside nodes: the last (default: dp,pp,ep,cp,tp)")
     add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
         help="a straggler: this rank computes so many times longer; may be given several times")
+    add("--fail", metavar="RANK:SECONDS", help="also tell how the others stand still if this rank fails in the step")
     add("--slow-link", action="append", default=[], metavar="NAME:FACTOR",
         help="a byte takes so many times longer on links of this name, as node3.nic0-out or node3.*")
     model_arguments(parser)
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("json", "trace", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     cluster, config = Cluster.parse(args.cluster), config_of(args)
+    fails = _factors("--fail", [args.fail] if args.fail else [])
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
     plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
@@ -94,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
                      slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
                      optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
     print_simulation(Console(highlight=False), found, args.tokens)
+    for rank, seconds in fails.items():
+        Console(highlight=False).print(told(found, stalls(found, int(rank), seconds)), markup=False)
     if args.json:
         write_json(args.json, found.as_json(args.tokens))
     if args.trace:
@@ -127,7 +132,8 @@ def _factors(option: str, texts: list[str]) -> dict[str, float]:
             found[name] = positive_number(factor)
         except argparse.ArgumentTypeError:
             colon = ""
-        if not colon or not name or option == "--slow-rank" and not name.isdecimal():
-            example = "3:2.0" if option == "--slow-rank" else "node3.nic0-out:2.0"
-            fail(f"{option} {shown(text)}: write the name and how many times slower it is, as {example}")
+        if not colon or not name or option != "--slow-link" and not name.isdecimal():
+            example = "node3.nic0-out:2.0" if option == "--slow-link" else "3:2.0"
+            what = "when it fails, in seconds" if option == "--fail" else "how many times slower it is"
+            fail(f"{option} {shown(text)}: write the name and {what}, as {example}")
     return found

@@ -28,6 +28,17 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
     _print_price(console, found, tokens)
 
 
+def _remedies(found: Simulation) -> str:
+    """What would need less memory, of that which the plan does not do yet."""
+    plan, category = found.plan, max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
+    if category in ("activations", "workspace"):
+        options = ["--checkpoint-blocks"] * (plan.checkpoint_blocks == "none")
+        options += ["more --microbatches" if plan.pp > 1 else "a larger --accumulate"]
+    else:
+        options = [f"--zero {plan.zero + 1}"] * (plan.zero < 3)
+    return f"most are its {category}: try {', '.join([*options, 'more ranks along tp or pp'])}"
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False)
 
@@ -65,6 +76,8 @@ def _axes_table(found: Simulation) -> Table:
     columns = ("bytes, all ranks", "messages", "seconds", "rank waits")
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
+        if not use.nbytes and use.exposed < SMALLEST * found.step_seconds:
+            continue        # groups of scalars: their bytes stand under `control`
         table.add_row(axis, size_text(use.nbytes), f"{use.messages:,}", f"{use.seconds:.4g}", f"{use.exposed:.4g}")
     return table
 
@@ -95,4 +108,4 @@ def _print_price(console: Console, found: Simulation, tokens: float | None) -> N
     if not found.fits:
         needed = found.peak(found.fullest)["total"] / found.memory_limit
         _say(console, f"it does not fit: rank {found.fullest} needs {needed:.2f} times the memory of its device; "
-                      f"`minidist plan` finds plans that fit")
+                      f"{_remedies(found)}")

@@ -1,17 +1,20 @@
 """`minidist storm -n 8 --minutes 5 --every 10`: break an elastic training on purpose, and see what becomes of it.
 
-    minidist storm -n 4 --minutes 1 --every 5                  # ranks are killed, stopped and cut off in turn
-    minidist storm -n 4 --faults kill --spares 1 -- --zero 1   # options of `minidist train` come after --
+    minidist storm -n 4 --minutes 1 --every 5                  # all kinds of faults in turn
+    minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` come after --
 
-A short undisturbed run comes first: by its speed the second one has enough steps for the minutes, and is judged.
+A short undisturbed run comes first: by its speed the second one has enough steps for the minutes. A third makes the
+same steps undisturbed: where the plan did not change, its bits must be the same; and by its speed the storm is judged.
 """
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,18 @@ from minidist.console import (
     write_json,
 )
 from minidist.files import check_writable
-from minidist.observe.plots import draw_storm
-from minidist.survive.storm import FAULTS, Storm, events, spans, summary
+from minidist.observe.storm_figure import draw_storm
+from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
+from minidist.survive.storm import LOG, Storm, events
+from minidist.survive.storm_report import spans, summary
 
 TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
-FIRST_STEPS = 60        # of the undisturbed run
-LATEST = 120.0, 20.0    # seconds that the training may take to end after the storm: these, and for each second of it
+FIRST_STEPS = 60        # of the first undisturbed run
+LATEST = 120.0, 20.0    # seconds that a training may take to end after the storm: these, and for each second of it
 RESTARTS = 10**6
+SAVE_SECONDS = 0.3      # from one checkpoint to the next, about
+PATIENCE = 1.0          # as of train: no rank is stopped here but by the storm
+WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,63 +52,113 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=positive_number, default=1.0, metavar="M", help="length of the storm (default: 1)")
     add("--every", type=positive_number, default=10.0, metavar="SECONDS",
         help="from a fault to the next, on average (default: 10)")
-    add("--faults", default=",".join(FAULTS), metavar="KIND,…", help=f"of {', '.join(FAULTS)} (default: all, in turn)")
+    add("--kinds", "--faults", dest="faults", default=",".join(FAULTS), metavar="KIND,…",
+        help=f"of {', '.join(FAULTS)} (default: all, in turn)")
     add("--elastic", metavar="LEAST:MOST", help="as of train (default: half the ranks to all)")
     add("--spares", type=whole_number(0, 1024), default=1, metavar="K", help="as of train (default: 1)")
     add("--transport", choices=("auto", "tcp", "shm"), default="tcp",
         help="as of train (default: tcp, whose connections can be cut)")
     add("--seed", type=seed_number, default=0, metavar="S", help="of the faults (default: 0)")
+    add("--no-compare", action="store_true", help="leave out the undisturbed run of the same steps")
     add("--out", metavar="DIR", help="keep the run folder, with storm.png and storm.json, here")
+    add("--figure", metavar="FILE", help="draw the storm here: who took part, and when what broke")
     add("--json", metavar="FILE", help="also write the figures here")
     add("options", nargs="*", metavar="-- OPTION", help="of `minidist train`")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0 if the training ended well; else its exit status. Raises: ConfigError."""
+    """Returns: 0 if the training ended well and every fault was survived, with the same bits where the plan stayed;
+    else the training's exit status, or 1. Raises: ConfigError."""
     kinds = args.faults.split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
-        fail(f"--faults: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
-    check_writable("--json", args.json)
+        fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
+    for option in ("json", "figure"):
+        check_writable(f"--{option}", getattr(args, option))
     with tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
-        folder = Path(args.out or Path(scratch) / "storm")
-        train = [sys.executable, "-m", "minidist", "train", f"-n{args.ranks}", f"--transport={args.transport}",
-                 "--quiet", *TINY, *args.options]
-        calm = Path(scratch) / "calm"
-        status = subprocess.call([*train, f"--steps={FIRST_STEPS}", f"--out={calm}"])
+        trainings = Trainings(args, kinds, Path(scratch))
+        status = trainings.undisturbed("first", FIRST_STEPS)
         if status:
             return status
-        step_seconds = json.loads((calm / "metrics.json").read_text())["step_seconds"]
-        steps = max(FIRST_STEPS, round(60 * args.minutes / step_seconds))
-        job = subprocess.Popen([
-            *train, f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}", f"--spares={args.spares}",
-            f"--max-restarts={RESTARTS}", f"--steps={steps}", f"--out={folder}"])
-        log = folder / "elastic.jsonl"
-        storm = Storm(log, every=args.every, kinds=kinds, seed=args.seed)
-        try:
-            storm.rage(job, 60 * args.minutes)
-            status = job.wait(LATEST[0] + LATEST[1] * 60 * args.minutes)
-        finally:
-            job.terminate()
-            job.wait()
-        figures = {**summary(events(log), storm.faults, args.ranks), "steps": steps, "step_seconds": step_seconds,
-                   "exit_status": status, "happened": storm.faults}
-        figures["rate"] = _rate(events(log), steps, step_seconds)
+        figures = _weather(trainings, args, kinds)
         if args.out:
-            write_json(folder / "storm.json", figures)
-            start = next((event["time"] - event["seconds"] for event in events(log) if "time" in event), time.time())
-            draw_storm(folder / "storm.png", spans(events(log)),
-                       [(fault["time"] - start, fault["kind"]) for fault in storm.faults], ranks=args.ranks)
+            write_json(trainings.out / "storm.json", figures)
+        for picture in [*([trainings.out / "storm.png"] if args.out else []), *([args.figure] if args.figure else [])]:
+            draw_storm(picture, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
     if args.json:
         write_json(args.json, figures)
     _print(figures, args)
-    return int(status)
+    failed = figures["recovered"] < figures["faults"] or figures["bits"] == "differ"
+    return int(figures["exit_status"]) or int(failed)
 
 
-def _rate(told: list[dict[str, Any]], steps: int, step_seconds: float) -> float | None:
-    """The speed beside an undisturbed run's: all steps, over the time from the first state to the end of the work."""
-    times = {event["event"]: event["seconds"] for event in reversed(told)}
-    done = [event["seconds"] for event in told if event["event"] == "done"]
-    return steps * step_seconds / (done[-1] - times["formed"]) if done else None
+@dataclass
+class Trainings:
+    """The runs of a storm: the same training, undisturbed and not.
+
+    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of them.
+    """
+
+    args: argparse.Namespace
+    kinds: list[str]
+    scratch: Path
+
+    def __post_init__(self) -> None:
+        self.disk = None if {*self.kinds} <= {*WITHOUT_DISK} else self.scratch / "disk"
+        self.out = Path(self.args.out or self.scratch / "storm")
+        self.environment = {**os.environ}
+        if self.disk is not None:
+            self.disk.mkdir()
+            self.environment |= disk_module(self.disk)
+        self.told: list[dict[str, Any]] = []
+        self.works: list[tuple[float, float, int, int]] = []
+
+    def command(self, out: Path, steps: int, save_every: int, *, again: bool = False) -> list[str]:
+        """The words of an elastic training; again: it goes on from its newest checkpoint, if it has one."""
+        args = self.args
+        words = [sys.executable, "-m", "minidist", "train", f"-n{args.ranks}", f"--transport={args.transport}",
+                 "--quiet", f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}",
+                 f"--spares={args.spares}", f"--max-restarts={RESTARTS}", f"--elastic-wait={WAIT * bool(args.spares)}",
+                 f"--patience={PATIENCE}"]
+        if again and any(out.glob("step-*")):
+            return [*words, f"--resume={out}"]
+        saves = [f"--save-every={save_every}", "--save-async"] if save_every else []
+        return [*words, *TINY, *saves, f"--out={out}", f"--steps={steps}", *args.options]
+
+    def undisturbed(self, name: str, steps: int, save_every: int = 0) -> int:
+        """The exit status of a run of so many steps, in a folder of its own."""
+        return subprocess.call(self.command(self.scratch / name, steps, save_every), env=self.environment)
+
+    def metrics(self, folder: Path) -> dict[str, Any]:
+        """Of a run that has ended."""
+        return dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
+
+
+def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+    """The storm, then the calm: their figures."""
+    scratch, out = trainings.scratch, trainings.out
+    step_seconds = summary(events(scratch / "first" / LOG), [], args.ranks)["work_seconds"] / FIRST_STEPS
+    steps = max(FIRST_STEPS, round(60 * args.minutes / step_seconds))
+    save_every = max(1, round(SAVE_SECONDS / step_seconds)) if trainings.disk else 0
+    storm = Storm(lambda again: subprocess.Popen(trainings.command(out, steps, save_every, again=again),
+                                                 env=trainings.environment),
+                  out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS)
+    try:
+        storm.rage(60 * args.minutes)
+        status = storm.job.wait(LATEST[0] + LATEST[1] * 60 * args.minutes)
+    finally:
+        storm.end()
+    trainings.told, trainings.works = storm.told(), spans(storm.told(), storm.faults)
+    figures = summary(storm.told(), storm.faults, args.ranks)
+    figures |= {"steps": steps, "step_seconds": step_seconds, "exit_status": status, "bits": None, "rate": None}
+    if status == 0 and not args.no_compare and trainings.undisturbed("calm", steps, save_every) == 0:
+        calm = trainings.metrics(scratch / "calm")
+        same = all(calm[key] == trainings.metrics(out)[key] for key in ("losses", "weights_sha256"))
+        figures["bits"] = "equal" if same else "differ" if {*figures["sizes"]} == {args.ranks} else "other plans"
+        step_seconds = summary(events(scratch / "calm" / LOG), [], args.ranks)["work_seconds"] / steps
+        shutil.rmtree(scratch / "calm", ignore_errors=True)
+    if status == 0:
+        figures["rate"] = steps * step_seconds / figures["work_seconds"]
+    return figures
 
 
 def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
@@ -109,14 +167,28 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
+    def seconds(value: float | None) -> str:
+        return "      -" if value is None else f"{value:6.2f}s"
+
+    say("fault      rank   next useful step   full strength   steps made again")
+    for fault in figures["happened"]:
+        note = "" if fault["recovered"] else "   NOT SURVIVED"
+        note = note or ("" if fault["noticed"] else "   the steps went on")
+        say(f"{fault['kind']:<9} {fault.get('rank', '-'):>5} {seconds(fault['seconds']):>18} "
+            f"{seconds(fault['full_seconds']):>15} {fault['again']:>18}{note}")
     say(f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of {figures['steps']:,} "
         f"steps ended with status {figures['exit_status']}")
-    for kind, seconds in sorted(figures["seconds"].items()):
-        ordered = sorted(seconds)
-        say(f"  {kind:<5} {len(ordered):>4} times; to the next step that counts: median "
+    for kind, values in sorted(figures["seconds"].items()):
+        ordered = sorted(values)
+        say(f"  {kind:<8} {len(ordered):>4} times; to the next step that counts: median "
             f"{ordered[len(ordered) // 2]:.2f} s, at most {ordered[-1]:.2f} s")
     if figures["kept"] is not None and figures["participation"] is not None:
         say(f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
             + (f", speed {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))
+    words = {"equal": "losses and weights have the bits of the undisturbed run",
+             "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
+             "other plans": "the plan changed, so the bits are not those of the undisturbed run"}
+    if figures["bits"] is not None:
+        say(words[figures["bits"]])
     if args.out:
-        say(f"{args.out}/: storm.png, storm.json, elastic.jsonl, metrics.json")
+        say(f"{args.out}/: storm.png, storm.json, storm.jsonl, elastic.jsonl, metrics.json")

@@ -71,7 +71,7 @@ def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
 
 def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array, or one without data."""
-    return isinstance(value, (np.ndarray, *_virtual)) or array_module(value) is not np
+    return isinstance(value, np.ndarray) or is_virtual(value) or array_module(value) is not np
 
 
 def array_module(*arrays: object) -> Any:
@@ -118,7 +118,7 @@ def device_of(array: Array) -> str:
 
 def on_host(*arrays: object) -> bool:
     """Whether none of `arrays` is on a GPU: the host's way of computing is taken, in blocks that its caches hold."""
-    return all(device_of(array) == "cpu" for array in arrays if is_array(array))
+    return all(isinstance(array, np.ndarray) or not is_array(array) or device_of(array) == "cpu" for array in arrays)
 
 
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:

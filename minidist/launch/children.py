@@ -10,8 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 
-from minidist.comm.health.failure import how_it_ended
 from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
+from minidist.launch.limits import Limits
 
 
 def flush_output() -> None:
@@ -58,13 +58,14 @@ class Forked:
 class Children:
     """The ranks started here, by world rank."""
 
-    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes] | Forked"]) -> None:
-        self.processes = processes
+    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes] | Forked"],
+                 limits: Limits | None = None) -> None:
+        self.processes, self.limits = processes, limits or Limits()
 
     def how(self, world_rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs, or is not ours."""
         code = self.code(world_rank, REAP_LIMIT)
-        return None if code is None else how_it_ended(code)
+        return None if code is None else self.limits.how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:
         """The exit code of a process that is just ending; None if it still runs after `limit` s, or is not ours."""

@@ -18,6 +18,7 @@ the launcher does not know: the ranks hold it (survive/elastic.py).
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Seat
-from minidist.comm.health.failure import Failure, how_it_ended, say_line
+from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE, stop_of
-from minidist.launch.generation import Elastic, EventLog, Generation
+from minidist.comm.health.seats import Seat
+from minidist.launch.generation import Elastic, EventLog, Generation, placed
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
@@ -42,27 +44,32 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE) -> int:
+                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
-    Args:    record: a file that gets a line of JSON for each event of a generation. patience: as spawn().
+    Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
+             but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
+             loaded everything.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started.
     """
-    return ElasticJob(command, elastic, record, patience).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
-    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float) -> None:
-        self.elastic, self.patience, self.log = elastic, patience, EventLog(record)
-        self.workforce = Workforce(command, wire.new_token())
+    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
+                 limits: Limits, *, forks: bool) -> None:
+        self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
+        self.forks = forks
+        self.workforce = Workforce(command, wire.new_token(), limits)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
         self.begun = False                          # some generation has had a state
         self.status: int | None = None              # of the job, once it is known
+        self.result, self.passed_on = 0, False      # of processes that were done; SIGTERM, to those that save
         self.told: list[int] = []
         self.start, self.finishing = time.monotonic(), 0.0     # since when
 
@@ -70,6 +77,9 @@ class ElasticJob:
         """Start, serve, clean up; the exit status."""
         with noting_signals(self.told):
             try:
+                self.limits.begin()
+                if self.forks:
+                    self.workforce.start_template(lambda: bool(self.told) or self.log.clock() > START_LIMIT)
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
@@ -84,7 +94,7 @@ class ElasticJob:
         for worker, code in self.workforce.reap():
             self._ended(worker, code)
         generation = self.generation
-        if self.told:
+        if self.told and not self._pass_on():
             self._stop(Failure.by_signal(self.told[0]))
         elif self.status is not None:
             return
@@ -103,6 +113,7 @@ class ElasticJob:
         generation = self.generation
         match frame["kind"]:
             case "waiting":
+                worker.saves = bool(frame["saves"])
                 if generation is not None and worker in generation.members:
                     generation.reached = max(generation.reached, int(frame["steps"]))
                 self._left(worker, str(frame["why"]), tidy=bool(frame["tidy"]))
@@ -125,6 +136,12 @@ class ElasticJob:
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
+            case "trained":
+                self.log.note("trained", generation, step=int(frame["step"]))
+            case "at":
+                generation.reached = max(generation.reached, int(frame["step"]))
+                self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
+                                "generation": generation.number, "step": int(frame["step"])})
             case "boundary":
                 generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
                 for other in generation.members[1:]:
@@ -164,17 +181,16 @@ class ElasticJob:
         generation = self.generation
         if worker.state == DONE:
             self.finishing = self.finishing or time.monotonic()
-            if code and self.status is None:
-                self.status = code
+            self.result = self.result or code
             return
-        how = how_it_ended(code)
+        how = self.limits.how_it_ended(code)
         if generation is not None and worker in generation.members:
             if generation.broken is None:
                 generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
-        if self.restarts and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
+        if self.restarts and not self.told and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
             self.restarts -= 1
             self.workforce.start()
 
@@ -194,7 +210,7 @@ class ElasticJob:
         ready = self.workforce.of(WAITING)
         starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
         size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
-        patience = self.elastic.wait if generation is not None else START_LIMIT
+        patience = 0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
         first = [worker for worker in starting if generation is None and worker.number < wanted]
         if not first and (size == wanted or (size and not (starting and now - since < patience))):
             self._form(size, ready)
@@ -210,7 +226,7 @@ class ElasticJob:
 
     def _form(self, size: int, ready: list[Worker]) -> None:
         """Give ranks, and tell each process its own."""
-        last, members = self.generation, self._placed(size, ready)
+        last, members = self.generation, placed(size, ready, self.generation)
         token = wire.new_token()
         monitor = Monitor(size, token, how=lambda seat: self._how(members, seat), patience=self.patience)
         monitor.start()
@@ -232,19 +248,10 @@ class ElasticJob:
             threading.Thread(target=last.monitor.close, daemon=True).start()
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
-    def _placed(self, size: int, ready: list[Worker]) -> list[Worker]:
-        """The processes of a generation, by rank: each keeps its rank if the size stays; else their order."""
-        last = [] if self.generation is None else self.generation.members
-        known = [worker for worker in last if worker in ready][:size]
-        new = [worker for worker in ready if worker not in known]
-        if len(last) != size:
-            return [*known, *new][:size]
-        return [worker if worker in known else new.pop(0) for worker in last]
-
     def _how(self, members: list[Worker], seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
         code = members[seat.world_rank].ended()
-        return None if code is None else how_it_ended(code)
+        return None if code is None else self.limits.how_it_ended(code)
 
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
@@ -258,7 +265,7 @@ class ElasticJob:
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None                     # it makes a long step, or the last one
-        elif "stepped" in record:
+        elif "stepped" in record and not self.told:
             more = len(generation.members) + len(self.workforce.of(WAITING))
             if self.elastic.size_of(more) > len(generation.members):
                 generation.asked = now
@@ -270,7 +277,17 @@ class ElasticJob:
         """A rank is done, so the work is: the others end, too, or are ended."""
         self.finishing = self.finishing or time.monotonic()
         if not self.workforce.of(MEMBER, DONE) or time.monotonic() - self.finishing > ENDING:
-            self.status = self.status or 0
+            self.status = self.result
+
+    def _pass_on(self) -> bool:
+        """Told to stop by one SIGTERM: whether the ranks, of this generation or the next, save their work and end."""
+        savers = [worker for worker in self.workforce.of(WAITING, MEMBER, DONE) if worker.saves]
+        if self.told != [signal.SIGTERM] or not (savers or self.passed_on):
+            return False
+        self.passed_on = True
+        for worker in savers:
+            worker.tell()
+        return True
 
     def _stop(self, loss: Failure) -> None:
         """The launcher was told to stop: the ranks hear of it where they wait for each other, and unwind."""
@@ -283,4 +300,5 @@ class ElasticJob:
         self.workforce.end(STOP if self.told else GRACE, hurry=lambda: len(self.told) > 1)
         if self.generation is not None:
             self.generation.monitor.close()
-        self.log.write({"event": "end", "seconds": self.log.clock(), "status": self.status})
+        self.limits.end()
+        self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})

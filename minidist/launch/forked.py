@@ -7,6 +7,7 @@ parent: packed (comm/wire.py), never pickled.
 """
 
 import contextlib
+import encodings.idna  # noqa: F401 - once: else each rank imports it when it looks up the monitor's address
 import os
 import platform
 import tempfile
@@ -15,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import IO, Any
+
+from threadpoolctl import ThreadpoolController
 
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
@@ -71,7 +74,8 @@ class ForkedJob:
                  patience: float) -> None:
         self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
         self.token = wire.new_token()
-        self.profile = load_profile()           # once, for all ranks
+        self.profile = load_profile()           # once, for all ranks; so are the libraries
+        self.libraries = ThreadpoolController() if size > 1 else None
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank),
@@ -131,7 +135,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
     job.monitor.listener.close()
     try:
         if job.size > 1:
-            limit_blas_threads(None, job.size)
+            limit_blas_threads(None, job.size, job.libraries)
         link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit)
         transport = transports.build(job.transport, link, job.token, job.limit, node=job.nodes[rank])
         link.attach(transport.waits, transport.abort, transport.lose)

@@ -3,6 +3,8 @@
     {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
     {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
     {"event": "stepped", …, "step": 42}     the first step of this generation that counts
+    {"event": "at", …, "step": 45}          so many steps are made; a few times a second
+    {"event": "trained", …, "step": 90}     all of them
     {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to be joined by more
     {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
     {"event": "done", …}                    the work is
@@ -54,6 +56,16 @@ class Generation:
     boundary: int = 0               # that step
     reached: int = 0                # the most steps that one of its ranks had made when it left
     agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
+
+
+def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Worker]:
+    """The processes of the next generation, by rank: each keeps its rank if the size stays; else their order."""
+    last = [] if before is None else before.members
+    known = [worker for worker in last if worker in ready][:size]
+    new = [worker for worker in ready if worker not in known]
+    if len(last) != size:
+        return [*known, *new][:size]
+    return [worker if worker in known else new.pop(0) for worker in last]
 
 
 class EventLog:

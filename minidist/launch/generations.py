@@ -1,6 +1,6 @@
 """A process of an elastic job: it gets a rank in one generation after another, and keeps its memory between them.
 
-    job = Generations.from_environment()        # None: this process is not of an elastic job
+    job = Generations.from_environment()        # if is_elastic_process()
     while world := job.next_world(why):         # waits for a generation, joins it
         try: ... work, until it is done: job.done(); break
         except PeerLostError: job.leave(error)  # the world is closed, the process stays
@@ -13,13 +13,14 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.group import Group
 from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.failure import words
-from minidist.errors import CommError, LaunchError, MinidistError, PeerLostError, TimeoutError
+from minidist.errors import CommError, LaunchError, LinkLostError, MinidistError, PeerLostError, TimeoutError
 from minidist.launch import transports
 from minidist.launch.joining import token_from_environment
 from minidist.launch.launchers import detect
@@ -29,7 +30,13 @@ REACH_LIMIT = 60.0      # seconds until the launcher must have answered a proces
 AGREE_LIMIT = 10.0      # seconds that rank 0 waits until all ranks know the step to stop after
 LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
 HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
+SAY_AGAIN = 0.2         # seconds from one time that rank 0 says how many steps are made to the next
 ANSWER_LIMIT = 10.0     # seconds for the launcher's record
+
+
+def is_elastic_process() -> bool:
+    """Whether the launcher of an elastic job has started this process."""
+    return "MINIDIST_ELASTIC" in os.environ
 
 
 class Generations:
@@ -40,12 +47,14 @@ class Generations:
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
                 steps       how many this process has made, as it says itself
+                saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
         self.stop_at: int | None = None
-        self.steps = 0
+        self.steps, self.saves = 0, False
+        self._said = time.monotonic()                       # when this process, as rank 0, said how many steps are made
         self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
@@ -55,11 +64,9 @@ class Generations:
         threading.Thread(target=self._listen, name="minidist elastic", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> "Generations | None":
-        """This process's place, or None if no launcher of an elastic job has started it."""
-        address = os.environ.get("MINIDIST_ELASTIC")
-        if address is None:
-            return None
+    def from_environment(cls) -> "Generations":
+        """The place of a process that the launcher of an elastic job has started. Raises: LaunchError for another."""
+        address = os.environ.get("MINIDIST_ELASTIC", "")
         host, _, port = address.rpartition(":")
         number, token = os.environ.get("MINIDIST_PROCESS", ""), token_from_environment()
         if not (host and port.isdigit() and number.isdigit() and token):
@@ -75,7 +82,7 @@ class Generations:
         Args:   transport, limit, threads: as of md.init.
         Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
         """
-        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps)
+        self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
         if told is None:
             return None
@@ -94,6 +101,7 @@ class Generations:
         world = member.world = member.join(transport or launch.transport, limit)
         assert member.joined is not None
         member.joined.link.grace = LEAVE_GRACE
+        world.transport.waits.hearsay = HEARSAY             # the next generation has other links
         return world
 
     def breaks(self, error: BaseException) -> bool:
@@ -104,17 +112,21 @@ class Generations:
         return isinstance(error, MinidistError | OSError) and joined is not None and (
             joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step."""
+    def leave(self, error: BaseException | None = None, release: Callable[[], None] = lambda: None) -> None:
+        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step.
+
+        Args:   release: ends what still uses the world in other threads; no call there waits for a lost rank any more.
+        """
         member, self._tidy = self._membership, error is None
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
         link = None if member.joined is None else member.joined.link
-        if error is not None and link is not None:
+        if error is not None and link is not None and not isinstance(error, LinkLostError):     # that has waited
             link.wait_for_loss(HEARSAY)                     # a connection may break before the monitor says why
         if member.world is not None:
             if isinstance(error, CommError):
                 member.world.transport.abort(error)         # or a started call might wait for ranks that do not come
+            release()
             with contextlib.suppress(MinidistError, OSError):
                 member.world.close()
         if link is not None and self._tidy:
@@ -133,7 +145,7 @@ class Generations:
     # --- inside a generation -----------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
-        """"formed", "stepped" or "give_up", to the launcher."""
+        """"formed", "stepped", "trained" or "give_up", to the launcher."""
         self._tell(kind, **content)
 
     def done(self) -> None:
@@ -153,6 +165,9 @@ class Generations:
         has begun it, which it does when all others know of it.
         """
         assert self._membership is not None
+        if self._membership.launch.world_rank == 0 and time.monotonic() > self._said + SAY_AGAIN:
+            self._said = time.monotonic()
+            self._tell("at", step=step)
         if self._regroup and self.stop_at is None and self._membership.launch.world_rank == 0:
             self._regroup = False
             self._tell("boundary", step=step + 1)

@@ -14,9 +14,11 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +26,9 @@ from pathlib import Path
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
+from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.process_state import PATIENCE
+from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 from minidist.files import scratch, sweep
 from minidist.launch.launchers import Launch
@@ -145,16 +148,21 @@ class HelperProcess:
     """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
 
     A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
-    monitor hangs up on it.
+    monitor hangs up on it. The helper watches the ranks, and its rank watches the helper: one that is frozen is killed,
+    and a killed monitor ends the job, because every rank loses its connection to it.
     """
 
-    def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = ()) -> None:
+    def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = (),
+                 patience: float = PATIENCE) -> None:
         command = [sys.executable, "-m", f"minidist.comm.health.{module}", *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          start_new_session=True, pass_fds=fds)
         assert self._process.stdin is not None
         self._process.stdin.write(token + b"\n")
         self._process.stdin.flush()
+        self._name, self._ended = module.removesuffix("_process").replace("_", " "), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(patience,), name="helper's watch", daemon=True)
+        self._watcher.start()
 
     def close(self) -> None:
         """Wait until every rank has said goodbye, or it has ended: it looks at the processes until they have ended."""
@@ -166,6 +174,17 @@ class HelperProcess:
             if stdout.read():
                 self._process.returncode = 0                    # not awaited: it outlives this process
         self._process.wait()
+        self._ended.set()
+        self._watcher.join()
+
+    def _watch(self, patience: float) -> None:
+        """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is killed."""
+        looks, pid, frozen = ProcessLooks(patience), self._process.pid, False
+        while not self._ended.wait(LOOK) and self._process.poll() is None:
+            frozen = bool(looks.frozen({pid})) or frozen        # the look after the first that finds it so kills it
+        if status := self._process.poll():
+            how = "was frozen (stopped), and is killed" if frozen else how_it_ended(status)
+            say_line(f"minidist: the job's {self._name} (process {pid} on {platform.node()}) {how}")
 
 
 class MonitorProcess(HelperProcess):
@@ -175,7 +194,8 @@ class MonitorProcess(HelperProcess):
                  patience: float = PATIENCE) -> None:
         with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host, listener.getsockname()[1], token)
-            super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()])
+            super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()],
+                             patience=patience)
 
 
 # --- how a rank learns where the monitor is ---------------------------------------------------------------------------

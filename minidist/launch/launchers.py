@@ -120,6 +120,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """How often this job was started again, as Slurm (--requeue) or torchrun (--max-restarts) says; 0 by default."""
+    variables = os.environ if environ is None else environ
+    told = [variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    return max(int(count) if count.isdigit() else 0 for count in told)
+
+
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without any launcher's variables: for processes that a new launcher starts."""
     ours = {name for launcher in LAUNCHERS for name in launcher.variables()} | {"GROUP_RANK", "PMI_FD", "PMI_PORT"}

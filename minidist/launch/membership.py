@@ -17,34 +17,30 @@ Under mpirun a process that fails must not reach MPI_Finalize, which waits for a
 """
 
 import atexit
-import ctypes
-import gc
 import os
 import platform
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, exit_status, say_line, words
+from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, say_line, within, words
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.children import flush_output
+from minidist.launch.exits import watch_exits
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
-from minidist.launch.mpi_init import mpi_world, watched
+from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
 
-C_EXIT = sys.exit
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
 REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
@@ -134,7 +130,7 @@ class Membership:
             cause = self.joined.link.loss if self.joined is not None else None
             if cause is not None and cause.world_rank == LAUNCHER:
                 return
-            said = f"PeerLostError: {_up_to(cause, error)}" if cause else f"{type(error).__name__}: {words(error)}"
+            said = f"PeerLostError: {within(cause, error)}" if cause else f"{type(error).__name__}: {words(error)}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
         say_line(text)
 
@@ -172,7 +168,7 @@ class Membership:
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
-            _abort_mpi(self.status or 1)
+            abort_mpi(self.status or 1)
         for helper in self.joined.helpers if self.joined is not None else ():
             helper.close()
         if late:
@@ -217,7 +213,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)
-            _watch_over_the_end(_membership)
+            watch_exits(_membership)
         _let_interrupts_in()
         if not launch.alone:
             _membership.world = _membership.join(name, limit)
@@ -232,7 +228,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
 def adopt(membership: Membership) -> Membership:
     """Make this the process's membership; its launch, its monitor and its world may change (generations.py)."""
     global _membership
-    _watch_over_the_end(membership)
+    watch_exits(membership)
     _membership = membership
     return membership
 
@@ -255,7 +251,7 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
             if launch.alone or everywhere:
                 return launch.world_rank == 0 and not _said_by_launcher(error, launch)
             _membership = Membership(launch)
-            _watch_over_the_end(_membership)
+            watch_exits(_membership)
             with watched(launch, REPORT_LIMIT) as initialised:
                 _membership.find_monitor(REPORT_LIMIT, initialised)
     except (LaunchError, CommError):
@@ -275,56 +271,11 @@ def _let_interrupts_in() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def limit_blas_threads(threads: int | None, local_size: int) -> int:
-    """Give each rank its share of the cores; returns the threads this rank may use."""
-    count = threads or max(1, len(os.sched_getaffinity(0)) // local_size)
-    threadpool_limits(count, user_api="blas")
+def limit_blas_threads(threads: int | None, local_size: int, libraries: ThreadpoolController | None = None) -> int:
+    """Give each rank its share of the cores; returns the threads this rank may use.
+
+    Args: libraries: those of this process, which take milliseconds to find; looked for where left out.
+    """
+    count = threads or max(1, of_all_ranks() // local_size)
+    (libraries or ThreadpoolController()).limit(limits=count, user_api="blas")
     return count
-
-
-def _watch_over_the_end(membership: Membership) -> None:
-    """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not membership.is_this_process():
-            sys.__excepthook__(kind, error, trace)
-            membership.status = 1
-            return
-        membership.say(error, membership.fail(error))
-        membership.leave()
-        if membership.status != 1:                          # with which Python itself would end
-            flush_output()
-            os._exit(membership.status)
-
-    def code(error: SystemExit) -> Any:
-        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that error."""
-        code = slot.__get__(error)
-        if sys._getframe().f_back is None and membership.is_this_process():
-            membership.exit, membership.status = error, exit_status(code)
-            return membership.status if isinstance(code, int) else code
-        return code
-
-    def exit(status: Any = None, /) -> NoReturn:
-        raise SystemExit(status)
-
-    atexit.register(membership.leave)
-    sys.excepthook = hook
-    slot = vars(SystemExit)["code"]         # SystemExit reaches no hook, and a built-in class takes no assignment
-    gc.get_referents(vars(SystemExit))[0]["code"] = property(code, slot.__set__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    for names in (vars(sys), vars(sys.modules["__main__"])):        # before Python 3.12, sys.exit makes no SystemExit
-        names.update({name: exit for name, value in names.items() if value is C_EXIT})
-
-
-def _abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
-    flush_output()
-    if "mpi4py.MPI" in sys.modules:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
-    os._exit(status)
-
-
-def _up_to(cause: Failure, error: BaseException) -> str:
-    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
-    before, found, _ = words(error).partition(str(cause))
-    return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"

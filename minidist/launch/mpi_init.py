@@ -7,10 +7,12 @@ mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the parent of all ranks th
     a rank that                              is known by
     has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
     sleeps, computes, is stopped             at the limit it has not mapped MPICH's shared memory, as MPI_Init does
+    waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler of SIGINT
     is on another host, or of another MPI    at the limit no rank of this host is missing
 
-One rank of the host says it in one line, and ends the job through mpirun. MPICH's shared memory has a name in /dev/shm
-until then; the child also removes it if the rank is killed meanwhile.
+One rank of the host says it in one line, and ends the job through mpirun. A rank in MPI_Finalize is only named, because
+a program may give up that handler too; the limit ends the job. MPICH's shared memory has a name in /dev/shm until then;
+the child also removes it if the rank is killed meanwhile.
 """
 
 import contextlib
@@ -22,22 +24,23 @@ import re
 import select
 import signal
 import stat
+import sys
 import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minidist.comm.health.failure import listed
 from minidist.comm.health.process_state import children_of, has_ended, parent_of, state_of
 from minidist.errors import LaunchError
-from minidist.launch.children import Forked
+from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
 
 _LOOK = 0.02        # seconds between two looks
 _SETTLE = 0.2       # seconds for others to end, or to come after all
-_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job
+_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
 
 
@@ -115,6 +118,9 @@ class InitWatch:
         self._deadline = time.monotonic() + limit
         self._agent = parent_of(os.getsid(rank))            # mpirun begins a session with each rank
         self._names: set[str] = set()
+        self._first: bool | None = None
+        self._leaving: set[int] | None = set()              # ranks seen in MPI_Finalize; None: that is said
+        self._looked = 0.0
 
     def run(self) -> None:
         heard = None
@@ -124,6 +130,8 @@ class InitWatch:
             started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
             if heard is None and (started and self._ended() or time.monotonic() > self._deadline):
                 heard = self._end_job()
+            elif heard is None and self._deadline == math.inf and time.monotonic() - self._looked > _GRACE:
+                self._look_at_finalize()
         if not heard:
             unlink(self._names)
 
@@ -133,7 +141,7 @@ class InitWatch:
         poll.register(self._over, select.POLLIN)
         heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
         if heard == b"i":                                   # MPI_Init is over; what comes now has limits of its own
-            self._deadline, heard = math.inf, None
+            self._deadline, self._looked, heard = math.inf, time.monotonic(), None
         return heard
 
     def _end_job(self) -> bytes:
@@ -159,13 +167,29 @@ class InitWatch:
 
     def _is_first(self) -> bool:
         """Whether this is the first rank of the host to ask; it holds a lock on the shared memory from then on."""
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                for name in self._names:
-                    fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
+        if self._first is None:
+            self._first = True
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    for name in self._names:
+                        fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._first = False
+        return self._first
+
+    def _look_at_finalize(self) -> None:
+        """While this rank waits behind MPI_Init: name those that look twice as if they waited in MPI_Finalize."""
+        before, self._looked = self._leaving, time.monotonic()
+        if before is None:
+            return
+        first = self._launch.world_rank - self._launch.local_rank
+        processes = {first + local: self._in_mpi(pid) for local, pid in self._here().items()}
+        self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(_hears_interrupts, pids))}
+        if (found := sorted(self._leaving & before)) and _hears_interrupts(self._rank):
+            self._leaving = None
+            if self._is_first():
+                self._say(f"minidist: {listed(found)} of {self._launch.world_size} on {platform.node()} seems to end in"
+                          " MPI_Finalize without md.init, where the others wait: see its output\n")
 
     def _ended(self) -> list[int]:
         """The ranks of this host that have ended; or have not been started yet."""
@@ -209,7 +233,20 @@ class InitWatch:
 
     def _came(self, pid: int) -> bool:
         """Whether a process, or one that it has started, is in MPI_Init."""
-        return bool(shared_memory(pid) & self._names) or any(map(self._came, children_of(pid)))
+        return bool(self._in_mpi(pid))
+
+    def _in_mpi(self, pid: int) -> list[int]:
+        """Those of a process and the processes that it has started which have mapped MPICH's shared memory."""
+        own = [pid] if shared_memory(pid) & self._names else []
+        return own + [other for child in children_of(pid) for other in self._in_mpi(child)]
+
+
+def _hears_interrupts(pid: int) -> bool:
+    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks) or not masks
+    return True
 
 
 def _abort() -> None:
@@ -218,3 +255,12 @@ def _abort() -> None:
         file = int(os.environ["PMI_FD"])
         if stat.S_ISSOCK(os.fstat(file).st_mode):
             os.write(file, b"cmd=abort exitcode=1\n")
+
+
+def abort_mpi(status: int) -> NoReturn:
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
+    flush_output()
+    if "mpi4py.MPI" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
+    os._exit(status)

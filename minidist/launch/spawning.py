@@ -22,14 +22,16 @@ from typing import IO, Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
-from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, how_it_ended, say_line
+from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import PATIENCE
+from minidist.device.cores import starting_on
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
 from minidist.launch.joining import MonitorAddress, token_from_environment
 from minidist.launch.launchers import clean_environment
+from minidist.launch.limits import Limits
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
 STOP = 1.0          # the same when the launcher is told to stop
@@ -47,10 +49,11 @@ class Nodes:
 
 
 def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None,
-          patience: float = PATIENCE) -> int:
+          patience: float = PATIENCE, limits: Limits | None = None) -> int:
     """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for them.
 
     Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost; node 0's counts.
+             limits: the cores and the memory of the ranks here; this process keeps to the cores, too.
     Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
              if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the signal's number, too,
              if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the ranks on all nodes, within 2 s; a second
@@ -63,16 +66,17 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
     if nodes.count > 1 and (token is None or nodes.master_port == 0):
         raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
                           "MINIDIST_TOKEN, or give --token-file, on each of them")
-    return SpawnedJob(list(command), size, nodes, token or wire.new_token(), patience).run()
+    return SpawnedJob(list(command), size, nodes, token or wire.new_token(), patience, limits or Limits()).run()
 
 
 class SpawnedJob:
     """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
 
-    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes, patience: float) -> None:
-        self.command, self.size, self.nodes = command, size, nodes
+    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes, patience: float,
+                 limits: Limits) -> None:
+        self.command, self.size, self.nodes, self.limits = command, size, nodes, limits
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.children = Children(self.processes)
+        self.children = Children(self.processes, limits)
         self.helpers: list[threading.Thread] = []
         self.told: list[int] = []                           # signals by which we were told to stop
         self.failed: set[int] = set()                       # ranks that have ended, not well
@@ -97,6 +101,7 @@ class SpawnedJob:
                 self._end()
 
     def _start(self) -> None:
+        self.limits.begin()
         if isinstance(self.watch, Monitor):
             self.watch.start()
         else:
@@ -107,20 +112,22 @@ class SpawnedJob:
             rank = self.nodes.rank * self.size + local_rank
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # the copy inherits it
             try:
-                process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
-                                           stdin=None if rank == 0 else subprocess.DEVNULL,
-                                           stderr=None if rank == 0 else subprocess.PIPE)
+                with starting_on(self.limits.of_rank(local_rank, self.size)):
+                    process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
+                                               stdin=None if rank == 0 else subprocess.DEVNULL,
+                                               stderr=None if rank == 0 else subprocess.PIPE)
             except OSError as error:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.processes[rank] = process
+            self.limits.started(process.pid)
             if process.stderr is not None:
                 self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place
-        return {**clean_environment(os.environ), **place.variables(), "MINIDIST_LAUNCH": "1",
+        return {**clean_environment(os.environ), **place.variables(), **self.limits.variables(), "MINIDIST_LAUNCH": "1",
                 "RANK": str(rank), "WORLD_SIZE": str(self.size * nodes.count),
                 "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.size),
                 "GROUP_RANK": str(nodes.rank), "NODE_RANK": str(nodes.rank),
@@ -163,7 +170,8 @@ class SpawnedJob:
 
     def _note(self, rank: int, code: int) -> None:
         """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable."""
-        loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
+        loss = Failure(rank, self.processes[rank].pid, os.uname().nodename,
+                       self.limits.how_it_ended(code))
         self.watch.lose(loss)
         if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
@@ -181,6 +189,7 @@ class SpawnedJob:
         told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
         self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: len(self.told) > self.passed_on)
         self.watch.close()
+        self.limits.end()
         deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:
             helper.join(max(0.0, deadline - time.monotonic()))

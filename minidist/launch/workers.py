@@ -2,9 +2,12 @@
 
     process -> launcher                                       launcher -> process
     waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
-              nothing; steps that it has made                              the job has begun
+              nothing; steps that it has made; saves: at                   the job has begun
+              SIGTERM it saves its work and ends
     formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
     stepped   step: the first step after that was made        stop         step: leave the generation after it
+    at        step: so many are made; rank 0's, now and then
+    trained   step: all steps are made; rank 0's
     boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
     agreed    it knows that step                              record       what happened in all generations
     record    (asks)
@@ -20,6 +23,7 @@ import queue
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +33,9 @@ from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.launchers import clean_environment
+from minidist.launch.limits import Limits
 from minidist.launch.spawning import copy_lines, start_thread
+from minidist.launch.template import Orphan, Template
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -41,12 +47,13 @@ class Worker:
 
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
+                saves    at SIGTERM it saves its work and ends; told: it was sent one
     """
 
-    def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
         self.number, self.process, self.since = number, process, time.monotonic()
         self.sock: socket.socket | None = None
-        self.state, self.rank, self.tells = STARTING, -1, False
+        self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
@@ -64,6 +71,13 @@ class Worker:
             time.sleep(0.001)
         return code
 
+    def tell(self) -> None:
+        """Send SIGTERM, once."""
+        if not self.told:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """At once; a stopped process, too."""
         with contextlib.suppress(ProcessLookupError):
@@ -73,32 +87,51 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`."""
 
-    def __init__(self, command: Sequence[str], token: bytes) -> None:
-        self.command, self.token, self.started = list(command), token, 0
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits) -> None:
+        self.command, self.token, self.started, self.limits = list(command), token, 0, limits
         self.workers: dict[int, Worker] = {}
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._listener = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
+        self._template: Template | None = None
+        self._starting = threading.Lock()
         start_thread(self._accept)
 
     def start(self) -> Worker:
         """Start another process. Raises: LaunchError if the command cannot be started."""
         number = self.started
-        variables = {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
-                     "MINIDIST_TOKEN": self.token.decode()}
-        try:
-            process = subprocess.Popen(self.command, env={**clean_environment(os.environ), **variables},
-                                       stdin=None if number == 0 else subprocess.DEVNULL,
-                                       stderr=None if number == 0 else subprocess.PIPE)
-        except OSError as error:
-            raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
-        worker = self.workers[number] = Worker(number, process)
+        with self._starting:                                # one that is forked may come before fork() returns
+            forked = None if self._template is None else self._template.fork(number)
+            try:
+                process = forked or subprocess.Popen(self.command, env=self._environment(number),
+                                                     stdin=None if number == 0 else subprocess.DEVNULL,
+                                                     stderr=None if number == 0 else subprocess.PIPE)
+            except OSError as error:
+                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+            self.limits.started(process.pid)
+            worker = self.workers[number] = Worker(number, process)
         self.started += 1
         if process.stderr is not None:
             start_thread(copy_lines, process.stderr, worker.__str__)
         return worker
+
+    def start_template(self, ready_or: Callable[[], bool]) -> None:
+        """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
+
+        Where that cannot be done, they are started as without it.
+        """
+        with contextlib.suppress(OSError):
+            self._template = Template(self.command, self._environment(0))
+            self.limits.started(self._template.pid)
+            while not self._template.wait(0.05) and not ready_or():
+                pass
+
+    def _environment(self, number: int) -> dict[str, str]:
+        return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
+                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(),
+                **self.limits.variables()}
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""
@@ -136,6 +169,8 @@ class Workforce:
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(10.0)
+        if self._template is not None:
+            self._template.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -144,7 +179,8 @@ class Workforce:
 
     def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """A process has come: hear it, in a thread of its own."""
-        worker = self.workers.get(hello.get("process", -1))
+        with self._starting:
+            worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:
             raise HandshakeError(f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
                                  f"{hello.get('process')!r}")

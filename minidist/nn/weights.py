@@ -58,7 +58,8 @@ class Weight(Parameter):
     __slots__ = ("init", "drawn", "seed")
 
     def __init__(self, shape: Sequence[int], init: Init, *, dtype: Any = "float32", name: str = "") -> None:
-        nothing = np.broadcast_to(np.zeros((), backend.dtype(dtype)), tuple(shape))  # has a shape and one element
+        xp = module_for("cpu")
+        nothing = xp.broadcast_to(xp.zeros((), backend.dtype(dtype)), tuple(shape))     # has a shape and one element
         super().__init__(nothing, name=name)
         self.init = init
         self.drawn = False

@@ -9,6 +9,10 @@ MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68
           "communication": "#8172b3", "workspace": "#9aa5b1"}
 """The colour of each category of memory, in every picture."""
 
+INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
+RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
+"""Colours that a reader tells apart, also one who does not see all of them."""
+
 
 def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
     """Write the training loss over the steps, with its running mean, and the validation loss as a line, as a picture.
@@ -35,30 +39,4 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
     axes.grid(alpha=0.25)
     if len(losses):
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def draw_storm(path: str | Path, works: Sequence[tuple[float, float, int, int]], faults: Sequence[tuple[float, str]], *,
-               ranks: int) -> None:
-    """Write how many ranks of an elastic job worked when, and the faults, as a picture.
-
-    Args:    works: (begin, end, ranks, generation) of each generation's work; faults: (time, kind) of each; seconds.
-             ranks: that the job wants.
-    Raises:  OSError if `path` cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.0), layout="constrained")
-    axes = figure.subplots()
-    for begin, end, count, _ in works:
-        axes.fill_between([begin, end], [count, count], color="#9bb8d3", linewidth=0)
-    colours = {"kill": "#c44e52", "stop": "#e08e3c", "cut": "#8172b3"}
-    for kind in dict.fromkeys(kind for _, kind in faults):
-        times = [when for when, what in faults if what == kind]
-        axes.plot(times, [ranks * 1.06] * len(times), "v", color=colours.get(kind, "#555555"), markersize=6, label=kind)
-    axes.set_ylim(0, ranks * 1.15)
-    axes.set_xlabel("seconds since the job began")
-    axes.set_ylabel("ranks that take part")
-    if faults:
-        figure.legend(frameon=False, ncols=3, loc="outside upper right")
     figure.savefig(path, dpi=120)

@@ -84,18 +84,21 @@ class PathPiece(NamedTuple):
     stop: float
 
 
-def critical_path(replayed: Replayed, begin: float = 0.0) -> list[PathPiece]:
-    """The pieces that determined the end, from `begin` to the end, each beginning when the one before it stops."""
-    pieces = [piece._replace(start=max(piece.start, begin)) for piece in _backwards(replayed, begin)
+def critical_path(replayed: Replayed, begin: float = 0.0, *, calls: bool = True) -> list[PathPiece]:
+    """The pieces that determined the end, from `begin` on, each beginning when the one before it stops.
+
+    Args:    calls: the end is that of all ranks and calls; else that of the last rank, whatever is still on its way.
+    """
+    pieces = [piece._replace(start=max(piece.start, begin)) for piece in _backwards(replayed, begin, calls)
               if piece.stop > max(piece.start, begin)]
     return pieces[::-1]
 
 
-def _backwards(replayed: Replayed, begin: float) -> Iterator[PathPiece]:
+def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPiece]:
     """The path, from its end."""
     clock = max(range(len(replayed.stops)), key=lambda clock: replayed.stops[clock][-1])
     place = len(replayed.stops[clock]) - 2
-    if replayed.seconds > replayed.stops[clock][-1]:        # a call that no rank waited for ends last
+    if calls and replayed.seconds > replayed.stops[clock][-1]:        # a call that no rank waited for ends last
         station = next(station for mine in replayed.stations for station in mine
                        if station.ends[-1] == replayed.seconds)
         pieces, clock, place = _through(replayed, station, len(station.ends) - 1)

@@ -86,14 +86,7 @@ def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pric
     """
     made: dict[Any, Station] = {}
     places = [{slot: number for number, slot in enumerate(track.slots)} for track in tracks]
-    groups: dict[tuple[str, int], tuple[int, ...]] = {}
-    agreed = set[Any]()
-
-    def group_of(axis: str, rank: int) -> tuple[int, ...]:
-        if (axis, rank) not in groups:
-            ranks = tuple(pricing.members(axis, rank))
-            groups.update({(axis, one): ranks for one in ranks})
-        return groups[axis, rank]
+    group_of, agreed = _groups(pricing), set[Any]()
 
     def station(slot: Meeting, rank: int) -> Station:
         """The station of a slot, seen from the first of its group."""
@@ -121,6 +114,19 @@ def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pric
 
     return [[checked(slot, rank, jobs) for slot, jobs in zip(tracks[role].slots, tracks[role].jobs, strict=True)]
             for rank, role in enumerate(role_of)]
+
+
+def _groups(pricing: Pricing) -> Callable[[str, int], tuple[int, ...]]:
+    """The ranks of the group of a rank along an axis; asked for once a group."""
+    known: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def group_of(axis: str, rank: int) -> tuple[int, ...]:
+        if (axis, rank) not in known:
+            ranks = tuple(pricing.members(axis, rank))
+            known.update({(axis, one): ranks for one in ranks})
+        return known[axis, rank]
+
+    return group_of
 
 
 def _check_agree(slot: Meeting, group: tuple[int, ...], lists: Sequence[tuple[Job, ...]]) -> None:

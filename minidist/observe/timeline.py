@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Timeline:
         self.spans: list[Span] = []
         self.dropped = 0
         self.step: int | None = None
+        self.always: dict[str, Any] = {}            # details of every span from now on
         self._names: dict[str, deque[str]] = {}     # axis -> names of its collectives that have not ended yet
 
     @contextmanager
@@ -71,9 +72,15 @@ class Timeline:
     def add(self, span: Span) -> None:
         """Keep `span`, or only count it if `limit` spans are kept already."""
         if len(self.spans) < self.limit:
-            self.spans.append(span)
+            self.spans.append(replace(span, details={**self.always, **span.details}) if self.always else span)
         else:
             self.dropped += 1
+
+    def go_on(self, rank: int, ledger: Ledger, *, limit: int, **always: Any) -> None:
+        """In a new world, as this rank: follow its ledger. All spans from now on have the rank and these details."""
+        self.rank, self.limit, self.step, self.always = rank, limit, None, {"rank": rank, **always}
+        self._names = {}
+        self.follow(ledger)
 
     def announce(self, axis: str, name: str) -> None:
         """Name the next collective along `axis`: a group runs its calls in the order in which they are started."""

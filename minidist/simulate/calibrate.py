@@ -77,7 +77,7 @@ Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
 
-class Fitted(NamedTuple):
+class CostFit(NamedTuple):
     """What a fit found; errors are predicted / measured - 1, one a run."""
 
     profile: CostProfile
@@ -94,7 +94,7 @@ class Fitted(NamedTuple):
 
 
 def fit(runs: Sequence[Run], predict: Predict, cluster: str, names: Sequence[str] = CONSTANTS,
-        progress: Callable[[str], None] = lambda text: None) -> Fitted:
+        progress: Callable[[str], None] = lambda text: None) -> CostFit:
     """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that there is not."""
     for name in names:
         if name not in CONSTANTS:
@@ -123,7 +123,7 @@ def fit(runs: Sequence[Run], predict: Predict, cluster: str, names: Sequence[str
             break
     leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO ** 2
     left_out = np.expm1((now - measured) / np.maximum(1 - leverage, 1e-3))
-    fitted = Fitted(_profile(cluster, runs[0].cluster, names, np.exp(logs)), np.exp(now).tolist(),
+    fitted = CostFit(_profile(cluster, runs[0].cluster, names, np.exp(logs)), np.exp(now).tolist(),
                     np.expm1(now - measured).tolist(), left_out.tolist(), np.expm1(first - measured).tolist())
     return fitted._replace(profile=replace(fitted.profile, fit={"runs": len(runs), **fitted.summary()}))
 
@@ -193,7 +193,7 @@ def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
-    given = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
+    given: dict[str, Any] = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
     config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
     title = row.get("model", f"{config.layers} x {config.width}")
     return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, int(row["batch"]), machine, seconds)

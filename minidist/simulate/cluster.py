@@ -37,6 +37,7 @@ class Cluster:
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
+                overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
     """
 
     name: str
@@ -48,6 +49,7 @@ class Cluster:
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     host_watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    overlaps: bool = True
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
@@ -158,7 +160,8 @@ def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, 
     topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
     node_watts, watts = entry.get("node_watts"), entry.get("watts")
     device = Device(entry["device"], entry["peak"], int(entry["memory_bytes"]), float(entry["memory_bandwidth"]),
-                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"))
+                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"),
+                    host_bandwidth=entry["host_bandwidth"] / entry["per_node"] if "host_bandwidth" in entry else None)
     tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
              for key, tier in tables["tier"].items()}
     if "host" in entry:
@@ -209,4 +212,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
     entry = tables["wire"].get(name)
     if entry is None:
         raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
-    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)))
+    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
+                in_switch=float(entry.get("in_switch", 0.0)))

@@ -39,6 +39,7 @@ class Device:
     idle_watts: float | None = None
     price_an_hour: float | None = None  # dollars
     kind: str = "gpu"                   # or cpu
+    host_bandwidth: float | None = None     # bytes a second of its share of the host's memory
     efficiency: Efficiency = DEFAULT
 
     def peak(self, dtype: str) -> float:

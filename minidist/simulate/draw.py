@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.console import size_text
 from minidist.observe.plots import MEMORY
 from minidist.simulate.results import Simulation
 from minidist.simulate.timelines import timelines
@@ -14,8 +15,10 @@ COLOURS = {"forward": "#3b6fb6", "backward": "#e08e3c", "backward for the input"
            "backward for the weights": "#d9b24c", "update": "#5b9a68"}
 OTHER, CALL = "#9aa5b1", "#c44e52"
 MOST_RANKS = 8
+SHOWS_LIMIT = 0.3   # the limit is drawn if the memory comes to this part of it
 HEIGHT = 0.62       # of a rank's row; the strip of its calls below it
 GB = 1e9
+FINEST = 900        # parts of the step that the picture tells apart
 
 
 def draw_simulation(path: str | Path, found: Simulation) -> None:
@@ -23,11 +26,10 @@ def draw_simulation(path: str | Path, found: Simulation) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 7.0), layout="constrained")
-    top, below = figure.subfigures(2, 1, height_ratios=(1.25, 1.0))
-    _draw_ranks(top.subplots(), found, shown_ranks(found))
-    left, right = below.subplots(1, 2)
-    _draw_memory(left, found)
-    _draw_axes(right, found)
+    places = figure.subplot_mosaic([["ranks", "ranks"], ["memory", "axes"]], height_ratios=(1.25, 1.0))
+    _draw_ranks(places["ranks"], found, shown_ranks(found))
+    _draw_memory(places["memory"], found)
+    _draw_axes(places["axes"], found)
     figure.suptitle(f"{found.cluster.spec}: {found.step_seconds:.3g} s a step, MFU {found.mfu:.1%}, "
                     f"waiting for others {found.bubble:.1%}")
     figure.savefig(path, dpi=120)
@@ -54,10 +56,11 @@ def _draw_ranks(axes: Any, found: Simulation, ranks: Sequence[int]) -> None:
     named: dict[str, str] = {}
     for row, timeline in enumerate(timelines(found, ranks)):
         bars: dict[str, list[tuple[float, float]]] = {}
-        for span in timeline.spans:
+        for span in sorted(timeline.spans, key=lambda span: span.start):
             name = span.name if span.row == "compute" else "communication"
-            bars.setdefault(name, []).append((span.start, span.stop - span.start))
-        for name, intervals in bars.items():
+            bars.setdefault(name, []).append((span.start, span.stop))
+        for name, spans in bars.items():
+            intervals = _joined(spans, found.step_seconds / FINEST)
             colour = CALL if name == "communication" else COLOURS.get(name, OTHER)
             where = (row + HEIGHT / 2, 0.2) if name == "communication" else (row - HEIGHT / 2, HEIGHT)
             axes.broken_barh(intervals, where, color=colour, linewidth=0)
@@ -71,6 +74,17 @@ def _draw_ranks(axes: Any, found: Simulation, ranks: Sequence[int]) -> None:
     axes.legend(frameon=False, ncols=min(5, len(named)), loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
+def _joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """(start, length) of spans in order of start; those that are nearer than `gap` become one."""
+    joined: list[tuple[float, float]] = []
+    for start, stop in spans:
+        if joined and start - joined[-1][1] < gap:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return [(start, max(stop - start, gap)) for start, stop in joined]
+
+
 def _draw_memory(axes: Any, found: Simulation) -> None:
     """The fullest rank's memory over the step, by category, and the device's limit."""
     changes = found.memory(found.fullest)
@@ -82,21 +96,22 @@ def _draw_memory(axes: Any, found: Simulation) -> None:
         if held.any():
             axes.fill_between(times, floor, floor + held, step="post", color=colour, linewidth=0, label=category)
             floor = floor + held
-    axes.axhline(found.memory_limit / GB, color="#444444", linestyle="--", linewidth=1.0)
+    if floor.max(initial=0.0) > SHOWS_LIMIT * found.memory_limit / GB:
+        axes.axhline(found.memory_limit / GB, color="#444444", linestyle="--", linewidth=1.0)
     axes.set_xlim(0, found.step_seconds)
     axes.set_xlabel("seconds since the step began")
     axes.set_ylabel("GB")
-    axes.set_title(f"memory of rank {found.fullest} (dashed: the limit)", fontsize=10)
+    axes.set_title(f"memory of rank {found.fullest}, of {size_text(found.memory_limit)} (dashed)", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_axes(axes: Any, found: Simulation) -> None:
     """Seconds of a rank in which an axis moves bytes, and those in which the rank waits for them."""
-    uses = {axis: use for axis, use in found.axes.items() if use.seconds > 0}
+    uses = {axis: use for axis, use in found.axes.items() if use.seconds > 0 and use.nbytes}
     places = np.arange(len(uses))
     axes.barh(places, [use.seconds for use in uses.values()], color="#d8c3c4", label="calls run")
     axes.barh(places, [use.exposed for use in uses.values()], height=0.4, color=CALL, label="exposed: the rank waits")
-    axes.set_yticks(places, [f"{axis}\n{use.nbytes / GB:.3g} GB" for axis, use in uses.items()])
+    axes.set_yticks(places, [f"{axis}\n{size_text(use.nbytes)}" for axis, use in uses.items()])
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step, mean of all ranks")
     axes.set_title("communication along each axis", fontsize=10)

@@ -7,19 +7,24 @@
     device          one rank's processor      rates measured with as many ranks at once
 
 More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
-that waits sleeps, so this is the longest that it can be. Ranks of `here` are on one host.
+that waits sleeps, so this is the longest that it can be. Where ranks fill the cores, a call in the background takes
+its time from computation, so that nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
+Ranks of `here` are on one host.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, load_profile, profile_path
 from minidist.console import meant, memory_bytes
 from minidist.errors import ConfigError
+from minidist.observe.events import Await, Event, Start
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import Device, Efficiency
 from minidist.simulate.topology import Topology, Wire
+from minidist.simulate.trace import RankTrace
 
 TRANSPORTS = ("shm", "tcp", "mpi", "threads")
 """Link classes, the one that `auto` takes between ranks of a host first."""
@@ -42,12 +47,12 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
-    device = _device(profile.computation, ranks, cores or cores_here(), profile.machine)
+    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine)
     topology = Topology(ranks, _wire(transport, link))
-    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology)
+    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()))
 
 
-def _device(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
+def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
     """One rank's processor, where `ranks` compute at once."""
     at_once = min(ranks, cores)
     fewer = [cost for cost in measured if cost.ranks <= at_once]
@@ -65,6 +70,18 @@ def _wire(name: str, cost: LinkCost | None) -> Wire:
     if cost is None:
         return Wire(name, 0.0, 1e9)     # of one rank: nothing crosses it
     return Wire(name, cost.alpha, 1 / max(cost.beta, 1e-15), min(cost.overhead, cost.alpha), cost.gamma, cost.crowd)
+
+
+def without_overlap(trace: RankTrace) -> RankTrace:
+    """The trace with a wait behind the start of every collective; messages (send, recv) stay as they are."""
+    events: list[Event] = []
+    places = []
+    for event in trace.events:
+        places.append(len(events))
+        events.append(event)
+        if isinstance(event, Start) and event.call.verb not in ("send", "recv"):
+            events.append(Await(event.id))
+    return replace(trace, events=events, steps=[places[step] for step in trace.steps])
 
 
 def from_text(text: str) -> Cluster:

@@ -11,11 +11,14 @@ No code of ours sends their messages, so they are modelled, as NCCL's own tuner 
     tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of the nodes. A node
            sends and receives the array twice.     hops: 2 (members of a node - 1) inside, 2 log2(nodes) between
 
+    switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device sends its array to
+           the switch once, and gets the sum once.
+
     pairs  all_to_all: every rank to every other at once.
 
 Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a quarter of the bandwidth), LL128 and
 Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL, the α of the wires, times NCCL's own
-ratios. Not modelled: reductions inside switches (NVLS, SHARP), and PXN.
+ratios. Not modelled: switches that add between nodes (NVLS with trees, SHARP), and PXN.
 
 A node whose devices are linked pair by pair, and no others: every device sends each other its share at once.
 
@@ -56,6 +59,7 @@ PROTOCOLS = (
 )
 """NCCL's baseLat, hwLat (NVLink and network) and its shares of the bandwidth."""
 TREE_SHARE = 0.9                # of the bandwidth that a tree reaches (tuning.cc)
+SWITCH_BASE = 25e-6             # seconds before a switch has the first sum (tuning.cc)
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""
 
@@ -89,7 +93,8 @@ class Library:
             return self._all_to_all(operands)
         total = self._total(verb, operands)
         load, times, seconds = min(((load, times, self._seconds(name, load, times, total, protocol))
-                                    for name, load, times in self._ways(verb) for protocol in PROTOCOLS),
+                                    for name, load, times in self._ways(verb)
+                                    for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])),
                                    key=lambda way: way[2])
         sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
         return seconds, {number: round(share * times * total) for number, share in load.per_byte.items()}, sent
@@ -113,9 +118,15 @@ class Library:
             if "tree" not in self._loads:
                 self._loads["tree"] = self._tree()
             ways.append(("tree", self._loads["tree"], 1))
+        if verb == "all_reduce" and len(self.nodes) == 1 and self.size > 2 and self.cluster.topology.inside.in_switch:
+            if "switch" not in self._loads:
+                self._loads["switch"] = self._in_switch()
+            ways.append(("switch", self._loads["switch"], 1))
         return ways
 
     def _seconds(self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol) -> float:
+        if name == "switch":
+            return SWITCH_BASE + nbytes * load.seconds
         if name == "tree":
             return (protocol.tree_base + load.inside * protocol.tree_inside + load.between * protocol.tree_between
                     + nbytes * load.seconds / (TREE_SHARE * protocol.share))
@@ -146,6 +157,13 @@ class Library:
         per_byte = _PerByte(float, {number: 1 / self.size for src in self.members for dst in self.members
                                     for number in self.cluster.route(src, dst)})
         return self._load(per_byte, self.cluster.topology.inside.alpha, 0.0)
+
+    def _in_switch(self) -> Load:
+        """Every device's array once to the switch, and the sum once from it."""
+        wire, around = self.cluster.topology.inside, [*pairwise(self.members), (self.members[-1], self.members[0])]
+        per_byte = dict.fromkeys({link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0)
+        busiest = max(1 / self.cluster.links[link].bandwidth for link in per_byte)
+        return Load(per_byte, busiest / wire.in_switch, 0.0, 0.0)
 
     def _tree(self) -> Load:
         """A chain inside each node, a double binary tree between them."""

@@ -7,10 +7,12 @@ What a rank does depends on its plan and on shapes, not on numbers. So each rank
 processes, no messages. What it would learn from the others is declared (sim_rank.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from minidist.autograd.ops.experts import drawn_load
 from minidist.device import account
 from minidist.device.backend import simulated
 from minidist.errors import ConfigError, PlanError
@@ -28,12 +30,14 @@ DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens: int | None = None, steps: int = 2,
              seed: int = 0, optimizer: str = "adamw", device_kind: str = "gpu", batch: Any = None,
-             **options: Any) -> RankTrace:
+             load: Sequence[float] | None = None, **options: Any) -> RankTrace:
     """Run `steps` steps of one rank, and return what it did.
 
     Args:    rows: sequences of the global batch, each of `tokens` (default: the model's context).
              device_kind: "gpu": as on a GPU, with the kernels of kernels/; "cpu": as with NumPy, pass by pass.
-             batch: (inputs, targets) of integers, in place of rows of equal ones; options: further ones of Trainer.
+             batch: (inputs, targets) of integers, in place of rows of equal ones.
+             load: in which proportion tokens choose the experts of a mixture (default: evenly).
+             options: further ones of Trainer.
     Raises:  PlanError for what cannot run, or what cannot be known of a rank alone.
     """
     from minidist.parallel.hybrid.hybrid import Trainer
@@ -48,7 +52,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
         ids = np.arange(length) * config.vocabulary // length
         batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
     modules = {device: module(device) for device in ("cpu", "cuda")}
-    with simulated(modules), account.use(memory), recording.begun(sim.tape):
+    with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
         trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
                           device=DEVICES[device_kind], recorder=sim.tape, **options)
         for _ in range(steps):

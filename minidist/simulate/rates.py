@@ -2,6 +2,7 @@
 
     matmul, attention   launch + max(FLOPs / (peak · share · size factor), bytes / (bandwidth · share), shortest)
     memory              launch + max(bytes / (bandwidth · share), shortest)
+    host                bytes / (the device's part of the host's bandwidth · share): what offloading computes there
     launch              launch
 
     size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three sides are all 3·half
@@ -67,6 +68,10 @@ class Rates:
         if kernel.kind == "launch":
             return self.slowdown * rates.launch
         faster = rates.cache_factor if kernel.nbytes <= rates.cache_bytes else 1.0
+        if kernel.kind == "host":
+            if device.host_bandwidth is None:
+                raise ConfigError(f"no source states the bandwidth of {device.name}'s host memory; do not offload")
+            return self.slowdown * kernel.nbytes / (device.host_bandwidth * rates.memory_share)
         busy = max(rates.shortest, kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster))
         if kernel.kind == "attention":
             busy = max(busy, kernel.flops / (device.peak(kernel.dtype) * rates.attention_share))
@@ -74,7 +79,7 @@ class Rates:
             slower = 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
             busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
         elif kernel.kind != "memory":
-            raise ConfigError(f"a kernel is matmul, attention, memory or launch, not {kernel.kind!r}")
+            raise ConfigError(f"a kernel is matmul, attention, memory, host or launch, not {kernel.kind!r}")
         return self.slowdown * (rates.launch + busy)
 
     def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from minidist.device.account import MemoryAccount
+from minidist.device.backend import dtype_name
 from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
 from minidist.simulate.trace import Kernel, Segment
 
@@ -33,8 +36,8 @@ class Recording:
         self.events: list[Event] = []
         self.segments: list[Segment] = []
         self.paused = 0
-        self._numbers: dict[Segment, int] = {}
-        self._kernels: Counter[Kernel] = Counter()
+        self._numbers: dict[Any, int] = {}
+        self._kernels: dict[tuple[Any, ...], int] = {}
         self._spans: list[tuple[str, int | None]] = [("", None)]
         self._names: dict[str, list[str]] = {}
         self._calls = 0
@@ -44,10 +47,10 @@ class Recording:
 
     # ---------------------------------------------------------------------------------------------------- segments
 
-    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+    def kernel(self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
         """A kernel runs on this rank's device."""
-        if not self.paused:
-            self._kernels[Kernel(kind, dtype, flops, nbytes, size)] += 1
+        key = kind, dtype, flops, nbytes, size
+        self._kernels[key] = self._kernels.get(key, 0) + 1
 
     def memory(self, category: str, nbytes: int) -> None:
         """The device's account changes."""
@@ -62,12 +65,13 @@ class Recording:
         if rise:
             self.events += [Memory(category, nbytes) for category, nbytes in rise.items() if nbytes]
         if self._kernels:
-            segment = tuple(self._kernels.items())
-            number = self._numbers.setdefault(segment, len(self.segments))
+            found = tuple(self._kernels.items())
+            number = self._numbers.setdefault(found, len(self.segments))
             if number == len(self.segments):
-                self.segments.append(segment)
+                self.segments.append(tuple((Kernel(kind, dtype_name(dtype), *work), times)
+                                           for (kind, dtype, *work), times in found))
             self.events.append(Busy(number, *self._spans[-1]))
-            self._kernels = Counter()
+            self._kernels = {}
         if change:
             change.subtract(rise)
             self.events += [Memory(category, nbytes) for category, nbytes in change.items() if nbytes]

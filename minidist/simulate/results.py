@@ -8,12 +8,13 @@
     found.joules, found.dollars, found.for_tokens(15e12)
 
 The traces hold two steps. The first one makes what only a first step makes (the optimizer's state). The second one is
-the step that is told: from the moment when the last rank begins it to the end.
+the step that is told, from the moment when the last rank begins it to that when the last rank ends it. A call that is
+on its way meanwhile (ZeRO's weights, for the next forward) belongs to the step that waits for it.
 """
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,7 +54,11 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of a plan on a cluster. Attributes: batch: sequences of the whole job; traces: one a role."""
+    """A step of a plan on a cluster.
+
+    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again: replays other traces
+                and roles in the same way.
+    """
 
     plan: Plan
     config: GPTConfig
@@ -63,6 +68,7 @@ class Simulation:
     role_of: Sequence[int]
     placement: RankPlaces
     replayed: Replayed
+    again: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -76,10 +82,15 @@ class Simulation:
         events = self.replayed.track(rank).at
         return self.replayed.stops[clock][bisect_right(events, self.traces[self.role_of[rank]].steps[-1] - 1)]
 
+    @cached_property
+    def end(self) -> float:
+        """When the last rank ends the last step."""
+        return max(stops[-1] for stops in self.replayed.stops)
+
     @property
     def step_seconds(self) -> float:
         """Seconds a step."""
-        return self.replayed.seconds - self.begin
+        return self.end - self.begin
 
     @property
     def tokens(self) -> int:
@@ -109,7 +120,7 @@ class Simulation:
     @cached_property
     def times(self) -> list[RankTime]:
         """What each clock of the replay did in the step."""
-        return [time_of(self.replayed, rank, self.begin) for rank in self.replayed.ranks]
+        return [time_of(self.replayed, rank, self.begin, self.end) for rank in self.replayed.ranks]
 
     @cached_property
     def parts(self) -> dict[str, dict[str, float]]:
@@ -131,7 +142,7 @@ class Simulation:
     @cached_property
     def path(self) -> list[PathPiece]:
         """The critical path of the step."""
-        return critical_path(self.replayed, self.begin)
+        return critical_path(self.replayed, self.begin, calls=False)
 
     @property
     def path_parts(self) -> dict[str, float]:
@@ -157,7 +168,7 @@ class Simulation:
             track = self.replayed.track(self.replayed.ranks[clock])
             for slot, station in zip(track.slots, stations, strict=True):
                 if slot.kind in ("collective", "send"):
-                    ran = sum(max(0.0, end - max(begin, self.begin))
+                    ran = sum(max(0.0, min(end, self.end) - max(begin, self.begin))
                               for begin, end in zip(station.begins, station.ends, strict=True))
                     seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
         steps, exposed = len(self.traces[0].steps), self.parts["exposed"]

@@ -19,14 +19,16 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.step import rows_of
 
 
-def roles(plan: Plan, config: GPTConfig, rows: int, tokens: int | None = None) -> list[int]:
+def roles(plan: Plan, config: GPTConfig, rows: int, tokens: int | None = None, *, norm: bool = True) -> list[int]:
     """The role of each rank, from 0 on; the first rank of a role is the one to run.
 
     Args:    rows: sequences of the global batch, each of `tokens`.
+             norm: False: ranks that differ only in what they count in the gradient's norm share a role, too: half as
+             many roles with tp, for a few sums of small tensors a step.
     """
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(role, len(numbers)) for role in
-            (_role(plan, config, rows, tokens or config.context, place) for place in _places(plan))]
+    found = (_role(plan, config, rows, tokens or config.context, place) for place in _places(plan))
+    return [numbers.setdefault((does, counts if norm else ()), len(numbers)) for does, counts in found]
 
 
 def first_of(role_of: list[int]) -> list[int]:
@@ -43,15 +45,18 @@ def _places(plan: Plan) -> list[dict[str, int]]:
     return [{axis: rank // steps[axis] % plan.axes[axis] for axis in plan.axes} for rank in range(plan.size)]
 
 
-def _role(plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, int]) -> Hashable:
+def _role(plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, int]) -> tuple[Hashable, Hashable]:
+    """What a rank does; what it counts in the norm."""
     readers = at["dp"] * plan.ep + at["ep"]
     given: tuple[int, ...] = (rows_of(rows, size=plan.dp * plan.ep, rank=readers)[0],)
     if plan.strategy == "parameter-server":
         serves = at["dp"] >= plan.workers
         given = (-1 - at["dp"],) if serves else (rows_of(rows, size=plan.workers, rank=at["dp"])[0],)
     copy = ((at["dp"] * plan.ep + at["ep"]) * plan.cp + at["cp"]) // (plan.shard or plan.copies)
-    return (at["pp"], _tensor_part(plan, config, tokens, at["tp"]), _context_part(plan, config, tokens, at["cp"]),
-            given, not plan.composed or (copy == 0 if plan.zero else at["ep"] == 0), _experts(plan, config, at["ep"]))
+    does = (at["pp"], given, _tensor_part(plan, config, tokens, at["tp"]),
+            _context_part(plan, config, tokens, at["cp"]), _experts(plan, config, at["ep"]))
+    return does, (at["tp"] == 0, _first_sharer(plan, config, at["tp"]),
+                  not plan.composed or (copy == 0 if plan.zero else at["ep"] == 0))
 
 
 def _length(whole: int, size: int, rank: int) -> int:
@@ -65,9 +70,14 @@ def _tensor_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hasha
     shares = head_shares(config.heads, config.key_heads, plan.tp)
     queries, keys = shares[rank]
     hidden = (config.mixture.hidden if config.mixture else None) or config.hidden
-    first_sharer = [share[1] for share in shares].index(keys) == rank
-    return (rank == 0, len(queries), len(keys), first_sharer, _length(hidden, plan.tp, rank),
-            _length(config.vocabulary, plan.tp, rank), _length(tokens, plan.tp, rank) * plan.sequence_parallel)
+    return (len(queries), len(keys), _length(hidden, plan.tp, rank), _length(config.vocabulary, plan.tp, rank),
+            _length(tokens, plan.tp, rank) * plan.sequence_parallel)
+
+
+def _first_sharer(plan: Plan, config: GPTConfig, rank: int) -> bool:
+    """Whether no rank of tp before this one holds its key heads."""
+    keys = [share[1] for share in head_shares(config.heads, config.key_heads, plan.tp)]
+    return keys.index(keys[rank]) == rank
 
 
 def _context_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hashable:

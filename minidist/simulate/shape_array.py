@@ -172,7 +172,7 @@ class ShapeArray(Operators):
         parts = strides.expanded(_without_masks(index), self.ndim)
         if any(map(is_picked, parts)):
             result = self.like(strides.picked(self.shape, parts, is_picked))
-            self.module.kernel("memory", self.dtype.name, 0, 2 * result.nbytes + _index_bytes(parts))
+            self.module.kernel("memory", self.dtype, 0, 2 * result.nbytes + _index_bytes(parts))
             return result
         shape, steps, offset = strides.view_of(self.shape, self.strides, parts)
         if shape == () and self.device_name == "cpu" and Ellipsis not in (index if type(index) is tuple else (index,)):
@@ -192,7 +192,7 @@ class ShapeArray(Operators):
             read = value.nbytes
         else:
             read = 0
-        self.module.kernel("memory", self.dtype.name, 0, read + target.nbytes)
+        self.module.kernel("memory", self.dtype, 0, read + target.nbytes)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -207,7 +207,7 @@ class ShapeArray(Operators):
         if not copy and kind == self.dtype:
             return self
         result = self.like(self.shape, kind)
-        self.module.kernel("memory", kind.name, 0, self.nbytes + result.nbytes)
+        self.module.kernel("memory", kind, 0, self.nbytes + result.nbytes)
         return result
 
     def get(self, **_: Any) -> None:

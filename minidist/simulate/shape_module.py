@@ -8,12 +8,13 @@ a matrix product, or a pass over memory that reads its arguments and writes its 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from minidist.device.backend import FLOATS
 from minidist.simulate import recording, strides
 from minidist.simulate.no_gpu import NO_GPU
 from minidist.simulate.shape_array import ShapeArray
@@ -66,10 +67,10 @@ class Shapes:
             raise TypeError(f"arrays without data know no {name}; add it to simulate/shape_module.py")
         return found
 
-    def kernel(self, kind: str, dtype: str, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+    def kernel(self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
         """Tell the recording of this thread, if there is one; what the host does for a GPU is of the kind "host"."""
         tape = recording.here.tape
-        if tape is not None:
+        if tape is not None and not tape.paused:
             tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
 
     # ------------------------------------------------------------------------------------------------------ new
@@ -79,7 +80,7 @@ class Shapes:
 
     def zeros(self, shape: Any, dtype: Any = np.float64) -> ShapeArray:
         result = self.empty(shape, dtype)
-        self.kernel("memory", result.dtype.name, 0, result.nbytes)
+        self.kernel("memory", result.dtype, 0, result.nbytes)
         return result
 
     ones = zeros
@@ -124,7 +125,7 @@ class Shapes:
         shape = strides.broadcast([x.shape for x in arrays])
         kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
         result = ShapeArray(shape, kind, self) if out is None else out
-        self.kernel("memory", kind.name, 0, sum(x.nbytes for x in arrays) + result.nbytes)
+        self.kernel("memory", kind, 0, sum(x.nbytes for x in arrays) + result.nbytes)
         return result
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any) -> Any:
@@ -137,7 +138,7 @@ class Shapes:
                 result = self.empty(strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"])
             return self.elementwise(ufunc, inputs, result)
         if method == "at":
-            self.kernel("memory", inputs[0].dtype.name, 0, 2 * getattr(inputs[-1], "nbytes", 0))
+            self.kernel("memory", inputs[0].dtype, 0, 2 * getattr(inputs[-1], "nbytes", 0))
             return None
         if method == "reduceat":
             x, places, axis = inputs[0], inputs[1], options.get("axis", 0)
@@ -190,7 +191,7 @@ class Shapes:
         kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
         result = ShapeArray(shape, kind, self) if out is None else out
         count, (m, k), n = math.prod(lead), left[-2:], right[-1]
-        self.kernel("matmul", kind.name, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
+        self.kernel("matmul", kind, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
                          (count, m, k, n))
         return result
 
@@ -207,7 +208,7 @@ class Shapes:
     def _made(self, shape: Shape, dtype: Any, *read: Any) -> ShapeArray:
         """A new array, made in one pass over `read`."""
         result = ShapeArray(shape, np.dtype(dtype), self)
-        self.kernel("memory", result.dtype.name, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
+        self.kernel("memory", result.dtype, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
         return result
 
     def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
@@ -249,7 +250,7 @@ class Shapes:
     def take(self, x: Any, index: Any, axis: int = 0) -> ShapeArray:
         dim = axis % x.ndim
         result = ShapeArray((*x.shape[:dim], *getattr(index, "shape", ()), *x.shape[dim + 1:]), x.dtype, self)
-        self.kernel("memory", x.dtype.name, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
+        self.kernel("memory", x.dtype, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
         return result
 
     # -------------------------------------------------------------------------------------------------- integers
@@ -269,13 +270,13 @@ class Shapes:
 
     # ---------------------------------------------------------------------------------------------------- kernels
 
-    def record_launch(self, name: str, values: Sequence[tuple[Any, Any]]) -> None:
+    def record_launch(self, name: str, values: Iterable[tuple[Any, Any]]) -> None:
         """A kernel of kernels/ runs: it reads or writes each of its arrays once."""
         given = {parameter.name: value for parameter, value in values}
         arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
                   if isinstance(each, _Array)]
         flops = _attention_flops(name, given)
-        kind = next((x.dtype.name for x in arrays if x.dtype.kind == "f" or x.dtype.name == "bfloat16"), "float32")
+        kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
         self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
 
 

@@ -12,6 +12,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from minidist.errors import PlanError
@@ -20,7 +21,9 @@ from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.failure import FAILED, NEVER
 from minidist.simulate.group_ranks import group_ranks
+from minidist.simulate.here import without_overlap
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
@@ -51,17 +54,21 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     require(plan, config, cluster, batch)
+    if wrong := [rank for rank in stragglers or {} if not 0 <= rank < plan.size]:
+        raise PlanError(f"no rank {wrong[0]} can be slow: the plan has {plan.size} ranks; choose one below {plan.size}")
     cluster = cluster.slowed(slow_links) if slow_links else cluster
     placement = RankPlaces(plan, cluster, order or None)
     free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
-    role_of = roles(plan, config, batch)
+    role_of = roles(plan, config, batch, norm=False)
     each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
             for rank in _first(role_of)]
-    replayed = replay_on(cluster, placement, plan, config, each, role_of, stragglers=stragglers or {}, folded=folded,
-                         rates=rates or Rates.of(cluster.device))
+    each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
+    again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
+                    rates=rates or Rates.of(cluster.device))
+    replayed = again(each, role_of)
     if slow_links:
         cluster.topology.check_slow()
-    return Simulation(plan, config, cluster, batch, each, role_of, placement, replayed)
+    return Simulation(plan, config, cluster, batch, each, role_of, placement, replayed, again)
 
 
 def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None:
@@ -95,7 +102,10 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
-        return seconds[role_of[rank]][work] * stragglers.get(rank, 1.0)
+        if work == FAILED:
+            return NEVER
+        alone: float = seconds[role_of[rank]][work]
+        return alone * stragglers.get(rank, 1.0)
 
     def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)

@@ -37,9 +37,9 @@ def _spans(found: Simulation, rank: int) -> Iterator[Span]:
 def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:
     """What a station runs in the step."""
     for job, begin, end in zip(station.jobs, station.begins, station.ends, strict=True):
-        if end <= found.begin:
+        if end <= found.begin or begin >= found.end:
             continue
-        start, stop = max(0.0, begin - found.begin), end - found.begin
+        start, stop = max(0.0, begin - found.begin), min(end, found.end) - found.begin
         if isinstance(job, GroupCall):
             name = f"{job.verb} {job.name or job.axis}" + (f" to rank {station.group[1]}" if job.verb == "send" else "")
             yield Span(name, row, start, stop, {"axis": job.axis, "algorithm": job.algorithm, "nbytes": job.nbytes})

@@ -39,6 +39,7 @@ class Wire(NamedTuple):
     overhead: float = 0.0       # o, γ, κ of comm/cost/link_model.py: seconds, and seconds a byte
     gamma: float = 0.0
     crowd: float = 0.0
+    in_switch: float = 0.0      # share of the bandwidth at which its switch adds arrays up; 0: it does not
 
 
 class Link(NamedTuple):

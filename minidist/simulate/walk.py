@@ -14,7 +14,8 @@ the five numbers of comm/cost/link_model.py on each link:
     when it is started. Either is complete when the message has arrived.
     What ranks show each other in shared memory is written and read once, at β/2 a byte each, and all wait for all.
 
-So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit.
+So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit; but for a
+tree's way down among P ranks that are no power of two, where that counts one α too many.
 
 Algorithm `native` of GPUs and TPUs is no code of ours: library.py models it. notes: N4 §2.
 """

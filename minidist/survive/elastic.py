@@ -7,6 +7,7 @@
 The idea. A rank that waits for a lost one gets PeerLostError, in whatever call it is. Its process need not end: it
 closes the world, and gets a rank in the next generation from the launcher (launch/elastic_job.py). There the ranks
 agree on the newest step that they hold whole (peer_copies.py), make a Trainer for the new plan, and fill its state.
+If they hold none whole, because a rank was lost together with its partner, they take the newest checkpoint.
 
 What holds: the update of each step is made once, on the state before it; a step that was broken off is made again
 from the beginning. The batch of a step follows from seed and step, so the losses are those of a training that changes
@@ -17,7 +18,7 @@ Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.health.failure import say_line
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.device import account
 from minidist.errors import CheckpointError, MinidistError
 from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
+from minidist.observe.records import gather_records, share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive.peer_copies import PeerCopies
 
@@ -45,74 +48,123 @@ class Survivor:
     """What a process keeps from one generation to the next.
 
     Args:       job: its place in the job. every: steps between copies.
-                newest: the newest checkpoint on the disk, or None; asked when the copies in memory are not enough.
-    Attributes: losses, seconds: of each step that was made, this process having been there or not.
+                newest: complete checkpoints, the newest first; where the ranks of a generation hold no state, the
+                first that is whole is taken. Rank 0's list counts.
+    Attributes: losses, seconds, generations: of each step that counts, this process having been there or not; 0 is no
+                generation of this job: the step was made before it.
+                past: what this process sent in each generation that is over.
     """
 
-    def __init__(self, job: Generations, *, every: int = 1, newest: Callable[[], Path | None] = lambda: None) -> None:
+    def __init__(self, job: Generations, *, every: int = 1,
+                 newest: Callable[[], Sequence[Path]] = lambda: ()) -> None:
         self.job, self._newest = job, newest
         self._copies = PeerCopies(every)
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.generations: list[int] = []
+        self.past: list[dict[str, Any]] = []
         self._fresh = True
         self._trainer: Trainer | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Before the first step of a generation: give a new Trainer the state that the ranks hold.
+        """Before the first step of a generation: give a new Trainer the state that the ranks hold, or a checkpoint's.
 
-        Raises: CheckpointError if they do not hold it whole, and there is no checkpoint.
+        Raises: CheckpointError if there is neither, and the job has begun and does not save.
         """
         self._trainer = trainer
         restored, known = self._copies.restore(trainer, len(self.losses))
-        if not restored and self.job.begun:
-            folder = self._newest()
-            if folder is None:
-                why = "ranks were lost with the only copies of their state, and there is no checkpoint"
-                self.job.tell("give_up", why=why)
-                raise CheckpointError(why)
-            trainer.load(folder)
-        self._share_history(trainer, known)
+        if restored:
+            self._share_history(trainer, known)
+        else:
+            self._load(trainer)
         self._copies.begin(trainer, self.job.number)
         self._fresh = True
         if trainer.world.rank == 0:
             self.job.tell("formed", step=trainer.steps_done)
 
-    def after_step(self, trainer: Trainer, loss: float, seconds: float) -> None:
-        """After a step: note it and keep the state. Raises: Regrouping if all ranks are to stop here."""
+    def after_step(self, trainer: Trainer, loss: float, seconds: float,
+                   then: Callable[[], None] = lambda: None) -> None:
+        """After a step: note it and keep the state, then do what is due. Raises: Regrouping if all ranks stop here."""
         self.losses.append(loss)
         self.job.steps = trainer.steps_done
         self.seconds.append(seconds)
+        self.generations.append(self.job.number)
         self._copies.keep(trainer)
         if self._fresh and trainer.world.rank == 0:
             self.job.tell("stepped", step=trainer.steps_done)
         self._fresh = False
+        then()
         if self.job.stops(trainer.steps_done):
             trainer.world.barrier()     # no rank leaves while another still takes its copies
             raise Regrouping
 
     def release(self) -> None:
-        """After a generation: let its trainer's threads, files and arrays go."""
+        """After a generation: note what was sent in it; let its trainer's threads, files and arrays go."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
+            ledger = trainer.world.ledger
+            self.past.append({"generation": self.job.number, "process": self.job.process, "rank": trainer.world.rank,
+                              "steps": trainer.steps_here, "sent_bytes": ledger.sent_bytes("step"),
+                              "messages": ledger.messages("step")})
             with suppress(MinidistError, OSError):
                 trainer.close()
             del trainer
         gc.collect()
 
+    def _load(self, trainer: Trainer) -> None:
+        """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew if it saves."""
+        problems = []
+        for name in share_records(trainer.world, [str(folder) for folder in self._newest()])[0]:
+            try:
+                about = trainer.load(name)
+                break
+            except CheckpointError as error:
+                problems.append(str(error))
+        else:
+            if not problems and (self.job.saves or not self.job.begun):
+                if self.job.begun and trainer.world.rank == 0:
+                    say_line("minidist: ranks were lost with the only copies of their state, before the first "
+                             "checkpoint; beginning anew")
+                self._take_history({}, 0)
+                return
+            why = problems[0] if problems else "there is no checkpoint"
+            why = f"ranks were lost with the only copies of their state, and {why}" if self.job.begun else why
+            self.job.tell("give_up", why=why)
+            raise CheckpointError(why)
+        if trainer.world.rank == 0:
+            for problem in problems:
+                say_line(f"minidist: {problem.removesuffix('; take an older checkpoint')}; taking {Path(name).name}")
+            if self.job.begun:
+                say_line(f"minidist: ranks were lost with the only copies of their state; going on from {name}")
+        self._take_history(about.get("metrics", {}), trainer.steps_done)
+
+    def _take_history(self, told: dict[str, Any], done: int) -> None:
+        """The steps so far as the checkpoint tells them, where this process does not know them all."""
+        if len(self.losses) < done:
+            self.losses = list(told.get("losses", ()))
+            self.seconds = [told.get("step_seconds", 0.0)] * len(self.losses)
+            self.generations = list(told.get("generations", ())) if self.job.begun else []
+        self.losses, self.seconds = self.losses[:done], self.seconds[:done]
+        self.generations = [*[0] * (len(self.losses) - len(self.generations)), *self.generations][:len(self.losses)]
+
     def _share_history(self, trainer: Trainer, known: list[int]) -> None:
-        """Losses and seconds of the steps so far, from the first rank that knows most, if one does not know them all.
+        """What is noted of the steps so far, from the first rank that knows most, if one does not know them all.
 
         Args: known: how many steps each rank knows.
         """
         done, world = trainer.steps_done, trainer.world
         source = known.index(max(known))
-        if min(known) >= min(done, max(known)):
-            self.losses, self.seconds = self.losses[:done], self.seconds[:done]
-            return
-        told = np.array([self.losses[:done], self.seconds[:done]]) if world.rank == source else None
-        with world.ledger.control():
-            losses, seconds = world.broadcast(told, root=source)
-        self.losses, self.seconds = losses.tolist(), seconds.tolist()
+        notes = np.array([self.losses[:done], self.seconds[:done], self.generations[:done]])
+        if min(known) < min(done, max(known)):
+            with world.ledger.control():
+                notes = world.broadcast(notes if world.rank == source else None, root=source)
+        self.losses, self.seconds = notes[0].tolist(), notes[1].tolist()
+        self.generations = [int(number) for number in notes[2]]
+
+    def records(self, world: Group) -> list[dict[str, Any]]:
+        """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls it at the end."""
+        past = gather_records(world, self.past)
+        return [] if past is None else describe(self.job.records(), [sent for own in past for sent in own])
 
 
 def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | None, threads: int | None) -> int:
@@ -131,12 +183,11 @@ def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | 
             job.done()
             return status
         except Regrouping:
-            job.leave()
+            job.leave(None, survivor.release)
         except Exception as error:
             if not job.breaks(error):
                 raise
-            job.leave(error)
-        survivor.release()
+            job.leave(error, survivor.release)
 
 
 def rehearse(zero: int = 0) -> None:
@@ -153,13 +204,27 @@ def rehearse(zero: int = 0) -> None:
     world.close()
 
 
-def describe(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The generations as metrics.json has them: `seconds` is from the end of the one before to a step that counts."""
+def describe(records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The generations as metrics.json has them.
+
+    Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
+    Returns: of each generation, `processes` by rank; `lost`: since the one before; `began`, `ended`: seconds of the
+             job; `seconds`: from the end of the one before to a step that counts; `ranks`: from `past`.
+    """
     told = []
     for number, record in enumerate(records):
-        ended = records[number - 1].get("broken", records[number - 1].get("left")) if number else 0.0
+        ended = _end(records[number - 1]) if number else 0.0
         stepped = record.get("stepped")
         told.append({**{key: record[key] for key in ("generation", "size", "processes", "joined", "lost")},
-                     "step": record.get("step"),
-                     "seconds": None if stepped is None or ended is None else round(stepped - ended, 4)})
+                     "step": record.get("step"), "began": record.get("forming"), "ended": _end(record),
+                     "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),
+                     "ranks": sorted(({key: value for key, value in sent.items() if key != "generation"}
+                                      for sent in past if sent["generation"] == record["generation"]),
+                                     key=lambda sent: sent["rank"])})
     return told
+
+
+def _end(record: dict[str, Any]) -> float | None:
+    """When a generation broke, or stopped to be joined by more."""
+    ended: float | None = record.get("broken", record.get("left"))
+    return ended

@@ -26,6 +26,12 @@ def best_interval(save: float, between: float) -> float:
     return math.sqrt(2 * save * between)
 
 
+def steps_between(save: float, between: float, step: float) -> int:
+    """The best interval in steps of `step` seconds; at least 1. Args and Raises: as best_interval's."""
+    _check(step=step)
+    return max(1, round(best_interval(save, between) / step))
+
+
 def goodput(interval: float, *, save: float, between: float, restart: float = 0.0) -> float:
     """The part of the time that goes into work that is kept, on average: between 0 and 1.
 

@@ -48,6 +48,7 @@ from minidist.survive.checkpoint import chosen, share_out, write_checkpoint
 
 _LOOK = 0.1         # seconds between looks, while the training waits for a save, whether the job still stands
 _LINE = 64          # bytes on which each copy begins
+_LINGER = 2.0       # seconds that a thread gets to leave a world that is lost, before that is closed
 _LONG = 0.1         # seconds that a save waits for the one before it, of which the user is told
 
 
@@ -100,6 +101,10 @@ class PendingSave:
                 raise error                     # the thread may still hang on a disk
         if self._error is not None:
             raise self._error
+
+    def linger(self) -> None:
+        """Give the thread time to notice that the job is over."""
+        self._finished.wait(_LINGER)
 
     def finish(self, error: BaseException | None, seconds: float) -> None:
         """For the thread: it is written, or not."""
@@ -167,10 +172,13 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Wait for the last save, and give the copies back. Raises: as start; then they are given back, too."""
+        last = self._last
         try:
             self.wait()
             self._group.close()
         finally:
+            if last is not None:
+                last.linger()
             self._end()
             self._copies = []
 

@@ -1,146 +1,157 @@
-"""Chapter 26 · A storm: ranks of an elastic job are killed, stopped and cut off on purpose, and what happened is told.
+"""Chapter 26 · A storm: an elastic job is broken on purpose, again and again, and every fault is noted.
 
-    fault       what it does to a rank, chosen at random                     what the job notices
-    kill        kill -9                                                      its connections end, within milliseconds
-    stop        SIGSTOP: it neither answers nor ends                         it is stopped at every look for a while
-    cut         shuts down one of its TCP connections, as a network would    the connection ends; its rank lives
+    Storm          start the job ... fault ... fault ... the launcher, too, is killed, and started again ... it ends
+    RUN/elastic.jsonl    what the job says: who works, from which step, what broke (launch/generation.py)
+    RUN/storm.jsonl      what the storm did: {"event": "fault", "kind": "kill", "time": …, "pid": …, "rank": 2}
 
-The job is any program that launch.elastic_job runs and that writes its log; faults come from outside, by process number
-alone. All figures are of that log (launch/generation.py) and of the faults' times, on one clock.
+Both are on one clock; storm_report.py reads the two. The faults are those of faults.py. The job is any program that
+launch.elastic_job runs, in a process of its own.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import random
 import signal
-import socket
-import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("kill", "stop", "cut")
+from minidist.comm.health.process_state import has_ended
+from minidist.survive.faults import FAULTS, cut_connection, damage, kill_all, set_disk
 
 Event = dict[str, Any]
+Job = subprocess.Popen[Any]
 
-_PIDFD_GETFD = 438      # a system call of Linux 5.6, the same number on all its machines
+LOG, NOTES = "elastic.jsonl", "storm.jsonl"     # of a run folder
+HOLD = 1.5              # seconds that a disk is full or slow, a save interval besides
+READY = 10.0            # most seconds to wait until a fault is possible
+END = 10.0              # seconds that ranks get to end when their launcher is gone
 _LOOK = 0.02            # seconds between looks at the job
 
 
 class Storm:
-    """Faults for one job, whose log is `log`.
+    """Faults for one job.
 
-    Args:       every: seconds between faults, on average; `faults`: kinds, in turn; seed: of times and ranks.
-    Attributes: faults: {"kind", "pid", "time"} of each.
+    Args:       start: starts the job; again: True if it was broken off and goes on. run: its folder, with its log.
+                every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
+                disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
+                one_by_one: no fault before the job goes on after the one before it.
+    Attributes: job: the present one. faults: what was noted of each.
     """
 
-    def __init__(self, log: Path, *, every: float, kinds: Sequence[str] = FAULTS, seed: int = 0) -> None:
-        self._log, self._every, self._kinds, self._random = log, every, kinds, random.Random(seed)
+    def __init__(self, start: Callable[[bool], Job], run: Path, *, every: float, kinds: Sequence[str] = FAULTS,
+                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False) -> None:
+        self._start, self._run, self._every, self._kinds = start, run, every, kinds
+        self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
+        self._one_by_one = one_by_one
+        self._before = len(events(run / LOG))       # of a job that was here before
         self.faults: list[Event] = []
+        self._begun = time.time()                   # when the present launcher was started
+        self.job = start(False)
 
-    def rage(self, job: "subprocess.Popen[Any]", seconds: float) -> None:
-        """From the job's first step on, break it for so many seconds, or until it ends."""
-        while job.poll() is None and not any(event["event"] == "stepped" for event in events(self._log)):
+    def told(self) -> list[Event]:
+        """What the job has said so far."""
+        return events(self._run / LOG)[self._before:]
+
+    def rage(self, seconds: float, most: int | None = None) -> None:
+        """From the job's first step on, break it for so many seconds, at `most` so often, or until it ends."""
+        while self.job.poll() is None and not any(event["event"] == "stepped" for event in self.told()):
             time.sleep(_LOOK)
         end = time.monotonic() + seconds
-        while job.poll() is None and time.monotonic() < end:
-            time.sleep(self._every * self._random.uniform(0.5, 1.5))
-            if job.poll() is None:
+        while self.job.poll() is None and time.monotonic() < end and (most is None or len(self.faults) < most):
+            time.sleep(self._every * self._chance.uniform(0.5, 1.5))
+            deadline = time.monotonic() + READY
+            while self._one_by_one and not self._goes_on() and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+            if self.job.poll() is None:
                 self._strike(self._kinds[len(self.faults) % len(self._kinds)])
 
-    def _strike(self, kind: str) -> None:
-        forming = [event for event in events(self._log) if event["event"] == "forming"]
-        pid, now = self._random.choice(forming[-1]["pids"]), time.time()
+    def _goes_on(self) -> bool:
+        """Whether the job has ended, or has noticed the last fault and made a step since."""
+        if self.job.poll() is not None or not self.faults:
+            return True
+        since = [event["event"] for event in self.told() if event.get("time", 0.0) > self.faults[-1]["time"]]
+        return "broken" in since and "stepped" in since[since.index("broken"):]
+
+    def end(self) -> None:
+        """Whatever still runs of the job ends."""
+        self.job.terminate()
         try:
-            if kind == "cut":
-                cut_connection(pid, self._random)
-            else:
-                os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        except OSError:                                     # it has ended, or has no such connection: another time
-            return
-        self.faults.append({"kind": kind, "pid": pid, "time": now})
+            self.job.wait(END)
+        except subprocess.TimeoutExpired:
+            self.job.kill()
+            self.job.wait()
 
+    def _strike(self, kind: str) -> None:
+        """One fault; none, if it is not possible within a while (no checkpoint is there yet, say)."""
+        deadline = time.monotonic() + READY
+        while self.job.poll() is None and time.monotonic() < deadline:
+            try:
+                self._try(kind)
+                return
+            except OSError:
+                time.sleep(_LOOK)
 
-def cut_connection(pid: int, chance: random.Random) -> None:
-    """Shut down one of the TCP connections of another process of this user.
+    def _try(self, kind: str) -> None:
+        pids = next((list(event["pids"]) for event in reversed(self.told()) if event["event"] == "forming"
+                     and event["time"] > self._begun), [])
+        if not pids:
+            raise OSError("the job has no ranks yet")
+        rank = self._chance.randrange(len(pids))
+        fault = {"event": "fault", "kind": kind, "time": time.time()}
+        match kind:
+            case "kill" | "stop":
+                os.kill(pids[rank], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                self._note(fault | {"rank": rank, "pid": pids[rank]})
+            case "cut":
+                cut_connection(pids[rank], self._chance)
+                self._note(fault | {"rank": rank, "pid": pids[rank]})
+            case "torn" | "flip":
+                found = damage(self._run, kind, self._chance)
+                kill_all(pids)
+                self._note(fault | found)
+            case "full" | "slow":
+                self._spoil_disk(fault)
+            case "launcher":
+                self._replace_launcher(fault, pids)
 
-    Raises: OSError if it has none, or the system does not allow it (Linux 5.6 or newer, a child or grandchild of ours).
-    """
-    folder = Path(f"/proc/{pid}/fd")
-    files = [int(file.name) for file in folder.iterdir() if os.readlink(file).startswith("socket:")]
-    chance.shuffle(files)
-    library, process = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
-    try:
-        for file in files:
-            copy = library.syscall(_PIDFD_GETFD, process, file, 0)
-            if copy < 0:
-                raise OSError(ctypes.get_errno(), "pidfd_getfd")
-            with socket.socket(fileno=copy) as sock, contextlib.suppress(OSError):
-                if sock.family == socket.AF_INET and sock.getpeername():
-                    sock.shutdown(socket.SHUT_RDWR)
-                    return
-    finally:
-        os.close(process)
-    raise OSError(f"process {pid} has no TCP connection")
+    def _spoil_disk(self, fault: Event) -> None:
+        if self._disk is None:
+            raise OSError("this job's processes have no disk that can be spoilt")
+        set_disk(self._disk, fault["kind"], on=True)
+        try:
+            end = time.monotonic() + self._hold
+            while self.job.poll() is None and time.monotonic() < end:
+                time.sleep(_LOOK)
+        finally:
+            set_disk(self._disk, fault["kind"], on=False)
+        self._note(fault | {"until": time.time()})
+
+    def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
+        """Kill it; its ranks end by themselves; start it again."""
+        self.job.kill()
+        self.job.wait()
+        deadline = time.monotonic() + END
+        while not all(map(has_ended, pids)) and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        left = [pid for pid in pids if not has_ended(pid)]
+        kill_all(left)
+        self._begun = time.time()
+        self.job = self._start(True)
+        self._note(fault | {"until": time.time(), "left": len(left)})
+
+    def _note(self, fault: Event) -> None:
+        self.faults.append(fault)
+        with contextlib.suppress(OSError), (self._run / NOTES).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(fault) + "\n")
 
 
 def events(log: Path) -> list[Event]:
-    """What the log says so far; a line that is being written is not yet there."""
+    """What a log says so far; a line that is being written is not yet there."""
     with contextlib.suppress(OSError):
         return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines(keepends=True)
                 if line.endswith("\n")]
     return []
-
-
-def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[str, Any]:
-    """The figures of a storm.
-
-    Returns: recovered: faults after which a step was made; seconds: from a fault to the end of the next step that
-             counts, of each (from its detection, of a stop; a cut that the job did not notice has none);
-             kept: of all steps that were made, the part that was not made again; participation: ranks that took part
-             over `size`, on average over the time from the first step to the end of the work.
-    """
-    timed = [event for event in told if "time" in event]
-    steps = [event for event in timed if event["event"] == "stepped"]
-    seconds, recovered = dict[str, list[float]](), 0
-    for fault in faults:
-        broken = next((event for event in timed if event["event"] == "broken" and event["time"] >= fault["time"]), None)
-        after = None if broken is None else next((e for e in steps if e["time"] > broken["time"]), None)
-        recovered += broken is None or after is not None
-        if broken is not None and after is not None:
-            since = broken["time"] if fault["kind"] == "stop" else fault["time"]
-            seconds.setdefault(fault["kind"], []).append(after["time"] - since)
-    reached = [event for event in timed if event["event"] == "reached"]
-    again = sum(max(0, event["step"] - next((later["step"] for later in timed if later["event"] == "formed"
-                                             and later["time"] > event["time"]), event["step"])) for event in reached)
-    made = max((event["step"] for event in timed if "step" in event), default=0) + again
-    every = [value for values in seconds.values() for value in values]
-    return {"faults": len(faults), "recovered": recovered, "seconds": seconds,
-            "median_seconds": statistics.median(every) if every else None, "steps_made": made, "steps_again": again,
-            "kept": 1 - again / made if made else None, "participation": _participation(timed, size)}
-
-
-def spans(told: Sequence[Event]) -> list[tuple[float, float, int, int]]:
-    """(begin, end, ranks, generation) of each generation's work, from its state to its end, in seconds of the log."""
-    found, begun, ranks = [], dict[int, float](), dict[int, int]()
-    for event in told:
-        number = event.get("generation", 0)
-        match event["event"]:
-            case "forming":
-                ranks[number] = len(event["processes"])
-            case "formed":
-                begun[number] = event["seconds"]
-            case "broken" | "left" | "done" if number in begun:
-                found.append((begun.pop(number), event["seconds"], ranks[number], number))
-    return found
-
-
-def _participation(told: Sequence[Event], size: int) -> float | None:
-    works = spans(told)
-    if not works:
-        return None
-    return sum((end - begin) * ranks for begin, end, ranks, _ in works) / ((works[-1][1] - works[0][0]) * size)

@@ -14,7 +14,7 @@ def test_checkpoints_beside_pytorch(tmp_path: Path, capsys: pytest.CaptureFixtur
     file, picture, folder = tmp_path / "save.json", tmp_path / "save.png", tmp_path / "disk"
     folder.mkdir()
     assert main(["bench", "save", "--layers", "2", "--width", "16", "--context", "8", "--rounds", "1", "--every", "2",
-                 "--folder", str(folder), "--json", str(file), "--figure", str(picture)]) == 0
+                 "--saves", "20", "--folder", str(folder), "--json", str(file), "--figure", str(picture)]) == 0
     result = json.loads(file.read_text())
     assert [(row["name"], row["way"]) for row in result["rows"]] == [
         (name, way) for way in save.WAYS for name in save.contenders_here()]
@@ -22,6 +22,9 @@ def test_checkpoints_beside_pytorch(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert 0 < row["stands"] <= row["seconds"]
         assert row["mib_per_second"] == pytest.approx(result["nbytes"] / 2**20 / row["seconds"])
     assert 0 < result["throughput"] < 3
+    memory = result["memory"]
+    assert memory["saves"] == 20 and 0 < memory["first_bytes"] <= memory["most_bytes"] >= memory["last_bytes"] > 0
     assert not list(folder.iterdir())
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "steps with a save keep" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps with a save keep" in said and "resident memory of a rank: " in said

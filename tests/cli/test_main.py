@@ -163,7 +163,7 @@ def options(parser, command):
             yield [*command, f"{action.option_strings[-1]}=VALUE"]
 
 
-@pytest.mark.parametrize("command", ["train", "bench", "launch", "lesson"])
+@pytest.mark.parametrize("command", ["train", "bench", "launch", "lesson", "storm", "sample"])
 def test_every_number_has_a_bound(command, capsys):
     parser = Parser()
     importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")).add_arguments(parser)

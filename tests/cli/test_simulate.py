@@ -41,8 +41,9 @@ def test_a_plan_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]
 
 
 def test_stragglers_links_and_clocks(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, *JOB, "--slow-rank", "3:4", "--slow-link", "node0.out*:8", "--order", "pp,dp", "--unfolded")
-    assert "4 clocks" in out
+    out = said(capsys, *JOB, "--slow-rank", "3:4", "--slow-link", "node0.out*:8", "--order", "pp,dp", "--unfolded",
+               "--fail", "1:1e-5")
+    assert "4 clocks" in out and "rank 1 fails" in out
 
 
 def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +56,7 @@ def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> N
     (("--cluster", "h10:1x4"), "no cluster 'h10'; did you mean h100?"),
     (("--model", "llama3-70c"), "the nearest name is llama3-70b"),
     (("--slow-rank", "one:2"), "--slow-rank 'one:2': write the name and how many times slower it is, as 3:2.0"),
+    (("--fail", "1"), "--fail '1': write the name and when it fails, in seconds, as 3:2.0"),
     (("--slow-link", "node0"), "--slow-link 'node0': write the name"),
     (("--slow-link", "wire9:3"), "no link is called 'wire9'"),
     (("--order", "tp,xp"), "order tp,xp: name different axes of dp, pp, ep, cp, tp"),

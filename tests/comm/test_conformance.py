@@ -42,12 +42,17 @@ def test_all_demands_on_two_ranks(transport):
 
 
 def fixed_cases(size, transport):
-    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots."""
+    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots.
+
+    On three ranks, in the default run, four of the six lengths each: others with the next algorithm.
+    """
     for number, (verb, algorithm) in enumerate(ALL_PAIRS):
         if transport not in ONLY_ON.get(algorithm, TRANSPORTS):
             continue
         dtypes = MPI_DTYPES if algorithm == "native" and verb in REDUCING else DTYPES
         for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
+            if size == 3 and (turn - number) % 6 in (0, 2):
+                continue
             lengths = [length] * size
             if verb == "all_to_all":
                 lengths = [[length + src + dst for dst in range(size)] for src in range(size)]
@@ -75,7 +80,7 @@ def test_every_verb_by_every_algorithm(transport, size):
     assert list(bits) == (run(conformance.bits, size=3) if size == 3 else [[]] * 4)
     assert all(rank == bits[0] for rank in bits)
     pairs = [pair for pair in ALL_PAIRS if pair[1] != "shared" and pair[0] != "barrier"]
-    assert list(compared) == [len(pairs) * size * 4 if transport == "mpi" else 0] * size
+    assert list(compared) == [len(pairs) * size * (2 if size == 3 else 4) if transport == "mpi" else 0] * size
     for number, fields in enumerate(cases):
         case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
         messages = sum(rank[number][0] for rank in counted)

@@ -4,8 +4,12 @@ import ctypes
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +23,9 @@ from leftovers import nothing_left
 
 import minidist as md
 from minidist import errors
+from minidist.comm.health import process_state
 from minidist.errors import CommError, LinkLostError, MismatchError, PeerLostError
+from minidist.launch.launchers import clean_environment
 
 RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
 QUICK = {
@@ -166,6 +172,62 @@ def test_the_patience_is_an_option(patience, tmp_path):
         md.run(freezes, str(tmp_path), size=2, transport="tcp", patience=patience)
     seconds = float((tmp_path / "0").read_text().split()[0])
     assert patience - 0.4 < seconds < (1.7 if patience < 1 else SOON)
+
+
+DEBUGGERS = {
+    "gdb": ["gdb", "-q", "-nx", "-batch", "-ex", "shell sleep 4", "-p"],    # the rank stands still until gdb has gone
+    "strace": ["timeout", "4", "strace", "-f", "-o", "/dev/null", "-p"],    # it runs, and stops at each system call
+}
+
+
+def is_debugged(world, command):
+    """A debugger holds rank 1 for 4 s while all work; rank 0 returns the kernel's letters for it meanwhile."""
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)        # PR_SET_PTRACER, any: where Yama forbids
+    pids, letters, over = world.all_gather([os.getpid()]).tolist(), [], []
+
+    def debug():
+        with subprocess.Popen([*command, str(pids[1])], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL) as debugger:
+            while debugger.poll() is None:
+                if "TracerPid:\t0\n" not in Path(f"/proc/{pids[1]}/status").read_text():
+                    letters.append(process_state.state_of(pids[1]))
+                time.sleep(0.1)
+        over.append(True)
+
+    if world.rank == 0:
+        threading.Thread(target=debug, daemon=True).start()
+    while not world.all_reduce(float(bool(over)), op="max"):
+        time.sleep(0.01)
+    return "".join(letters)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp", "shm", "mpi"])
+@pytest.mark.parametrize("debugger", sorted(DEBUGGERS))
+def test_a_rank_that_a_debugger_holds_goes_on(debugger, transport):
+    """For longer than a rank may be stopped."""
+    if shutil.which(debugger) is None:
+        pytest.skip(f"{debugger} is not installed")
+    letters, *_ = run(is_debugged, DEBUGGERS[debugger], size=2, transport=transport, limit=60)
+    assert len(letters) > 20, "it was held"
+    assert debugger != "gdb" or set(letters[1:-1]) == {"t"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["mpirun", "minidist launch"])
+@pytest.mark.parametrize("debugger", ["gdb -q -nx -batch -ex run --args", "strace -f -o /dev/null"])
+def test_ranks_that_debuggers_start(debugger, launcher, tmp_path):
+    """From before md.init to the end of the process."""
+    if shutil.which(debugger.split()[0]) is None:
+        pytest.skip(f"{debugger.split()[0]} is not installed")
+    script = tmp_path / "job.py"
+    script.write_text("import minidist as md; print(f'sum {md.init(limit=60).all_reduce(1.0)}\\n', end='')")
+    command = [*shlex.split(launcher), "-n", "2", *shlex.split(debugger), sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=110,
+                          env=clean_environment(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+    assert "minidist: " not in done.stderr
 
 
 def holds_the_interpreter(world):

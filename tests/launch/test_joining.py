@@ -1,6 +1,8 @@
 """joining: the monitor as a process of its own, and the token's way to the ranks."""
 
 import os
+import re
+import signal
 import stat
 import subprocess
 import time
@@ -64,6 +66,25 @@ def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
     link.close()
     monitor.close()
     assert "minidist: rank 0 (process" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("late", "way"), [(False, "SIGKILL"), (True, "SIGSTOP"), *(
+    pytest.param(*case, marks=pytest.mark.soak) for case in ((False, "SIGSTOP"), (True, "SIGKILL")))])
+def test_a_monitor_process_that_is_killed_or_frozen_ends_the_job_and_is_named(late, way, capfd):
+    """`late`: after the goodbye, where rank 0 would wait for it for ever."""
+    monitor = MonitorProcess(2, TOKEN, patience=0.1)
+    links = [connect(monitor, rank, 2) for rank in range(2)]
+    if late:
+        links[0].goodbye()
+    monitor._process.send_signal(getattr(signal, way))
+    if not late:
+        assert links[1].wait_for_loss(SOON).how.startswith("lost its connection to the job's monitor")
+    monitor.close()
+    how = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": r"was frozen \(stopped\), and is killed"}[way]
+    assert re.fullmatch(rf"minidist: the job's monitor \(process {monitor._process.pid} on \S+\) {how}\n",
+                        capfd.readouterr().err)
+    for link in links:
+        link.close()
 
 
 def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():

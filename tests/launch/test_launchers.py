@@ -3,7 +3,7 @@
 import pytest
 
 from minidist.errors import LaunchError
-from minidist.launch.launchers import LAUNCHERS, Launch, clean_environment, detect, expand_hosts
+from minidist.launch.launchers import LAUNCHERS, Launch, clean_environment, detect, expand_hosts, restarts
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
             "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "abc"}
@@ -30,6 +30,13 @@ def test_alone():
 ], ids=["torchrun", "minidist", "mpich", "openmpi", "slurm", "slurm with a port"])
 def test_each_launcher_is_understood(variables, launch):
     assert detect(variables) == launch
+
+
+@pytest.mark.parametrize(("variables", "count"), [
+    ({}, 0), (TORCHRUN, 0), ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, 2), ({"SLURM_RESTART_COUNT": "1"}, 1),
+    ({"SLURM_RESTART_COUNT": ""}, 0), ({**SLURM, "SLURM_RESTART_COUNT": "0"}, 0)])
+def test_how_often_a_job_was_started_again(variables, count):
+    assert restarts(variables) == count
 
 
 def test_slurm_on_one_node_stays_on_loopback():

@@ -161,6 +161,30 @@ def test_ranks_of_several_hosts(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shell", [False, True])
+@pytest.mark.parametrize("way", ["raise", "exit 0", "exit 3"])
+def test_a_rank_that_has_started_mpi_itself_and_ends_is_named_soon(way, shell, tmp_path, monkeypatch):
+    """Python then waits in MPI_Finalize; the limit ends the job."""
+    monkeypatch.setitem(WAYS, way, f"import mpi4py.MPI; {WAYS[way]}")
+    done = job(tmp_path, way, [1], limit=8, shell=shell)
+    named, *rest = [line for line in done.stderr.splitlines() if line.startswith("minidist: ")]
+    assert re.fullmatch(r"minidist: rank 1 of 3 on \S+ seems to end in MPI_Finalize without md.init, where the others "
+                        "wait: see its output", named)
+    assert any("rank 1 did not come" in line for line in rest)
+    assert ("boom" in done.stderr) == (way == "raise")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", ["", "import signal; signal.signal(2, signal.SIG_DFL); "])
+def test_a_rank_that_has_started_mpi_itself_may_come_late(after, tmp_path, monkeypatch):
+    """Also if its program leaves Ctrl-C to the system; then it is named, too."""
+    monkeypatch.setitem(WAYS, "come", f"import mpi4py.MPI; {after}time.sleep(6)")
+    done = job(tmp_path, "come", [1])
+    assert (done.returncode, "seems to end" in done.stderr) == (0, bool(after))
+
+
+@pytest.mark.soak
 def test_a_rank_of_run_over_mpi(tmp_path):
     """The caller is told at once, too."""
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('PMI_RANK') == '1': os._exit(3)\n")

@@ -39,7 +39,7 @@ def test_a_function_of_a_script(tmp_path):
 
 def test_an_exception_keeps_its_type_and_names_its_rank():
     with pytest.raises(ValueError, match="rank 1: invalid literal") as caught:
-        md.run(end, "raise", size=3, transport="mpi", limit=30)
+        md.run(end, "raise", size=2, transport="mpi", limit=30)
     assert "in end" in str(caught.value.__cause__)
 
 
@@ -48,7 +48,7 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
     pytest.param("leave", "exited with status 1", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
-        md.run(end, how, size=3, transport="mpi", limit=30)
+        md.run(end, how, size=2, transport="mpi", limit=30)
     assert capfd.readouterr().err == ""
 
 

@@ -35,10 +35,10 @@ def test_every_rank_finds_its_variables():
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_job_runs_and_says_nothing_else(transport):
     with nothing_left() as environment:
-        done = finish(by_launch(environment, "ok", transport))
+        done = finish(by_launch(environment, "ok", transport, size=2))
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(3)),
-                                                *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
+    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(2)),
+                                                *(f"hello from {rank} of 2 over {transport}" for rank in range(2))]
 
 
 @pytest.mark.soak       # tests/comm/transports/test_auto.py has it of forked ranks
@@ -67,6 +67,7 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     ("raise exit 256", 1, "exited with status 256"),
     pytest.param("raise exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("imported exit", 5, "exited with status 5", marks=pytest.mark.soak),
+    pytest.param("module exit", 5, "exited with status 5", marks=pytest.mark.soak),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
@@ -88,10 +89,10 @@ def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
 @pytest.mark.parametrize("by", [by_launch, pytest.param(by_mpirun, marks=pytest.mark.soak)])
 def test_a_started_call_that_nobody_waits_for_fails_the_job_all_the_same(by):
     with nothing_left() as environment:
-        done = finish(by(environment, "unwaited"))
+        done = finish(by(environment, "unwaited", size=2))
     assert done.returncode == 1
     assert "ignored" not in done.stderr
-    assert len(re.findall(r"minidist: rank \d of 3 \(process \d+ on \S+\) failed:$", done.stderr, re.M)) == 1
+    assert len(re.findall(r"minidist: rank \d of 2 \(process \d+ on \S+\) failed:$", done.stderr, re.M)) == 1
     assert "MismatchError: ranks disagree in shape" in done.stderr
 
 
@@ -135,9 +136,9 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     pytest.param("kill", 137, "was killed by SIGKILL", marks=pytest.mark.soak)])
 def test_a_rank_that_hangs_after_its_goodbye_ends_the_job(mode, status, how):
     with nothing_left() as environment:
-        done = finish(by_launch(environment, f"after {mode}"), 20)
+        done = finish(by_launch(environment, f"after {mode}", "shm", "1", size=2), 20)
     assert done.returncode == status
-    assert re.fullmatch(f"minidist: {WHO} {how}; the job ends\n", done.stderr)
+    assert re.fullmatch(rf"minidist: rank 1 \(process \d+ on \S+\) {how}; the job ends\n", done.stderr)
 
 
 @pytest.mark.soak

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import Ids, Job, grid, node_cost
 
@@ -59,11 +59,12 @@ def test_calls_on_one_link_slow_each_other_down() -> None:
 
 
 @given(st.integers(2, 4), st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(-1, 9),
-       st.sampled_from([(), ("out", 1), ("up", 2)]), st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+       st.sampled_from([(), ("out", 1), ("up", 2)]), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.booleans())
+@example(2, 4, 4, 4, -1, (), "1f1b", True)      # all data groups of a node are alike, and share its network link
 @settings(max_examples=12)
 def test_folded_and_unfolded_agree(pp: int, microbatches: int, tp: int, dp: int, straggler: int, slow: Any,
-                                   name: str) -> None:
-    job = grid(make_schedule(name, pp, microbatches), dp=dp, tp=tp, layers=2)
+                                   name: str, alike: bool) -> None:
+    job = grid(make_schedule(name, pp, microbatches), dp=dp, tp=tp, layers=2, alike=alike)
 
     def busy(rank: int, work: Hashable) -> float:
         return real_seconds(rank, work) * (1.5 if rank == straggler else 1.0)
@@ -126,10 +127,13 @@ def test_shared_links_are_felt() -> None:
 
 # ------------------------------------------------------------------------------------------------------- streams, moves
 
-def test_calls_of_a_group_run_one_after_another_beside_the_compute() -> None:
+@pytest.mark.parametrize("waits", [(0, 1), (1,)])
+def test_calls_of_a_group_run_one_after_another_beside_the_compute(waits: tuple[int, ...]) -> None:
+    """Who waits for the second call alone is exposed to the first one, too."""
     ids = Ids()
     call = GroupCall("dp", "all_reduce", "ring", 1)
-    trace: list[Event] = [ids.start(call), ids.start(call), Busy(1.0, "backward"), Await(0), Await(1)]
+    trace: list[Event] = [ids.start(call), ids.start(call), Busy(1.0, "backward"),
+                          *map(Await, waits)]
     replayed = replay([trace], [0, 0], lambda axis, rank: (0, 1), lambda rank, work: float(str(work)),
                       lambda call, group: (2.0, {}))
     spent = time_of(replayed, 0)

@@ -11,6 +11,7 @@ from helpers import SOON
 from training import SMALL_BUCKETS, global_batch, tiny
 
 import minidist as md
+from minidist.comm.ledger import Ledger
 from minidist.device import account
 from minidist.observe import timeline as timeline_module
 from minidist.observe.records import gather_records
@@ -50,6 +51,21 @@ def timelines() -> list[Timeline]:
 def named(timeline: Timeline, prefix: str, step: int) -> list[Span]:
     """Spans of one training step by the beginning of their name."""
     return [span for span in timeline.spans if span.name.startswith(prefix) and span.details["step"] == step]
+
+
+def test_a_timeline_goes_on_in_another_world() -> None:
+    """As in an elastic job: the rank is another, spans say so, and the limit is another."""
+    timeline, ledgers = Timeline(7, limit=1), [Ledger(0), Ledger(1)]
+    for rank, ledger in enumerate(ledgers):
+        timeline.go_on(rank, ledger, limit=2 * rank + 2, generation=rank + 1)
+        with timeline.span("step", step=5):
+            ledger.publish_now("call", "barrier", 0.0, {"axis": "world"})
+        with timeline.span("evaluate"):
+            pass
+    assert timeline.rank == 1 and timeline.dropped == 2
+    assert [(span.name, span.details["rank"], span.details["generation"]) for span in timeline.spans] == [
+        ("barrier", 0, 1), ("step", 0, 1), ("barrier", 1, 2), ("step", 1, 2)]
+    assert [span.details["step"] for span in timeline.spans] == [5] * 4
 
 
 def test_one_row_a_rank_and_kind_of_work(timelines: list[Timeline]) -> None:

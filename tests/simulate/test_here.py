@@ -7,9 +7,12 @@ import pytest
 from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, save_profile
 from minidist.errors import ConfigError
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.here import here
 from minidist.simulate.rates import Rates
+from minidist.simulate.simulate import simulate
 from minidist.simulate.walk import call_cost
 
 LINK = LinkCost("tcp", 2, 20e-6, 4e-6, 0.3e-9, 0.1e-9, 0.1, 0.05e-9)
@@ -55,6 +58,18 @@ def test_more_ranks_than_cores_take_turns():
     two, six = (Rates.of(here(ranks, "tcp", PROFILE, cores=2).device) for ranks in (2, 6))
     assert six.seconds(product) == pytest.approx(3 * two.seconds(product))
     assert six.device.memory_bytes == pytest.approx(two.device.memory_bytes / 3, rel=0.01)
+
+
+def test_where_ranks_fill_the_cores_nothing_is_hidden():
+    """DDP on two ranks: with two cores the step is computation and calls, one after the other; with four it is less."""
+    config = GPTConfig(vocabulary=64, context=32, layers=2, width=64, heads=2)
+    plan = Plan(dp=2, bucket_bytes=1 << 16)
+    full, free = (simulate(plan, config, here(2, "tcp", PROFILE, cores=cores), batch=8) for cores in (2, 4))
+    assert free.step_seconds < full.step_seconds
+    calls = full.axes["dp"].seconds
+    assert full.parts["exposed"]["dp"] == pytest.approx(calls)
+    assert free.parts["exposed"]["dp"] < 0.9 * calls
+    assert full.step_seconds == pytest.approx(sum(full.parts["busy"].values()) + calls, rel=0.01)
 
 
 def test_by_name(tmp_path, monkeypatch):

@@ -44,6 +44,16 @@ def test_in_a_node_the_bus_bandwidth_is_the_links():
     assert bus_bandwidth(cluster, range(8)) == pytest.approx(235e9, rel=0.02)
 
 
+def test_a_switch_that_adds_beats_the_ring():
+    """An H100's node: the array crosses each link once, not twice 7/8 of it; not with two devices."""
+    cluster = Cluster.parse("h100:1x8")
+    assert bus_bandwidth(cluster, range(8), 4 * GIB) == pytest.approx(2 * 7 / 8 * 450e9 * 0.78 * 0.80, rel=0.01)
+    assert bus_bandwidth(cluster, range(2), 4 * GIB) == pytest.approx(450e9 * 0.78, rel=0.01)
+    slow = cluster.slowed({"node0.in3": 2.0})
+    ratio = bus_bandwidth(cluster, range(8), 4 * GIB) / bus_bandwidth(slow, range(8), 4 * GIB)
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
 def test_between_nodes_all_nics_are_busy_alike():
     cluster = Cluster.parse("h100:4x8")
     cost = call_cost(Asked("all_reduce", GIB), tuple(range(32)), cluster)

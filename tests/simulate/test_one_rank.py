@@ -1,9 +1,14 @@
 """A rank that runs alone does what it does among the others: the same traffic to the byte, the same memory."""
 
 import math
+import os
 import random
+import socket
+import subprocess
+import threading
 from typing import Any
 
+import fake_gpu
 import pytest
 from simulated import Measured, alone, one_order, really, sent_of
 
@@ -42,6 +47,18 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
     config = GPTConfig(**(SMALL | options))
     for rank, found in enumerate(really(plan, config, 8)):
         close(found, alone(plan, config, 8, rank))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(checkpoint_blocks="all", accumulate=2)], ids=["whole", "again"])
+def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan) -> None:
+    """Where kernels run, other arrays are kept for backward than on the host."""
+    config = GPTConfig(**SMALL)
+    with pytest.MonkeyPatch.context() as gpu:
+        one_order(gpu)
+        fake_gpu.install(gpu)
+        found = really(plan, config, 8, device="cuda")
+    trace = alone(plan, config, 8, 0, device_kind="gpu")
+    assert trace.peak == found[0].peak
 
 
 def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
@@ -134,6 +151,32 @@ def test_products_have_the_flops_of_the_model() -> None:
                if kernel.kind == "matmul" and kernel.size[0] == 1 and 1 not in kernel.size[1:]]
     assert sum(kernel.flops * times for kernel, times in linears) == 6 * tokens * numbers
     assert all(kernel.flops == 2 * math.prod(kernel.size) for kernel, _ in linears)
+
+
+def test_experts_load_is_given() -> None:
+    """Three quarters of the choices for the first two of four experts: their rank gets so many rows, and computes more.
+    """
+    config, plan = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, balance="none")), Plan(ep=2)
+    sent, flops = [], []
+    for rank in range(2):
+        trace = run_rank(plan, config, rank, rows=8, steps=1, load=(3, 3, 1, 1))
+        calls = [event.call for event in trace.events if isinstance(event, Start)]
+        leaving = next(call.blocks for call in calls if call.verb == "all_to_all" and call.nbytes > 1000)
+        sent.append(leaving[0] / sum(leaving))
+        flops.append(trace.flops())
+    assert sent == pytest.approx([0.75, 0.75], abs=0.02)
+    assert flops[0] > 1.5 * flops[1]
+
+
+def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must also run where Python has no threads, processes or sockets."""
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a thread, process or socket")
+
+    for module, name in ((threading.Thread, "start"), (socket, "socket"), (subprocess, "Popen"), (os, "fork")):
+        monkeypatch.setattr(module, name, refuse)
+    for plan in (Plan(dp=2, zero=1, offload="optimizer"), Plan(pp=2, tp=2), Plan(dp=2, zero=3)):
+        assert run_rank(plan, GPTConfig(**SMALL), rows=8).events
 
 
 def test_offload_moves_on_lanes() -> None:

@@ -56,6 +56,13 @@ def test_attention_and_a_segment():
     assert H100.segment([(flash, 3), (One("launch"), 2)]) == pytest.approx(3 * seconds(flash, H100) + 1.8e-6)
 
 
+def test_what_offloading_computes_goes_by_the_hosts_memory():
+    """Two sockets of 307 GB/s for eight devices."""
+    assert H100.seconds(One("host", nbytes=1e9)) == pytest.approx(1e9 / (2 * 307.2e9 / 8 * 0.85))
+    with pytest.raises(ConfigError, match="host memory; do not offload"):
+        Rates.of(Cluster.parse("tpu-v4:4").device).seconds(One("host", nbytes=1.0))
+
+
 def test_a_dtype_without_a_rate_is_refused():
     with pytest.raises(ConfigError, match="V100.*no rate for bfloat16; take a precision of float64, float32, float16"):
         Rates.of(Cluster.parse("v100:1x8").device).seconds(cube(64))

@@ -64,6 +64,7 @@ def test_a_thousand_ranks_have_few_roles() -> None:
     found = roles(Plan(dp=16, pp=8, tp=8, zero=1, microbatches=16), config, 1024)
     assert len(found) == 1024
     assert max(found) + 1 == 8 * 2      # stages; the first of tp counts undivided weights in the norm
+    assert max(roles(Plan(dp=16, pp=8, tp=8, zero=1, microbatches=16), config, 1024, norm=False)) + 1 == 8
 
 
 def test_groups_are_those_of_the_mesh() -> None:

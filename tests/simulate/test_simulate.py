@@ -16,6 +16,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.schedule_checker import Times, clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.simulate.draw import draw_simulation, shown_ranks
+from minidist.simulate.failure import stalls, told
 from minidist.simulate.model_flops import flops_a_token, weights_used
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.results import Simulation
@@ -85,6 +86,20 @@ def test_a_straggler_holds_everybody_up(found: Simulation) -> None:
     assert {piece.rank for piece in slow.path if piece.kind == "busy" and piece.name == "backward"} >= {5}
 
 
+def test_a_rank_that_fails_stops_its_tensor_group_first_and_then_all(found: Simulation) -> None:
+    after = found.step_seconds / 3
+    spread = stalls(found, 5, after)
+    assert sorted(stall.rank for stall in spread) == list(range(8))
+    times = {stall.rank: stall for stall in spread}
+    assert times[5].waits_for == "nothing: it failed" and times[5].seconds <= after
+    others = [stall for stall in spread if stall.rank != 5]
+    assert others[0].rank == 4 and "all_reduce of the tp group of ranks 4, 5" in others[0].waits_for
+    assert all(stall.seconds <= found.step_seconds and stall.waits_for for stall in spread)
+    assert "rank 5 fails" in told(found, spread) and "7 of 7 others" in told(found, spread)
+    with pytest.raises(ConfigError, match="choose a rank below 8"):
+        stalls(found, 8, 0.0)
+
+
 def test_a_slow_link_is_felt_on_its_axis(found: Simulation) -> None:
     slow = simulated(slow_links={"node0.nic*": 500.0})
     assert slow.axes["dp"].exposed > 20 * found.axes["dp"].exposed
@@ -150,6 +165,7 @@ def test_json_timelines_and_picture(found: Simulation, tmp_path: Path) -> None:
     (Plan(dp=3, tp=4), {}, "dp=3 × tp=4 are 12 ranks, h100:2x4 has 8 devices; choose dp=2, or the cluster h100:3x4"),
     (Plan(dp=4, pp=2, microbatches=8), {}, "a batch of 16 sequences for 4 data ranks of 8 microbatches each; choose at "
                                            "least 32, or fewer microbatches"),
+    (PLAN, {"stragglers": {8: 2.0}}, "no rank 8 can be slow: the plan has 8 ranks; choose one below 8"),
     (PLAN, {"order": ("dp", "xp")}, "order dp,xp: name different axes"),
     (PLAN, {"cluster": "h10:2x4"}, "no cluster 'h10'; did you mean h100?")])
 def test_what_cannot_be_is_one_line(plan: Plan, options: dict[str, Any], told: str) -> None:

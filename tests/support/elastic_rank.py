@@ -2,6 +2,7 @@
 
     zero     the ZeRO stage; plan: further axes, as {"tp": 2}
     steps    of the training
+    pause    seconds that each step takes at least
     wait     the step at which rank 0 waits until the launcher has more ranks
     deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, or
              "joining" a generation; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor: "deaf"
@@ -21,6 +22,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.launch import membership
 from minidist.launch.generations import Generations, warm_up
+from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
 from minidist.survive import peer_copies
 from minidist.survive.elastic import Survivor, describe, go_on
@@ -72,6 +74,7 @@ def train(world, job, survivor, settings, folder):
         if step == death and when == "copying":
             peer_copies.pack = lambda *_: die()
         start = time.perf_counter()
+        time.sleep(settings.get("pause", 0.0))
         loss = trainer.step(batch_of(step))
         survivor.after_step(trainer, loss, time.perf_counter() - start)
     digest = trainer.weights_sha256()
@@ -83,10 +86,32 @@ def train(world, job, survivor, settings, folder):
     return 0
 
 
+def replay(folder, settings, changes):
+    """Losses and digest of a training on threads that changes its ranks on purpose, through the disk.
+
+    Args: changes: (ranks, the first step that they make) of each part.
+    """
+    def part(world, number):
+        trainer = make_trainer(world, settings)
+        if number:
+            trainer.load(folder / str(number))
+        last = changes[number + 1][1] if number + 1 < len(changes) else settings["steps"]
+        losses = [trainer.step(batch_of(step)) for step in range(trainer.steps_done, last)]
+        trainer.save(folder / str(number + 1))
+        return losses, trainer.weights_sha256()
+
+    losses, digest = [], ""
+    for number, (size, _) in enumerate(changes):
+        made, digest = md.run(part, number, size=size)[0]
+        losses += made
+    return losses, digest
+
+
 def main(folder, settings):
+    warm_up(settings.get("transport"))
+    fork_on_demand()
     job = Generations.from_environment()
     survivor = Survivor(job)
-    warm_up(settings.get("transport"))
     if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
         survivor.begin = lambda trainer: die()
     return go_on(survivor, lambda world: train(world, job, survivor, settings, folder),

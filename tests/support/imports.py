@@ -33,12 +33,23 @@ def modules() -> dict[str, Path]:
     return found
 
 
-@cache
 def imports(module: str) -> tuple[Import, ...]:
     """The imports of a module that lead to modules of this project."""
+    return _read(module)[0]
+
+
+def classes(module: str) -> tuple[tuple[str, int], ...]:
+    """(name, line) of each class at the top of a module."""
+    return _read(module)[1]
+
+
+@cache
+def _read(module: str) -> tuple[tuple[Import, ...], tuple[tuple[str, int], ...]]:
+    """Imports and classes of a module: its source is parsed once."""
     path = modules()[module]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return tuple(Import(module, name, path, node.lineno) for node in ast.walk(tree) for name in _imported(node))
+    found = tuple(Import(module, name, path, node.lineno) for node in ast.walk(tree) for name in _imported(node))
+    return found, tuple((node.name, node.lineno) for node in tree.body if isinstance(node, ast.ClassDef))
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

@@ -8,6 +8,7 @@ from training import difference, global_batch, tiny
 import minidist as md
 from minidist.cli.train import metrics
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step.replicas import weights_digest
 
 BOUND = 1e-10
 MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}      # what most can go wrong in
@@ -23,7 +24,8 @@ def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[
     trainer.check_replicas()
     batch = global_batch(steps, 3, config)
     losses.append(trainer.evaluate([batch, global_batch(0, 1, config)]))
-    result = {"weights": trainer.state_dict(), "losses": losses, "digest": trainer.weights_sha256(),
+    weights = trainer.state_dict()
+    result = {"weights": weights, "losses": losses, "digest": weights_digest(weights),
               "sent": world.ledger.sent_bytes("step"),
               "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config)),
               "memory": trainer.account.snapshot()}

@@ -11,6 +11,7 @@ from minidist.autograd.ops import experts
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device import account
+from minidist.device.backend import beside
 from minidist.nn import GPTConfig, moe
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.one_rank import run_rank
@@ -42,13 +43,13 @@ def batch_of(config: GPTConfig, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def really(plan: Plan, config: GPTConfig, rows: int) -> list[Measured]:
+def really(plan: Plan, config: GPTConfig, rows: int, *, device: str = "cpu") -> list[Measured]:
     """Every rank of the plan, trained for STEPS steps."""
     batch = batch_of(config, rows)
 
     def train(world: Group) -> Measured:
         with account.use(account.MemoryAccount()) as memory:
-            trainer = md.Trainer(plan, config, world)
+            trainer = md.Trainer(plan, config, world, device=device)
             for _ in range(STEPS):
                 trainer.step(batch)
             peak, host, moved = memory.peak, trainer.store.host.peak, dict(trainer.store.traffic.step)
@@ -58,9 +59,9 @@ def really(plan: Plan, config: GPTConfig, rows: int) -> list[Measured]:
     return md.run(train, size=plan.size)
 
 
-def alone(plan: Plan, config: GPTConfig, rows: int, rank: int) -> RankTrace:
-    """One rank of the plan on arrays without data, computing as the host does."""
-    return run_rank(plan, config, rank, rows=rows, steps=STEPS, device_kind="cpu", batch=batch_of(config, rows))
+def alone(plan: Plan, config: GPTConfig, rows: int, rank: int, *, device_kind: str = "cpu") -> RankTrace:
+    """One rank of the plan on arrays without data."""
+    return run_rank(plan, config, rank, rows=rows, steps=STEPS, device_kind=device_kind, batch=batch_of(config, rows))
 
 
 class AtOnce(Pending):
@@ -83,4 +84,5 @@ def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     of the call lies beside what the rank holds then. Mixtures choose experts evenly, whatever their gates say.
     """
     monkeypatch.setattr(Group, "_start", lambda self, call: AtOnce(self._run(call)))
-    monkeypatch.setattr(moe, "top_positions", lambda scores, k: experts.drawn_positions(scores.shape, k))
+    monkeypatch.setattr(moe, "top_positions",
+                        lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores))

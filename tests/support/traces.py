@@ -63,10 +63,10 @@ def _work(one: Instruction) -> Any:
     return type(one).__name__
 
 
-def grid(schedule: Schedule, *, dp: int = 1, tp: int = 1, layers: int = 0) -> Job:
-    """A job dp × pp × tp, tp innermost; a role for each stage and tensor rank."""
-    pp = schedule.ranks
-    traces = [list(instructions_trace(schedule, stage, layers=layers)) for stage in range(pp) for _ in range(tp)]
+def grid(schedule: Schedule, *, dp: int = 1, tp: int = 1, layers: int = 0, alike: bool = False) -> Job:
+    """A job dp × pp × tp, tp innermost; a role for each stage and tensor rank, or if these are alike for each stage."""
+    pp, each = schedule.ranks, 1 if alike else tp
+    traces = [list(instructions_trace(schedule, stage, layers=layers)) for stage in range(pp) for _ in range(each)]
 
     def members(axis: str, rank: int) -> tuple[int, ...]:
         data, stage, tensor = rank // (pp * tp), rank // tp % pp, rank % tp
@@ -75,7 +75,7 @@ def grid(schedule: Schedule, *, dp: int = 1, tp: int = 1, layers: int = 0) -> Jo
                 "dp": tuple((one * pp + stage) * tp + tensor for one in range(dp)),
                 "world": tuple(range(dp * pp * tp))}[axis]
 
-    return Job(traces, [rank % (pp * tp) for rank in range(dp * pp * tp)], members)
+    return Job(traces, [rank % (pp * tp) * each // tp for rank in range(dp * pp * tp)], members)
 
 
 def node_cost(call: GroupCall, group: tuple[int, ...], *, node: int = 4, slow: tuple[Any, ...] = ()) -> Any:

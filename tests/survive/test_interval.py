@@ -6,7 +6,7 @@ import random
 import pytest
 
 from minidist.errors import ConfigError
-from minidist.survive.interval import best_interval, goodput
+from minidist.survive.interval import best_interval, goodput, steps_between
 
 
 def simulated(interval: float, *, save: float, between: float, restart: float, segments: int) -> float:
@@ -37,6 +37,12 @@ def test_no_other_interval_is_much_better(save: float, between: float) -> None:
     others = [goodput(best * factor, save=save, between=between) for factor in (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)]
     assert max(others) < kept * 1.001 and kept == pytest.approx(1 - math.sqrt(2 * save / between), abs=0.005)
     assert max(others[0], others[-1]) < kept
+
+
+def test_the_interval_in_steps() -> None:
+    assert steps_between(2.0, 100.0, 0.5) == 40 and steps_between(2.0, 100.0, 90.0) == 1
+    with pytest.raises(ConfigError, match="step is 0"):
+        steps_between(2.0, 100.0, 0)
 
 
 def test_refuses() -> None:

@@ -1,15 +1,31 @@
-"""Storms: the figures are those of the log, and a training survives a short one."""
+"""Storms: the figures are those of the log, and a training survives: with the bits of one that nothing disturbs."""
 
+import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from elastic_rank import CONFIG, replay
+from leftovers import nothing_left
 
-from minidist.survive.storm import cut_connection, events, spans, summary
+import minidist as md
+from minidist.errors import CheckpointError
+from minidist.survive.faults import cut_connection, damage, disk_module, kill_all, set_disk
+from minidist.survive.manifest import checkpoints, step_folder
+from minidist.survive.storm import LOG, NOTES, Storm, events
+from minidist.survive.storm_report import outcomes, spans, summary
+
+RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
+LAUNCHER = ("import sys; from pathlib import Path; from minidist.launch.elastic_job import spawn_elastic; "
+            "from minidist.launch.generation import Elastic; least, most, spares = map(int, sys.argv[2:5]); "
+            "sys.exit(spawn_elastic(sys.argv[5:], Elastic(tuple(range(least, most + 1)), restarts=10**6, "
+            "spares=spares, wait=5.0 * bool(spares)), record=Path(sys.argv[1]), patience=0.4, forks=True))")
 
 
 def told(*rows):
@@ -18,28 +34,31 @@ def told(*rows):
             for seconds, generation, event, further in rows]
 
 
-LOG = told((1.0, 1, "forming", {"processes": [0, 1], "pids": [7, 8]}), (2.0, 1, "formed", {"step": 0}),
+TOLD = told((1.0, 1, "forming", {"processes": [0, 1], "pids": [7, 8]}), (2.0, 1, "formed", {"step": 0}),
            (3.0, 1, "stepped", {"step": 1}), (6.0, 1, "broken", {"rank": 1}), (6.5, 1, "reached", {"step": 5}),
            (6.5, 2, "forming", {"processes": [0], "pids": [7]}), (7.0, 2, "formed", {"step": 4}),
            (7.5, 2, "stepped", {"step": 5}), (10.0, 2, "left", {"step": 8}), (10.0, 2, "reached", {"step": 8}),
            (10.0, 3, "forming", {"processes": [0, 2], "pids": [7, 9]}), (11.0, 3, "formed", {"step": 8}),
-           (11.5, 3, "stepped", {"step": 9}), (12.0, 3, "done", {}))
+           (11.5, 3, "stepped", {"step": 9}), (12.0, 3, "trained", {"step": 9}), (12.5, 3, "done", {}))
 
 
 def test_the_figures_of_a_storm():
     faults = [{"kind": "kill", "pid": 8, "time": 1005.8}, {"kind": "cut", "pid": 7, "time": 1011.9}]
-    figures = summary(LOG, faults, 2)
+    figures = summary(TOLD, faults, 2)
     assert (figures["faults"], figures["recovered"]) == (2, 2)          # the cut came too late to be noticed
     assert figures["seconds"] == {"kill": [pytest.approx(1.7)]}
     assert (figures["steps_made"], figures["steps_again"], figures["kept"]) == (10, 1, 0.9)
     assert figures["participation"] == pytest.approx((4 * 2 + 3 * 1 + 1 * 2) / (10 * 2))
-    assert spans(LOG) == [(2.0, 6.0, 2, 1), (7.0, 10.0, 1, 2), (11.0, 12.0, 2, 3)]
+    assert spans(TOLD) == [(1002.0, 1006.0, 2, 1), (1007.0, 1010.0, 1, 2), (1011.0, 1012.0, 2, 3)]
+    kill, cut = figures["happened"]
+    assert (kill["noticed"], kill["again"], kill["full_seconds"]) == (True, 1, pytest.approx(5.7))
+    assert (cut["noticed"], cut["seconds"], cut["recovered"]) == (False, None, True)
 
 
 def test_a_stop_counts_from_its_detection_and_a_loss_without_a_step_is_no_recovery():
     stop = [{"kind": "stop", "pid": 8, "time": 1004.0}]
-    assert summary(LOG, stop, 2)["seconds"] == {"stop": [pytest.approx(1.5)]}
-    assert summary(LOG[:5], stop, 2)["recovered"] == 0
+    assert summary(TOLD, stop, 2)["seconds"] == {"stop": [pytest.approx(1.5)]}
+    assert summary(TOLD[:5], stop, 2)["recovered"] == 0
     assert summary([], [], 2)["participation"] is None
 
 
@@ -69,16 +88,183 @@ def test_a_connection_of_another_process_is_cut():
         cut_connection(child.pid, random.Random(0))
 
 
+def test_a_new_launcher_counts_from_its_start_and_nobody_takes_part_before():
+    """The launcher is killed at step 8, its successor goes on from the checkpoint of step 6."""
+    log = told((1.0, 1, "forming", {"processes": [0, 1], "pids": [7, 8]}), (2.0, 1, "formed", {"step": 0}),
+               (3.0, 1, "stepped", {"step": 1}), (5.0, 1, "at", {"step": 8}),
+               (8.0, 1, "forming", {"processes": [0, 1], "pids": [9, 10]}), (8.5, 1, "formed", {"step": 6}),
+               (9.0, 1, "stepped", {"step": 7}), (10.0, 1, "trained", {"step": 10}), (11.0, 1, "done", {}))
+    figures = summary(log, [{"kind": "launcher", "time": 1006.0, "until": 1006.5}], 2)
+    assert spans(log, figures["happened"]) == [(1002.0, 1006.0, 2, 1), (1008.5, 1010.0, 2, 2)]
+    assert (figures["participation"], figures["steps_again"], figures["work_seconds"]) == (1.0, 2, 8.0)
+    assert figures["happened"][0]["again"] == 2
+    assert figures["happened"][0]["seconds"] == pytest.approx(3.0)
+
+
+def test_a_damaged_checkpoint_that_is_taken_is_no_recovery():
+    log = told((1.0, 1, "forming", {"processes": [0], "pids": [7]}), (2.0, 1, "formed", {"step": 0}),
+               (3.0, 1, "stepped", {"step": 1}), (5.0, 1, "broken", {}), (5.1, 2, "forming", {"processes": [0]}),
+               (5.2, 2, "formed", {"step": 6}), (5.5, 2, "stepped", {"step": 7}))
+    flip = {"kind": "flip", "time": 1005.0, "checkpoint": "step-000006"}
+    assert [fault["recovered"] for fault in outcomes(log, [flip], 1)] == [False]
+    assert outcomes(log, [flip | {"checkpoint": "step-000008"}], 1)[0]["again"] == 2
+
+
+@pytest.mark.parametrize("kind", ["torn", "flip"])
+def test_a_damaged_shard_is_of_the_newest_checkpoint_and_is_found(kind, tmp_path):
+    def body(world):
+        trainer = md.Trainer(md.Plan(dp=2, zero=1), CONFIG, world)
+        for step in (1, 2):
+            trainer.save(step_folder(tmp_path, step))
+        with pytest.raises(OSError, match="no checkpoint") if world.rank else pytest.raises(CheckpointError) as caught:
+            if world.rank:
+                damage(tmp_path / "empty", kind, random.Random(0))
+            else:
+                found.update(damage(tmp_path, kind, random.Random(0)))
+                raise CheckpointError("…")
+        world.barrier()
+        with pytest.raises(CheckpointError, match=found["shard"]):
+            trainer.load(step_folder(tmp_path, 2))
+        trainer.load(step_folder(tmp_path, 1))
+        return str(caught.value)
+
+    found = {}
+    md.run(body, size=2)
+    assert found["checkpoint"] == "step-000002"
+
+
+def test_a_disk_that_is_full_or_slow_is_one_of_the_storms_processes_alone(tmp_path):
+    program = ("import os, sys, time; start = time.perf_counter(); "
+               "os.fsync(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)); print(time.perf_counter() - start)")
+
+    def run():
+        return subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True,
+                              env={**os.environ, **disk_module(tmp_path)}, check=False)
+
+    set_disk(tmp_path, "full", on=True)
+    assert "OSError: [Errno 28]" in run().stderr
+    set_disk(tmp_path, "full", on=False)
+    set_disk(tmp_path, "slow", on=True)
+    assert float(run().stdout) >= 0.5
+    set_disk(tmp_path, "slow", on=False)
+    assert run().returncode == 0
+    os.fsync(os.open(tmp_path / "file", os.O_RDWR))
+
+
+def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **settings):
+    """The storm after it has ended well; the result that rank 0 wrote."""
+    least = ranks if spares else 1
+    words = [sys.executable, "-c", LAUNCHER, folder / LOG, least, ranks, spares, sys.executable, RANK, folder,
+             json.dumps(settings)]
+    with nothing_left() as environment:
+        storm = Storm(lambda again: subprocess.Popen([*map(str, words)], env=environment), folder, every=every,
+                      kinds=kinds, one_by_one=True)
+        storm.rage(seconds, most)
+        assert storm.job.wait(120) == 0
+    return storm, json.loads((folder / "result.json").read_text())
+
+
+def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(tmp_path):
+    """Under ZeRO only the partner has a lost rank's shards. (About 3 s of a core.)"""
+    settings = {"zero": 1, "steps": 50, "pause": 0.05, "transport": "tcp"}
+    storm, result = weather(tmp_path, 3, 1, ("kill", "stop", "cut"), every=0.7, most=3, **settings)
+    assert [fault["kind"] for fault in storm.faults] == ["kill", "stop", "cut"] == \
+        [fault["kind"] for fault in events(tmp_path / NOTES)]
+    figures = summary(storm.told(), storm.faults, 3)
+    assert (figures["faults"], figures["recovered"]) == (3, 3)
+    assert max(fault["again"] for fault in figures["happened"]) <= 1        # peer_copies.py keeps two steps
+    assert [size for size in figures["sizes"] if size != 3] == []
+    assert replay(tmp_path, {"zero": 1, "steps": 50}, [(3, 0)]) == (result["losses"], result["sha256"])
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_job_that_shrinks_and_grows_in_a_storm_is_the_replay_of_its_changes(transport, tmp_path):
+    """Without spares: after a loss fewer ranks go on, and the replacement joins."""
+    settings = {"zero": 1, "steps": 300, "pause": 0.03, "transport": transport}
+    storm, result = weather(tmp_path, 4, 0, ("kill", "stop"), every=1.5, seconds=6.0, **settings)
+    changes = [(one["size"], one["step"]) for one in result["elastic"] if one["step"] is not None]
+    changes = [change for change, later in zip(changes, [*changes[1:], (0, -1)], strict=True) if change[1] != later[1]]
+    assert {size for size, _ in changes} > {4}
+    assert replay(tmp_path, {"zero": 1, "steps": 300}, changes) == (result["losses"], result["sha256"])
+    assert summary(storm.told(), storm.faults, 4)["recovered"] == len(storm.faults) >= 3
+
+
+def command(folder, *words, limit):
+    """`minidist storm` with these words; its figures, after it has ended well."""
+    file = folder / "storm.json"
+    done = subprocess.run([sys.executable, "-m", "minidist", "storm", "--out", str(folder / "run"), "--json", str(file),
+                           *words, "--", "--zero=1"], capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    figures = json.loads(file.read_text())
+    assert figures["faults"] == figures["recovered"] >= 3, done.stdout
+    assert (figures["bits"], (folder / "run" / "storm.png").exists()) == ("equal", True), done.stdout
+    assert len(json.loads((folder / "run" / "metrics.json").read_text())["losses"]) == figures["steps"]
+    return figures
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_a_training_survives_a_short_storm(transport, tmp_path):
-    file = tmp_path / "storm.json"
-    done = subprocess.run([sys.executable, "-m", "minidist", "storm", "-n4", "--minutes=0.3", "--every=4", "--out",
-                           str(tmp_path / "run"), "--json", str(file), f"--transport={transport}", "--", "--zero=1",
-                           "--layers=1", "--width=16", "--context=16"], capture_output=True, text=True, timeout=600,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(file.read_text())
-    assert figures["faults"] == figures["recovered"] >= 3
-    assert (tmp_path / "run" / "storm.png").exists()
-    assert len(json.loads((tmp_path / "run" / "metrics.json").read_text())["losses"]) == figures["steps"]
+    kinds = "kill,stop,cut,torn,flip,full,slow,launcher" if transport == "tcp" else \
+        "kill,stop,torn,flip,full,slow,launcher"
+    figures = command(tmp_path, "-n4", "--minutes=0.6", "--every=4", f"--transport={transport}", f"--kinds={kinds}",
+                      limit=600)
+    assert {fault["kind"] for fault in figures["happened"]} >= {"kill", "stop", "torn"}
+
+
+def check_promises(figures):
+    """What a storm of a fault every 10 s leaves of a training, on a machine that does nothing else."""
+    assert figures["median_seconds"] <= 1.0
+    assert figures["median_full_seconds"] <= 5.0
+    assert figures["kept"] >= 0.98
+    assert figures["participation"] >= 0.95
+    assert figures["rate"] >= 0.85
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("minutes", [pytest.param(5, id="five", marks=pytest.mark.timeout(2400)),
+                                     pytest.param(30, id="thirty", marks=pytest.mark.timeout(14400))])
+def test_minutes_of_storm(minutes, transport, tmp_path, request):
+    """Eight ranks, a fault every 10 s of every kind."""
+    if minutes == 30 and "thirty" not in request.config.option.keyword:
+        pytest.skip("an hour, with the undisturbed run; only by name: -k thirty")
+    kinds = "kill,stop,torn,flip,full,slow,launcher" + ",cut" * (transport == "tcp")
+    figures = command(tmp_path, "-n8", f"--minutes={minutes}", "--every=10", f"--transport={transport}",
+                      f"--kinds={kinds}", limit=60 * (minutes * 6 + 5))
+    check_promises(figures)
+
+
+@pytest.mark.soak
+def test_a_job_of_mpirun_comes_back_from_the_disk_with_the_same_bits(tmp_path):
+    """A rank is killed, and the newest checkpoint torn: mpirun ends the job, and the same command resumes it."""
+    def train(out, *words):
+        return ["mpirun", "-n", "2", sys.executable, "-m", "minidist", "train", "--quiet", *words, f"--out={out}"]
+
+    tiny = ("--steps=150", "--save-every=10", "--layers=1", "--width=16", "--context=16", "--batch=8", "--zero=1")
+    calm, broken = tmp_path / "calm", tmp_path / "broken"
+    with nothing_left() as environment:
+        subprocess.run(train(calm, *tiny), check=True, env=environment, timeout=100)
+        job = subprocess.Popen(train(broken, *tiny), env=environment, stderr=subprocess.DEVNULL)
+        while len(checkpoints(broken)) < 2 and job.poll() is None:
+            time.sleep(0.02)
+        kill_all([rank_of(broken)])
+        assert job.wait(60) != 0
+        damage(broken, "torn", random.Random(0))
+        subprocess.run([word for word in train(broken, f"--resume={broken}") if "--out" not in word], check=True,
+                       env=environment, timeout=100)
+    found = [json.loads((run / "metrics.json").read_text()) for run in (calm, broken)]
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+def rank_of(out):
+    """The process of a rank that mpirun started with this --out."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_text().split("\0")
+            if f"--out={out}" in words and "train" in words and "mpi" not in words[0]:
+                return int(folder.name)
+    raise AssertionError("no rank is there")

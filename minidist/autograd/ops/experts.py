@@ -5,7 +5,9 @@ expert. `from_experts` weights the results and sums them per token.
 """
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,10 +30,31 @@ def top_positions(scores: Array, k: int) -> Array:
     return array_module(scores).argsort(-widen(scores), axis=-1, kind="stable")[..., :k]
 
 
+_drawn = threading.local()      # `load`: of the ranks that this thread simulates
+_GOLDEN = (5.0 ** 0.5 - 1) / 2  # multiples of it lie evenly between whole numbers, however many there are
+
+
+@contextmanager
+def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
+    """Context manager: choices without scores fall on expert e in the proportion load[e] (None: evenly)."""
+    before, _drawn.load = getattr(_drawn, "load", None), load
+    try:
+        yield
+    finally:
+        _drawn.load = before
+
+
 def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
-    """Even choices for scores of this shape that have no data: row r gets k positions from k·r on, round the n."""
-    first = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[..., None] * k
-    return (first + np.arange(k)) % shape[-1]
+    """Choices for scores of this shape that have no data: (…, n) -> (…, k) integers.
+
+    Evenly, row r gets k positions from k·r on, round the n; else by systematic sampling of the load, so that the k
+    differ if no expert's part is above 1 / k.
+    """
+    rows, load = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[..., None], getattr(_drawn, "load", None)
+    if load is None:
+        return (rows * k + np.arange(k)) % shape[-1]
+    places = (rows * _GOLDEN % 1.0 + np.arange(k)) / k
+    return np.searchsorted(np.cumsum(load)[:-1] / np.sum(load), places, side="right")
 
 
 def places_in_runs(ids: Array) -> Array:

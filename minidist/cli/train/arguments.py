@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from minidist.cli.limits import add_limits
+from minidist.cli.train.settings import AUTO
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -43,6 +45,14 @@ class _GivenFlag(argparse._StoreTrueAction):
         namespace.given = [*getattr(namespace, "given", []), self.dest]
 
 
+def save_steps(text: str) -> int | str:
+    """The value of --save-every. Raises: ArgumentTypeError."""
+    try:
+        return AUTO if text == AUTO else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
@@ -66,6 +76,7 @@ def _job(add: Add) -> None:
              "cuda --precision bf16)")
     add("--threads", type=whole_number(1, 4096), metavar="N",
         help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
+    add_limits(add, "of this host")
     add("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
         help="how long a rank's process may be stopped (Ctrl-Z, SIGSTOP) before it is lost (default: %(default)s)")
 
@@ -197,9 +208,14 @@ def _training(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save-every", type=positive, metavar="K",
+    add("--save-every", type=save_steps, metavar="K|auto",
         help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
-             "SIGUSR1 too): it then ends with status 75")
+             "SIGUSR1 too): it then ends with status 75. With --out, a job that Slurm or torchrun starts again goes on "
+             "from the newest. auto: the interval that loses the least time, by the measured seconds of a save and "
+             "--interruptions-per-day")
+    add("--interruptions-per-day", type=positive_number, metavar="N",
+        help="with --save-every: how often the whole job is interrupted, on average; shows the expected goodput (the "
+             "part of the time that goes into work that is kept), and at the end the measured one")
     add("--save-async", action="store_true",
         help="the steps go on while a checkpoint is written; only a copy in memory is waited for")
     add("--keep", type=positive, default=3, metavar="N",
@@ -210,7 +226,7 @@ def _checkpoints(add: Add) -> None:
 
 
 def _result(add: Add) -> None:
-    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME; with --resume that run's)")
+    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME-PROCESS; with --resume that run's)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")

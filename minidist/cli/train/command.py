@@ -13,15 +13,16 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
+from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import check_elastic, elastic_process, elastic_steps, start_elastic
+from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
-from minidist.cli.train.saving import Saver, Stopped, Told, hearing
+from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import train_steps
 from minidist.cli.train.verify import Weights, verify
@@ -31,14 +32,13 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import detect, init, spawn
 from minidist.launch import run as run_function
-from minidist.launch.generations import Generations
+from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
-from minidist.survive.elastic import Survivor, describe
 
 __all__ = ["add_arguments", "run", "train_steps"]
 
@@ -54,16 +54,16 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
-    check_elastic(args)
-    if args.elastic and (job := Generations.from_environment()) is not None:
-        return elastic_process(job, check(args), train)
+    if is_elastic_process():
+        return elastic_process(check(args, begins=False), train)
     launch, settings = detect(), check(args)
+    check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
     as_threads = args.transport in THREADS
-    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
-    if args.elastic and not starts_ranks:
-        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
+    require_own_ranks(args, launch, as_threads=as_threads)
+    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads or bool(args.memory_limit))
+    check_starts(args, launch, starts_ranks=starts_ranks)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads and not starts_ranks:
@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     saves = hearing(launch) if args.save_every else nullcontext()
+    if as_threads or not starts_ranks:
+        keep_to_cores(args, launch)
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with saves as told, run_folder(settings.out):
@@ -88,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         with run_folder(settings.out):
             if args.elastic:
                 return start_elastic(settings, size)
-            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience)
+            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience,
+                         limits=limits_of(args, settings.out))
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
@@ -102,25 +105,29 @@ def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told 
 
 
 def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
-          survivor: Survivor | None = None) -> int:
+          lives: Lives | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
-    timeline = Timeline(world.world_rank, limit=TRACE_SPANS)
-    timeline.follow(world.ledger)
+    timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
+    if lives is None:
+        timeline.follow(world.ledger)
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
-    if settings.resume is not None:
+    if lives is not None:
+        lives.begin(trainer)
+    elif settings.resume is not None:
         settings.resume.load(trainer)
-    if speaks and (survivor is None or not survivor.job.begun):
+    if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    saver = Saver(trainer, settings, told or Told(), report) if args.save_every else None
+    saves = Saves() if lives is None else lives.saves
+    saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
-        course = (train_steps(trainer, settings, report, saver) if survivor is None else
-                  elastic_steps(trainer, settings, report, survivor))
+        course = (train_steps(trainer, settings, report, saver) if lives is None else
+                  elastic_steps(trainer, settings, report, lives, saver))
         trainer.check_replicas()
         held_out = report.validating(settings.validation_batches())
         validation_loss = trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
@@ -130,8 +137,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         world.barrier()
         return saver.farewell()
     metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
-    if survivor is not None and world.rank == 0:
-        metrics["elastic"] = describe(survivor.job.records())
+    if lives is not None:
+        lives.add_to(metrics, world)
     return conclude(trainer, settings, metrics, timeline, course.early, console)
 
 

@@ -1,25 +1,95 @@
 """`minidist train --elastic`: the launcher's side, and one of its processes."""
 
+import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+
+from minidist.cli.limits import limits_of
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
+from minidist.cli.train.saving import Saver, Saves, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments
 from minidist.cli.train.steps import Course
+from minidist.cli.train.verify import STEPS, Weights
 from minidist.comm.group import Group
+from minidist.comm.health.failure import say_line
+from minidist.comm.wire import pack, unpack
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
+from minidist.launch import Launch
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
+from minidist.launch.membership import current
+from minidist.launch.template import fork_on_demand
+from minidist.observe.records import share_records
+from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.survive.elastic import Survivor, go_on, rehearse
+from minidist.survive.elastic import Regrouping, Survivor, go_on, rehearse
+from minidist.survive.manifest import checkpoints
 
 RECORD = "elastic.jsonl"
+MOST_SPANS, SPANS_EACH = 10000, 2500
+"""Spans of a process that trace.json keeps: of the whole job, and of one generation (some 75 steps)."""
+
+
+class Lives(Survivor):
+    """A process of an elastic training: beside its state it keeps what it has noted in all generations.
+
+    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run that --resume names;
+                early: with --verify, the early weights.
+    """
+
+    def __init__(self, job: Generations, settings: Settings) -> None:
+        super().__init__(job, every=settings.args.peer_copies or 1, newest=lambda: _newest(settings))
+        self.saves, self.timeline, self.resumed_from = Saves(), Timeline(0), None if settings.resume is None else 0
+        self.verifies, self.early = bool(settings.args.verify), cast(Weights | None, None)
+
+    def begin(self, trainer: Trainer) -> None:
+        """As Survivor.begin."""
+        super().begin(trainer)
+        if self.job.saves:
+            known = share_records(trainer.world, asdict(self.saves))
+            self.saves = Saves(**max(known, key=lambda saves: len(saves["steps"])))
+        if self.verifies:
+            self._share_early(trainer.world)
+        if self.resumed_from is not None:
+            self.resumed_from = self.generations.count(0)
+
+    def _share_early(self, world: Group) -> None:
+        """The early weights, from the first rank that has them, on all."""
+        have = share_records(world, self.early is not None)
+        if any(have) and not all(have):
+            source = have.index(True)
+            with world.ledger.control():
+                packed = world.broadcast(np.frombuffer(pack(self.early), np.uint8) if world.rank == source else None,
+                                         root=source)
+            self.early = unpack(packed.tobytes())
+
+    def follow(self, world: Group) -> Timeline:
+        """The timeline, which goes on in a new world."""
+        self.timeline.go_on(world.rank, world.ledger, limit=min(MOST_SPANS, len(self.timeline.spans) + SPANS_EACH),
+                            generation=self.job.number, process=self.job.process)
+        return self.timeline
+
+    def add_to(self, metrics: dict[str, Any], world: Group) -> None:
+        """What metrics.json has of an elastic job beside the figures of its last generation. Every rank calls it."""
+        metrics["elastic"], metrics["generation"] = self.records(world), self.job.number
+        metrics["generations"], metrics["resumed_from"] = self.generations, self.resumed_from
+
+
+def _newest(settings: Settings) -> list[Path]:
+    """Checkpoints of the run, the newest first; after them those that --resume names, of another folder."""
+    found = checkpoints(settings.out)[::-1]
+    return found + [folder for folder in (settings.resume.folders if settings.resume else []) if folder not in found]
 
 
 def bounds(text: str) -> tuple[int, int]:
@@ -38,13 +108,21 @@ def check_elastic(args: Namespace) -> None:
                 fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
         return
     bounds(args.elastic)
-    if args.verify or args.graph or args.strategy != "ddp":
-        fail("--elastic: ranks come and go between synchronous steps; leave out --verify, --graph and --strategy")
-    if args.save_every or args.resume:
-        fail("--elastic: its state is in memory; leave out --save-every and --resume")
+    if args.graph or args.strategy != "ddp":
+        fail("--elastic: ranks come and go between synchronous steps; leave out --graph and --strategy")
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(f"--elastic: its ranks are processes that meet again after a loss, over auto, tcp or shm; "
              f"--transport {args.transport} cannot")
+
+
+def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None:
+    """Raise ConfigError if the ranks of an elastic job are not this process's to start."""
+    if args.elastic and launch.launcher != "alone":
+        fail(f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the launcher of an elastic job "
+             f"can put another in its place, on one host as yet; use minidist train -n N --elastic {args.elastic}, or "
+             "--save-every without --elastic")
+    if args.elastic and not starts_ranks:
+        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
 
 
 def start_elastic(settings: Settings, size: int) -> int:
@@ -55,8 +133,10 @@ def start_elastic(settings: Settings, size: int) -> int:
         fail(f"-n {size}: --elastic {args.elastic} allows {least} to {most} ranks")
     elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
+    args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience)
+                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
+                         limits=limits_of(args, settings.out))
 
 
 def _fits(settings: Settings, size: int) -> bool:
@@ -69,32 +149,56 @@ def _fits(settings: Settings, size: int) -> bool:
     return True
 
 
-def elastic_process(job: Generations, settings: Settings,
-                    train: Callable[[Settings, Group, int, None, Survivor], int]) -> int:
+def elastic_process(settings: Settings, train: Callable[[Settings, Group, int, Told | None, Lives], int]) -> int:
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
-    args, survivor = settings.args, Survivor(job, every=settings.args.peer_copies or 1)
+    args = settings.args
     rehearse(args.zero or 0)
     warm_up(args.transport)
+    fork_on_demand()
+    job = Generations.from_environment()
+    lives = Lives(job, settings)
 
     def work(world: Group) -> int:
+        if told is not None and (member := current()) is not None:
+            member.saves_when_told()
         with run_folder(settings.out) if world.rank == 0 else nullcontext():
-            return train(settings, world, args.threads or 1, None, survivor)
+            return train(settings, world, args.threads or 1, told, lives)
 
-    return go_on(survivor, work, transport=args.transport, threads=args.threads)
+    job.saves = bool(args.save_every)
+    with hearing(Launch("minidist")) if job.saves else nullcontext() as told:
+        return go_on(lives, work, transport=args.transport, threads=args.threads)
 
 
-def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, survivor: Survivor) -> Course:
-    """Make every step that is not made yet."""
+def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, lives: Lives,
+                  saver: Saver | None) -> Course:
+    """Make every step that is not made yet. Raises: Stopped as train_steps, and what Survivor.after_step does."""
     args, ledger = settings.args, trainer.world.ledger
-    survivor.begin(trainer)
+
+    def save() -> None:
+        if args.verify and trainer.steps_done == min(STEPS, args.steps):
+            lives.early = trainer.state_dict()
+        if saver is not None:
+            saver.after_step(lives.losses, lambda: statistics.median(lives.seconds), generations=lives.generations)
+
     try:
         for step in range(trainer.steps_done, args.steps):
             start = time.perf_counter()
             loss = trainer.step(settings.training_batch(step))
             seconds = time.perf_counter() - start
-            survivor.after_step(trainer, loss, seconds)
+            lives.after_step(trainer, loss, seconds, then=save)
             sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
             report.step(step + 1, loss, args.batch * args.context / seconds, sent)
+        if saver is not None:
+            saver.settle()
+        if trainer.world.rank == 0:
+            lives.job.tell("trained", step=trainer.steps_done)
+    except Regrouping:
+        if saver is not None:
+            saver.settle()      # no save goes on behind a world that is closed
+        raise
     finally:
         report.close()
-    return Course(survivor.losses, survivor.seconds)
+    if args.verify and lives.early is None and trainer.world.rank == 0:
+        say_line(f"minidist train: --verify: the weights after step {STEPS} were lost with the ranks that had them; "
+                 "nothing is compared")
+    return Course(lives.losses, lives.seconds, early=lives.early)

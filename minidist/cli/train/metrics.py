@@ -12,6 +12,8 @@ from minidist.cli.train.settings import Settings
 from minidist.cli.train.steps import Course
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
+from minidist.device import cores
+from minidist.launch.limits import limit_here
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
@@ -35,8 +37,8 @@ def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Sav
     count = sum(p.size for p in GPT(config).parameters())
     itemsize = next(trainer.model.parameters()).dtype.itemsize
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
-            "device": args.device, "parameters": count, "parameter_bytes": count * itemsize,
-            "formula": gradient_formula(trainer, settings.training_batch(0)),
+            "memory_limit_bytes": limit_here(), "device": args.device, "parameters": count,
+            "parameter_bytes": count * itemsize, "formula": gradient_formula(trainer, settings.training_batch(0)),
             **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
             "losses": course.losses, "validation_loss": validation_loss, "step_seconds": course.step_seconds,
@@ -60,7 +62,7 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
         "rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                   if axis == "dp" or trainer.mesh.shape[axis] > 1},
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-        "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
+        "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
         **offload_record(trainer)})
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
@@ -86,6 +85,8 @@ class Bar(ProgressReport):
 
 def launcher_terminal() -> str | None:
     """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe; None without one."""
+    import psutil  # here: the other ranks do without it
+
     with suppress(psutil.Error, OSError):   # another system, or no permission: lines instead of a bar
         for parent in psutil.Process().parents():
             if parent.name() in LAUNCHERS:

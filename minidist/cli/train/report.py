@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
@@ -50,6 +51,8 @@ def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
                                                                    if saved["steps"] else "")
     failed = f", {plural(saved['failed'], 'save')} failed" if saved["failed"] else ""
     console.print(f"{told}{failed}; look into them:  minidist checkpoint {quoted}", markup=False, soft_wrap=True)
+    if saved["goodput"] is not None:
+        console.print(summary(saved["goodput"]), markup=False, soft_wrap=True)
 
 
 def _rule(console: Console, title: str) -> None:
@@ -65,6 +68,11 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
+    if "elastic" in metrics:
+        sizes = [str(generation["size"]) for generation in metrics["elastic"]]
+        told = ", ".join(sizes if len(sizes) <= 8 else ["…", *sizes[-8:]])
+        console.print(f"{plural(len(sizes), 'generation')} of {told} ranks (elastic.jsonl); the tables are of the last",
+                      markup=False)
     if metrics["skipped_steps"]:
         console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
                       f"the loss scale", markup=False)

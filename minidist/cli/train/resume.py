@@ -2,7 +2,10 @@
 
 What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are computed may be given anew:
 ranks, transport, device, the plan and its options. A new --plan brings its options anew: those that are not given with
-it are the defaults again.
+it are the defaults again. So do -n, --plan and --elastic with the options of an elastic job.
+
+A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by itself, with the
+command line that it began with.
 """
 
 import argparse
@@ -16,19 +19,23 @@ from minidist.comm.health.failure import say_line
 from minidist.console import fail, plural
 from minidist.data.text import NAMED, Text
 from minidist.errors import CheckpointError
-from minidist.launch import Launch
+from minidist.launch import Launch, detect
+from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
-NEVER_KEPT = ("command", "given", "json", "out", "patience", "quiet", "ranks", "resume", "verify")
+NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "out", "patience", "quiet", "ranks", "resume",
+              "verify")
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = ("plan", "zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
                "sequence_parallel", "strategy", "replicas", "servers")
-MAY_CHANGE = (*OF_THE_PLAN, "ranks", "transport", "device", "graph", "threads", "patience", "accumulate",
-              "checkpoint_blocks", "offload", "offload_dir", "device_memory", "data", "steps", "save_every",
-              "save_async", "keep", "resume", "out", "json", "quiet")
+OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
+MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "device", "graph", "threads", "cores",
+              "memory_limit", "patience", "accumulate", "checkpoint_blocks", "offload", "offload_dir",
+              "device_memory", "data", "steps", "save_every", "interruptions_per_day", "save_async", "keep", "resume",
+              "out", "json", "quiet")
 
 
 @dataclass
@@ -57,9 +64,16 @@ class Resumption:
         return plural(self.about["ranks"], "rank") + (f" ({axes})" if axes else "") + zero
 
     def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
-        """What is not given anew and depends on the launcher: alone, as many ranks as the plan needs or the run had."""
+        """What is not given anew and depends on the launcher: alone, as many ranks as the plan needs or the run had.
+
+        An elastic run wants as many as at its start; under another launcher it is elastic no longer.
+        """
         given = getattr(args, "given", ())
-        if launch.launcher == "alone" and args.ranks is None:
+        if launch.launcher != "alone" and "elastic" not in given:
+            vars(args).update(dict.fromkeys(OF_AN_ELASTIC_JOB))
+        if launch.launcher == "alone" and args.ranks is None and args.elastic:
+            args.ranks = int(args.elastic.partition(":")[2])
+        elif launch.launcher == "alone" and args.ranks is None:
             args.ranks = Plan.parse(args.plan).size if "plan" in given else self.about["ranks"]
         if "transport" not in given and (
                 (args.transport == "mpi" and not launch.by_mpirun)
@@ -91,11 +105,18 @@ class Resumption:
                 say_line(f"minidist train: {problem.removesuffix('; take an older checkpoint')}; taking {folder.name}")
 
 
-def resumed(args: argparse.Namespace) -> Resumption | None:
+def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | None:
     """Find what --resume names, and fill `args` with the run's options; None without --resume.
 
+    Args:    begins: the job begins with this process; if it was started again, it goes on from those of --out.
     Raises:  ConfigError, one line: there is no checkpoint, or an option is given that cannot change.
     """
+    again = bool(begins and restarts() and args.out and args.save_every and checkpoints(Path(args.out)))
+    if again:
+        if args.verify and detect().world_rank == 0:
+            say_line("minidist train: --verify is left out: the first steps were made before the job was started again")
+        args.resume, args.verify = args.out, False
+        args.given = [*getattr(args, "given", ()), "resume"]
     if args.resume is None:
         return None
     given = set(getattr(args, "given", ()))
@@ -103,6 +124,9 @@ def resumed(args: argparse.Namespace) -> Resumption | None:
         fail("--verify: compares the first steps of a run, which a resumed one has made before; leave it out")
     found = _find(Path(args.resume))
     options = found.about["options"]
+    if again:                                               # the same command line names what stays, too
+        given -= {name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)} | {"verify"}
+        args.given = sorted(given)
     if wrong := sorted(given - {*MAY_CHANGE}):
         was = options.get(wrong[0])
         was = "off" if was is False else "on" if was is True else "none" if was is None else was
@@ -113,6 +137,8 @@ def resumed(args: argparse.Namespace) -> Resumption | None:
     stays = {name: value for name, value in options.items() if name not in given and hasattr(args, name)}
     if "plan" in given:
         stays = {name: value for name, value in stays.items() if name not in OF_THE_PLAN}
+    if given & {"plan", "ranks", "elastic"}:
+        stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
     vars(args).update(stays)
     args.out = args.out or str(found.run)
     return found

@@ -1,5 +1,6 @@
 """The run folder of `minidist train`: made before the first step, filled after the last, removed if it stays empty."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import minidist
 from minidist.console import fail, write_json
 from minidist.files import DISK_FAILED, scratch, sweep
+from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
 
@@ -27,13 +29,13 @@ MANIFEST = "metrics.json"
 def run_folder(folder: Path) -> Iterator[None]:
     """Make the run folder before the first step: a run that cannot write its results does not start.
 
-    What killed runs left of their drafts there goes.
+    In the block it is this job's alone. What killed runs left of their drafts there goes.
     If the folder is still empty at the end, it goes again with the parents made for it, also after a SIGTERM.
-    Raises:  ConfigError if it cannot be made.
+    Raises:  ConfigError if it cannot be made, or another job has it.
     """
     made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        lock = claim(folder)
         sweep(folder)
 
     def clear() -> None:
@@ -54,8 +56,44 @@ def run_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         clear()
+        if lock is not None:
+            os.close(lock)
         if would_end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def claim(folder: Path) -> int | None:
+    """Make the folder and lock it, as long as the descriptor is open; None if this rank's launcher has done so.
+
+    Raises: ConfigError if another job has it; OSError if it cannot be made.
+    """
+    if os.environ.get(RUN_FOLDER) == str(folder.resolve()):
+        return None
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):                   # a run that is ending has just removed it
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                process = holder(lock)
+                os.close(lock)
+                fail(f"--out {folder}: another run{process} writes there; wait for its end, or name another folder")
+            except OSError:                                 # a file system without locks
+                pass
+            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
+                return lock
+            os.close(lock)
+
+
+def holder(file: int) -> str:
+    """" (process 4711)", which has locked an open file, where the system tells; else nothing."""
+    state = os.fstat(file)
+    inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
+    with suppress(OSError):
+        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text())
+        return f" (process {found[1]})" if found and int(found[1]) else ""
+    return ""
 
 
 def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],

@@ -6,8 +6,9 @@ Which rank hears of the stop is chance, so the ranks agree after each step: all 
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.resume import options_of, text_digest
+from minidist.cli.train.save_interval import SaveInterval
 from minidist.cli.train.settings import Settings
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.errors import CheckpointError
@@ -62,18 +64,43 @@ def hearing(launch: Launch) -> Iterator[Told]:
             signal.signal(number, handler if launch.launcher == "alone" else signal.SIG_IGN)
 
 
+@dataclass
+class Saves:
+    """The saves of a job: the step and the seconds of each, and how many failed; then what SaveInterval counts.
+
+    Attributes: standstill_seconds: of the steps, for each save; step_seconds: of a step, at the last save; since: when
+                the run made its first step (seconds of the epoch); work_seconds, saving_seconds: of all the run's
+                time, in steps and in saves; restart_seconds: from a process's options to its first step;
+                interruptions: how often the run was resumed; expected_at_first: the goodput that was shown.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+    standstill_seconds: list[float] = field(default_factory=list)
+    step_seconds: float = 0.0
+    since: float = 0.0
+    work_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    interruptions: int = 0
+    expected_at_first: float = 0.0
+
+
 class Saver:
     """Saves checkpoints of one run; every rank has one and makes the same calls.
 
-    Args:       losses: of all steps so far, which grows. report: shows that a save lasts long.
-    Attributes: steps, seconds: of each save of this job; failed: saves that failed.
+    Args:    trainer: with the state that the job begins with. report: shows that a save lasts long.
+             saves: those of the job so far, which grow.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport) -> None:
+    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport,
+                 saves: Saves) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
-        self.steps: list[int] = []
-        self.seconds: list[float] = []
-        self.failed = 0
+        self.saves = saves
+        rate = settings.args.interruptions_per_day
+        self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
+        self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
@@ -87,6 +114,8 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved."""
         args = self.settings.args
+        if self.interval is not None and self.interval.auto:
+            return step == args.steps or self.interval.due(step)
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
@@ -104,12 +133,43 @@ class Saver:
                 raise Stopped
             yield batch
 
-    def save(self, losses: Sequence[float], step_seconds: float) -> None:
+    def after_step(self, losses: Sequence[float], step_seconds: Callable[[], float], **more: Any) -> None:
+        """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job is to stop.
+
+        Args:    losses: of all steps; more: further lists of a number a step, for the checkpoint.
+        """
+        if self.interval is not None:
+            self.interval.worked()
+        stop = self.stopping()
+        if stop or self.due(self.trainer.steps_done):
+            self._save_timed(losses, step_seconds(), **more)
+        if stop:
+            self.settle()
+            raise Stopped
+
+    def _save_timed(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
+        """Save; the time that the steps stand still for it decides when the next save is due."""
+        interval = self.interval
+        if interval is None:
+            self.save(losses, step_seconds, **more)
+            return
+        start = time.perf_counter()
+        self.save(losses, step_seconds, **more, interval=interval.about())
+        interval.saved(self.trainer.steps_done, time.perf_counter() - start, step_seconds, self.trainer.world)
+        interval.stood_still()
+        self._tell_interval()
+
+    def _tell_interval(self) -> None:
+        """Once, as soon as it is known: of a resumed run at its start, else after the first save."""
+        if self.interval is not None and (line := self.interval.announcement()) is not None:
+            self.report.line(line)
+
+    def save(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
         """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
         self.settle()
         step, start = self.trainer.steps_done, time.perf_counter()
         folder = step_folder(self.settings.out, step)
-        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds}}
+        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds, **more}}
         with self.trainer.recorder.span("checkpoint", step=step - 1):
             if self.settings.args.save_async:
                 self._pending = step, self.trainer.start_save(folder, **about)
@@ -118,7 +178,7 @@ class Saver:
                 with self._shown(folder):
                     self.trainer.save(folder, **about)
             except CheckpointError as error:
-                self.failed += 1
+                self.saves.failed += 1
                 if self._speaks:
                     say_line(f"minidist train: {error}; the run goes on")
                 return
@@ -132,14 +192,16 @@ class Saver:
         try:
             pending.wait()
         except CheckpointError:
-            self.failed += 1
+            self.saves.failed += 1
         else:
             self._saved(step, pending.seconds)
+        if self.interval is not None:
+            self.interval.stood_still()
 
     def _saved(self, step: int, seconds: float) -> None:
         """A checkpoint is there: the oldest goes."""
-        self.steps.append(step)
-        self.seconds.append(seconds)
+        self.saves.steps.append(step)
+        self.saves.seconds.append(seconds)
         if self._speaks:
             self._remove_old()
 
@@ -157,13 +219,13 @@ class Saver:
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
         there = checkpoints(self.settings.out)
-        return {"folder": str(there[-1]) if there else None, "steps": self.steps, "seconds": self.seconds,
-                "failed": self.failed}
+        return {"folder": str(there[-1]) if there else None, "steps": self.saves.steps, "seconds": self.saves.seconds,
+                "failed": self.saves.failed, "goodput": self.interval and self.interval.record()}
 
     def _remove_old(self) -> None:
         """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
         there = checkpoints(self.settings.out)
-        ours = [folder for folder in there if step_of(folder) in {*self._before, *self.steps}]
+        ours = [folder for folder in there if step_of(folder) in {*self._before, *self.saves.steps}]
         try:
             for folder in there:
                 if folder not in ours[-self.settings.args.keep:]:

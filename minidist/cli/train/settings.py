@@ -3,11 +3,11 @@
 import argparse
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minidist.cli.train.resume import Resumption, resumed
+from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import module_for
@@ -29,16 +29,23 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
                    "expert_width": "hidden"}
 """Options that are fields of MixtureConfig, besides --experts."""
 
+AUTO = "auto"
+"""The value of --save-every that has the interval computed."""
+
+OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
+"""Options that the ranks which a launcher of ours starts do not get."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options, with the text and the model's sizes. Equal on all ranks."""
+    """Checked options, with the text and the model's sizes. Equal on all ranks, but for when this one `begun`."""
 
     args: argparse.Namespace
     text: text.Text
     config: GPTConfig
     out: Path
     resume: Resumption | None = None
+    begun: float = field(default_factory=time.monotonic, compare=False)
 
     def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`, which depends on seed and step alone."""
@@ -86,19 +93,20 @@ class Settings:
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options that are named like a field of Plan, but for those whose default depends on others."""
-    given = {field.name: getattr(args, field.name) for field in fields(Plan)
-             if field.name not in ("staleness", "replicas") and hasattr(args, field.name)}
+    given = {each.name: getattr(args, each.name) for each in fields(Plan)
+             if each.name not in ("staleness", "replicas") and hasattr(args, each.name)}
     if args.zero is None:
         given["zero"] = 3 if args.offload == "all" else 0
     return given
 
 
-def check(args: argparse.Namespace) -> Settings:
+def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     """Check all that can be checked before a rank starts.
 
+    Args:    begins: the job begins with this process; else its run folder may hold checkpoints of it already.
     Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
-    resume = resumed(args)
+    resume = resumed(args, begins=begins)
     if args.plan:
         Plan.parse(args.plan)
     if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
@@ -125,20 +133,25 @@ def check(args: argparse.Namespace) -> Settings:
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.save_every == AUTO and not args.interruptions_per_day:
+        fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
+             "--interruptions-per-day N, or give a number of steps")
+    if args.interruptions_per_day and not args.save_every:
+        fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
     if args.save_async and not args.save_every:
         fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
         fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
-    out = out_folder(args.out, resume)
+    out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
     """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
-    out = Path(name or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
     if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
         fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
@@ -164,15 +177,15 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start.
+    """The command-line words that give `args` again, without the number of ranks to start and their limits.
 
     Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
     """
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("ranks", "command", "given") or value is None or value is False or callable(value):
+        if name in OF_THE_LAUNCHER or value is None or value is False or callable(value):
             continue
-        if args.resume is not None and name not in (*args.given, "out"):
+        if args.resume is not None and name not in (*args.given, *OF_AN_ELASTIC_JOB, "out"):
             continue
         option = "--" + name.replace("_", "-")
         words.append(option if value is True else f"{option}={value}")

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minidist.cli.train.progress import ProgressReport
-from minidist.cli.train.saving import Saver, Stopped
+from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
 from minidist.cli.train.verify import STEPS, Weights
 from minidist.parallel.hybrid.cuda_graph import CapturedStep
@@ -60,6 +60,11 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
             sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
             report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
 
+    def seconds_so_far() -> float:
+        """Of a step, when all losses are there."""
+        read()
+        return course.step_seconds
+
     try:
         for step in range(len(course.losses), args.steps):
             batch = settings.training_batch(step)
@@ -69,13 +74,7 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
             if args.verify and step + 1 == min(STEPS, args.steps):
                 course.early = trainer.state_dict()
             if saver is not None:
-                stop = saver.stopping()
-                if stop or saver.due(step + 1):
-                    read()
-                    saver.save(course.losses, course.step_seconds)
-                if stop:
-                    saver.settle()
-                    raise Stopped
+                saver.after_step(course.losses, seconds_so_far)
         if saver is not None:
             saver.settle()
     finally:

@@ -11,7 +11,6 @@ let both wait for ever.
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,12 +19,13 @@ import numpy as np
 
 from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
+from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
-from minidist.comm.signature import BlockHeader, Signature, behind_key, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block
 from minidist.comm.transport import Reduce
 from minidist.device import account
 from minidist.errors import CommError, MismatchError
@@ -76,8 +76,8 @@ class Call(RunningCall):
                                    call_site.caller(sys._getframe(1)))
         self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
-        self._key, where = self.signature.pack()
-        self._meta = self._key + where
+        self._header = CallHeader(self.signature, group)
+        self._meta = self._header.meta
         self._nbytes = self._messages = 0
         self.side, self._done = side, None
         if side is not None:
@@ -136,9 +136,9 @@ class Call(RunningCall):
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             if not meta.startswith(known):
-                self._compare(meta, src)
+                self._header.compare(meta, src)
             if nbytes != into.nbytes:
-                raise self._refusal(MismatchError(
+                raise self._header.refusal(MismatchError(
                     f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects {into.nbytes} bytes "
                     f"from rank {self.world_ranks[src]}, which sent {nbytes}"))
             return into
@@ -187,9 +187,9 @@ class Call(RunningCall):
         arrived: list[np.ndarray] = []
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            block = self._block_in(meta, src)
+            block = self._header.block_in(meta, src)
             if block is None:
-                raise self._mismatch(meta, src)
+                raise self._header.mismatch(meta, src)
             self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
@@ -242,7 +242,7 @@ class Call(RunningCall):
                    lent: Arrays = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
-        told = [(self._block_in(theirs, rank), shown)
+        told = [(self._header.block_in(theirs, rank), shown)
                 for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))]
         self.device = self.device or next((header.device for header, _ in told if header is not None), None)
         return told
@@ -260,7 +260,7 @@ class Call(RunningCall):
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
             if meta and not theirs.startswith(self._meta):      # only the first show of a call has a header
-                self._compare(theirs, rank)
+                self._header.compare(theirs, rank)
         return shown
 
     def native(self) -> Native:
@@ -277,37 +277,6 @@ class Call(RunningCall):
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """A 1-D array to work in, told to the memory account as communication."""
         return account.current().hold(np.empty(length, dtype), "communication")
-
-    def _block_in(self, meta: bytes, src: int) -> BlockHeader | None:
-        """What the header of a message in this call says that it brings."""
-        if not meta.startswith(self._meta):
-            self._compare(meta, src)
-        return behind_key(meta[len(self._key):])[1] if meta.startswith(self._key) else unpack(meta)[1]
-
-    def _compare(self, meta: bytes, src: int) -> None:
-        """Refuse the header of another call. Warn of two calls that only their places in the program tell apart."""
-        here = self.signature.where
-        if meta.startswith(self._key):
-            there = behind_key(meta[len(self._key):])[0]
-        else:
-            theirs = unpack(meta)[0]
-            if not theirs.agrees(self.signature):
-                raise self._mismatch(meta, src)
-            there = theirs.where
-        if here != there and self._guard.crossed(self._key[8:], src, here, there):
-            me, peer = self.world_ranks[self.rank], self.world_ranks[src]
-            warnings.warn(f"rank {me} at {here} meets rank {peer} at {there} in {self.signature.verb}, after they met "
-                          f"the other way round: if they make these two calls in another order, the values are mixed; "
-                          f"give each call a group of its own (split), or one place", RuntimeWarning, stacklevel=2)
-
-    def _mismatch(self, meta: bytes, src: int) -> MismatchError:
-        ranks = self.world_ranks
-        return self._refusal(mismatch(self.signature, ranks[self.rank], unpack(meta)[0], ranks[src]))
-
-    def _refusal(self, error: MismatchError) -> MismatchError:
-        """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
-        self._transport.waits.disagree(str(error), self.world_ranks)
-        return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
         self.ledger.publish_now(kind, self.verb, start, {"axis": self.axis, "verb": self.verb,

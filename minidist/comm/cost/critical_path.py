@@ -79,17 +79,11 @@ def _halving(size: int) -> Path:
     return Path(waits, waits, chunks + fold * (1 + 1 / size), chunks + fold)
 
 
-def _tree(size: int) -> Path:
-    """Up the tree every message waits; down, the longest way of floor(log2 P) hops follows ceil(log2 P) messages."""
-    waits = _log(size) + size.bit_length() - 1
-    return Path(waits, 2 * _log(size), 2 * _log(size), _log(size))
-
-
 PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
     ("reduce", "naive"): lambda size: Path(size - 1, size - 1, size - 1, size - 1),
     ("reduce", "tree"): lambda size: Path(_log(size), _log(size), _log(size), _log(size)),
     ("all_reduce", "naive"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * (size - 1), size - 1),
-    ("all_reduce", "tree"): _tree,
+    ("all_reduce", "tree"): lambda size: Path(2 * _log(size), 2 * _log(size), 2 * _log(size), _log(size)),
     ("all_reduce", "ring"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size),
                                               stretched=True),
     ("all_reduce", "direct"): lambda size: Path(min(1, size - 1), size - 1, size - 1, size - 1, _crowd(size - 1, size)),

@@ -71,7 +71,7 @@ class ComputationCost:
     ranks: int
     peaks: dict[str, float]     # FLOP/s of an endless matrix product, by dtype
     half: float                 # the size at which a product's third of a side halves that (simulate/rates.py)
-    launch: float               # seconds of a call of NumPy
+    launch: float               # seconds of a kernel of no work: NumPy, Python, the tape
     bandwidth: float            # bytes a second
     cache_bytes: float          # arrays of no more are faster,
     cache_factor: float         # by this

@@ -7,7 +7,6 @@ rank that is closed for others calls again.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import platform
@@ -28,48 +27,6 @@ HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 SILENCE = 5.0             # seconds of silence after which a host is lost
 
 log = logging.getLogger("minidist.comm")
-
-
-@dataclasses.dataclass
-class Seat:
-    """A rank's place at the monitor. `system` names the process table its pid belongs to (process_state.py).
-
-    `done`: it has said goodbye; `left`: and hung up, or is about to; `ended`: its process has ended, after the goodbye.
-    `saves`: told to stop by SIGTERM, it saves its work and ends by itself.
-    """
-
-    world_rank: int
-    pid: int
-    host: str
-    sock: socket.socket
-    done: bool = False
-    left: bool = False
-    ended: bool = False
-    expendable: bool = False
-    saves: bool = False
-    system: str = ""
-    sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def send(self, kind: str, **content: Any) -> None:
-        """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost rank there."""
-        with self.sending, contextlib.suppress(CommError, OSError, ValueError):
-            wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
-
-
-@dataclasses.dataclass
-class AgentSeat(Seat):
-    """A node agent's place at the monitor (node_agent.py); it covers `ranks`, or, if there are none, its whole system.
-
-    `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
-    """
-
-    ranks: tuple[int, ...] = ()
-    unanswered: int = 0
-    told: dict[int, str] = dataclasses.field(default_factory=dict)
-
-    def covers(self, seat: Seat) -> bool:
-        """Whether it looks after that rank."""
-        return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
 class Acceptor:

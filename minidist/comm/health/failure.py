@@ -86,6 +86,12 @@ def words(error: BaseException) -> str:
         return f"<its str() raised {type(problem).__name__}>"
 
 
+def within(cause: Failure, error: BaseException) -> str:
+    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
+    before, found, _ = words(error).partition(str(cause))
+    return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
+
+
 def printable(text: str) -> str:
     """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string is sent."""
     return text.encode(errors="backslashreplace").decode()

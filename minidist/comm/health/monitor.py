@@ -1,7 +1,7 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
 Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our launcher, or a child
-process of rank 0 where another launcher started the ranks (monitor_process.py). It moves no data.
+process of rank 0, which watches it, where another launcher started the ranks (monitor_process.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
@@ -17,7 +17,7 @@ process of rank 0 where another launcher started the ranks (monitor_process.py).
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped, and a
 host that is silent (watchdog.py). The first loss is the job's; it goes to every other rank, also to those that connect
-later. The acceptor (acceptor.py) lets ranks in.
+later. The acceptor (acceptor.py) lets ranks in, to their seats (seats.py).
 
 Under mpirun a rank that is done stays until all are (`together`), because MPI_Finalize waits for all: meanwhile its
 loss is heard, and it hears of one. Processes are looked at until they have ended, also after the goodbye.
@@ -34,10 +34,11 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat, listen, set_up
+from minidist.comm.health.acceptor import Acceptor, listen, set_up
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import PATIENCE, state_of, this_system
+from minidist.comm.health.seats import AgentSeat, Seat, Seats
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
@@ -46,7 +47,7 @@ FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
 
 
-class Monitor:
+class Monitor(Seats):
     """Watches over the ranks of one job.
 
     Args:
@@ -55,21 +56,16 @@ class Monitor:
         how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
         patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost.
     Attributes:
-        loss: the first rank that did not end well, or None.
-        spared: expendable ranks that did not end well, by world rank; the job goes on without them.
         together: whether ranks that are done stay until all are.
     """
 
     def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
                  how: Callable[[Seat], str | None] | None = None, patience: float = PATIENCE) -> None:
-        self.size, self._how = size, how or (lambda seat: None)
+        super().__init__(size)
+        self._how = how or (lambda seat: None)
         self.listener = listener or listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor")
-        self.loss: Failure | None = None
-        self.spared: dict[int, Failure] = {}
-        self._changed = threading.Condition()
-        self._seats: dict[int, Seat] = {}
         self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
@@ -115,33 +111,9 @@ class Monitor:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
         return True
 
-    def wait(self, limit: float | None = None) -> bool:
-        """Wait until every rank has said goodbye (True), or one is lost, or `limit` s have passed (False)."""
-        with self._changed:
-            ended = self._changed.wait_for(lambda: self.loss is not None or all(map(self.has_left, range(self.size))),
-                                           limit)
-            return ended and self.loss is None
-
-    def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
-        """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
-        lost = self.loss.world_rank if self.loss is not None else None
-        with self._changed:
-            return self._changed.wait_for(lambda: all(
-                rank == lost or self.has_left(rank) for rank in (range(self.size) if late else self._seats)), limit)
-
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
         return self._watchdog.table()
-
-    def present(self) -> dict[int, Seat]:
-        """The ranks that are here and have not said goodbye, by world rank."""
-        with self._changed:
-            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
-
-    def staying(self) -> dict[int, Seat]:
-        """The ranks whose process has not ended well, as far as is known, by world rank."""
-        with self._changed:
-            return {rank: seat for rank, seat in self._seats.items() if not seat.ended}
 
     def running(self) -> list[int]:
         """The ranks whose process has not ended, on this system and where a node agent looks, also after goodbye."""
@@ -163,26 +135,10 @@ class Monitor:
         """Every rank has said goodbye: those that wait for their node agents need not wait for the processes' ends."""
         self._watchdog.release_agents()
 
-    @property
-    def savers(self) -> set[int]:
-        """The ranks that save their work and end by themselves when their process is sent SIGTERM."""
-        with self._changed:
-            return {rank for rank, seat in self._seats.items() if seat.saves}
-
     def _tell_savers(self) -> None:
         if savers := self.savers:
             for agent in self._watchdog.agents():
                 agent.send("saves", ranks=sorted(savers))
-
-    def has_left(self, world_rank: int) -> bool:
-        """Whether this rank has said goodbye, or its connection is gone."""
-        with self._changed:
-            return world_rank in self._seats and self._seats[world_rank].left
-
-    def has_come(self, world_rank: int) -> bool:
-        """Whether this rank has been here."""
-        with self._changed:
-            return world_rank in self._seats
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
         """In a thread that close() will join."""

@@ -137,6 +137,7 @@ class Waits:
                 ends     called with it: each ends the waits of a transport, of a link to itself, of a device
                 step     the training step that the program is in, if it says so
                 workers  the threads that carry out started calls now
+                hearsay  most seconds to wait for the reason of a broken link; None: the transport's own limit
     A listener, if there is one, takes these over:
                 tell     called when a wait begins to last, and when it ends
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
@@ -153,6 +154,7 @@ class Waits:
         self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
         self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
+        self.hearsay: float | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.error: CommError | None = None
         self.ends: list[Callable[[CommError], None]] = []

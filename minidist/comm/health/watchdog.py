@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minidist.comm.health import deadlock
-from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
+from minidist.comm.health.acceptor import SILENCE
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, listed
 from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
+from minidist.comm.health.seats import AgentSeat, Seat
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 

@@ -14,6 +14,7 @@ reading thread there empties the connection. The price is memory, and a copy: ev
 receive takes it. tcp/ keeps the same promises without either; it is what jobs use.
 """
 
+import queue
 import socket
 import struct
 import threading
@@ -29,12 +30,14 @@ from minidist.comm.health.acceptor import HANDSHAKE_LIMIT
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
-from minidist.comm.transports.progress.full_mesh import hang_up
+from minidist.comm.transports.progress.full_mesh import hang_up, listening
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
-from minidist.errors import CommError, HandshakeError, LinkLostError, PeerLostError, TimeoutError
+from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 HEADER = struct.Struct("<QQIQ")     # group, sequence, bytes of meta, bytes of payload
 REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a connection ended
+
+Callers = queue.SimpleQueue[tuple[int, socket.socket]]      # that have proven themselves, with their ranks
 
 
 # --- connecting ------------------------------------------------------------------------------------------------------
@@ -42,34 +45,41 @@ REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a 
 def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
     """This rank's connections to all others: dial every lower rank, admit every higher one.
 
-    A silent stranger at the listener delays the job by HANDSHAKE_LIMIT here; full_mesh.py answers each caller in a
-    thread of its own, and so no stranger delays it.
-
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
     Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached;
              TimeoutError naming the ranks that did not come.
     """
     connections: dict[int, socket.socket] = {}
+    callers: Callers = queue.SimpleQueue()
     try:
-        with socket.create_server((host, 0)) as listener:
-            listener.settimeout(limit)
+        with socket.create_server((host, 0)) as listener, listening(listener):
+            threading.Thread(target=accept, args=(listener, token, callers), daemon=True).start()
             addresses = [info["address"] for info in link.meet({"address": listener.getsockname()})]
             for rank in range(link.world_rank):
                 connections[rank] = socket.create_connection(tuple(addresses[rank]), limit)
                 wire.greet(connections[rank], token, {"world_rank": link.world_rank}, limit)
             while len(connections) < len(addresses) - 1:
-                sock, _ = listener.accept()
-                try:
-                    connections[wire.admit(sock, token, HANDSHAKE_LIMIT)["world_rank"]] = sock
-                except (HandshakeError, TimeoutError):      # a stranger
-                    sock.close()
+                rank, connections[rank] = callers.get(timeout=limit)
     except BaseException as error:
         hang_up(connections)
-        if isinstance(error, socket.timeout) and not isinstance(error, TimeoutError):   # noqa: UP041
+        if isinstance(error, queue.Empty | socket.timeout) and not isinstance(error, TimeoutError):     # noqa: UP041
             missing = sorted(set(range(link.world_size)) - {link.world_rank, *connections})
             raise TimeoutError(f"rank {link.world_rank} waited {limit:g} s for ranks {missing} to connect") from None
         raise
     return PlainTcp(link.world_rank, limit, connections)
+
+
+def accept(listener: socket.socket, token: bytes, callers: Callers) -> None:
+    """The body of a thread: answer each caller in a thread of its own, so that a silent stranger delays no rank."""
+    def answer(sock: socket.socket) -> None:
+        try:
+            callers.put((wire.admit(sock, token, HANDSHAKE_LIMIT)["world_rank"], sock))
+        except (CommError, OSError):                        # a stranger
+            sock.close()
+
+    with suppress(OSError):                                 # `listening` is over
+        while True:
+            threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

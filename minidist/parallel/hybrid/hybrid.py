@@ -13,7 +13,7 @@ them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +22,24 @@ import numpy as np
 
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.comm.group import Group
-from minidist.device import backend
 from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
-from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.nn import DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
-from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
+from minidist.parallel.hybrid.strategies import make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive import checkpoint
@@ -124,7 +121,7 @@ class Trainer:
         self.plan, self.mesh = plan, Mesh(self.world, **plan.axes)
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
-        self.precision, self.model = self._make_model()
+        self.precision, self.model = make_model(plan, self.config, self.mesh)
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
@@ -142,38 +139,14 @@ class Trainer:
             self.account.limit = None
             raise
 
-    def _make_model(self) -> tuple[Precision, GPT]:
-        """The plan's precision, and the model in it, not yet drawn."""
-        if self.plan.precision == "fp32":
-            return Precision(), GPT(self.config)
-        precision: Any = load("precision")(self.plan.precision, masters=self.config.dtype)
-        model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
-        if self.plan.precision == "fp8":
-            precision.attach(model, self.mesh.stage)
-        return precision, model
-
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
         if self.plan.composed:
             return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, device=device,
                           key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
                           recorder=self.recorder)
-        options: dict[str, Any] = {"loss": self._loss, "recorder": self.recorder}
-        if self.plan.zero < 3:
-            self.model.initialize(self.seed, device=device)
-        if self.plan.strategy == "data-parallel":
-            quiet = [Silent() for _ in range(self.plan.replicas - 1)]
-            return load("data-parallel")(   # type: ignore[no-any-return]
-                self.model, self.plan.replicas, recorders=[self.recorder, *quiet],
-                forward=lambda replica, inputs, first: replica(inputs, key=self._key(inputs, first)))
-        if self.plan.strategy == "parameter-server":
-            return load("parameter-server")(self.model, self.mesh["dp"], servers=self.plan.servers,   # type: ignore
-                                            asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
-                                            **options)
-        if self.plan.dp == 1 and not self.plan.zero and self.plan.offload == "none":
-            return Single(self.model, precision=self.precision, **options)
-        return make_data_axis(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
-                              precision=self.precision, **options)
+        return make_strategy(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
+                             loss=self._loss, key=self._key, precision=self.precision, recorder=self.recorder)
 
     def require_room(self, sequences: int) -> None:
         """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""

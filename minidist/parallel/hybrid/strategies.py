@@ -1,14 +1,20 @@
 """The strategies that a plan names, each loaded when a plan asks for it: to read one is to read its chapter alone."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from minidist.comm.group import Group
-from minidist.nn import GPT
+from minidist.device.backend import Array, dtype_name
+from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.strategy import DataAxis
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.single import Single
+from minidist.parallel.step.strategy import DataAxis, Strategy
 
 PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
@@ -26,6 +32,36 @@ def load(name: str) -> Any:
     """The class or function of a plan's word."""
     module, _, attribute = PLACES[name].rpartition(".")
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
+
+
+def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GPT]:
+    """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh` share fp8's scales."""
+    if plan.precision == "fp32":
+        return Precision(), GPT(config)
+    precision: Any = load("precision")(plan.precision, masters=config.dtype)
+    model = GPT(replace(config, dtype=dtype_name(precision.dtype)))
+    if plan.precision == "fp8":
+        precision.attach(model, mesh.stage)
+    return precision, model
+
+
+def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any, precision: Precision,
+                  key: Callable[[Array, int], DropoutKey | None], recorder: Recorder,
+                  loss: Callable[..., Any]) -> Strategy:
+    """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
+    options: dict[str, Any] = {"loss": loss, "recorder": recorder}
+    if plan.zero < 3:
+        model.initialize(seed, device=device)
+    if plan.strategy == "data-parallel":
+        return load("data-parallel")(   # type: ignore[no-any-return]
+            model, plan.replicas, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
+            forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
+    if plan.strategy == "parameter-server":
+        return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
+                                        asynchronous=plan.asynchronous, staleness=plan.staleness, **options)
+    if plan.dp == 1 and not plan.zero and plan.offload == "none":
+        return Single(model, precision=precision, **options)
+    return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
 
 
 def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fake_gpu
@@ -177,7 +178,7 @@ def test_ours_over_the_stand_in_for_cupy(captured, monkeypatch):
     monkeypatch.setattr(device, "WARM_UP", 1)
     monkeypatch.setattr(fake_gpu.MemoryPool, "total_bytes", lambda pool: 5)
     with account.use(account.MemoryAccount()):
-        turn = device.ours(TINY, "cuda", "bf16", captured=captured)
+        turn = device.ours(replace(TINY, heads=1), "cuda", "bf16", captured=captured)
         answers = [turn(steps=1)]
         fake_gpu.waits.clear()
         answers.append(turn(steps=2))

@@ -1,11 +1,13 @@
 """`minidist train`, as a user runs it: under mpirun, on ranks of its own, alone; and with mistakes."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +37,20 @@ def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str
                           check=False)
 
 
+def execute_here(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """The same in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+
 def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
                options: list[str]) -> tuple[str, dict[str, Any]]:
     """What `minidist train -n N` prints and its metrics, with threads for the processes that it would start: each
     parses its command line. `runs` has the processes.
     """
-    def threads(command: list[str], size: int, patience: float) -> int:
+    def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
@@ -66,13 +76,17 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
-    """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder."""
+    """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder.
+
+    Alone it runs in this process.
+    """
     folder = tmp_path_factory.mktemp("runs")
     found = {}
     for name, prefix, options in (("alone", [], ["--verify"]), ("ours", [], ["-n", "2", "--verify"]),
                                   ("mpirun", ["mpirun", "-n", "2"], [])):
-        results = ["--out", name, "--json", f"{name}.json"]
-        done = execute([*prefix, *MINIDIST, "train", *TINY, "--data", str(book), *results, *options], folder)
+        words = ["train", *TINY, "--data", str(book), "--out", str(folder / name), "--json",
+                 str(folder / f"{name}.json"), *options]
+        done = execute([*prefix, *MINIDIST, *words], folder) if name != "alone" else execute_here(words)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
@@ -178,8 +192,9 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
                                                        capfd: pytest.CaptureFixture[str]) -> None:
     """A gradient times float16's first scale overflows, so that the only step is skipped."""
     monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text(book.read_text()[:900])       # validation goes through it symbol by symbol
     status = main(["train", *TINY, "--dtype", "float32", "--precision", "fp16", "--steps", "1", "--batch", "1",
-                   "--context", "1", "--verify", "--data", str(book), "--out", "run"])
+                   "--context", "1", "--verify", "--data", "short.txt", "--out", "run"])
     printed = capfd.readouterr().out
     assert status == 1 and "NOTHING TO COMPARE" in printed and "Equal" not in printed
     assert "1 step skipped, whose gradients overflowed float16" in printed
@@ -265,7 +280,7 @@ if os.environ.get("RANK") == "1":
     from minidist.parallel.data.parameter_server import ParameterServer
 
     def step(self, *args, at=ParameterServer.step, **options):
-        if self._steps == 20:
+        if self._steps == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return at(self, *args, **options)
 
@@ -276,22 +291,22 @@ if os.environ.get("RANK") == "1":
 
 def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capfd: pytest.CaptureFixture[str]) -> None:
-    """In its 21st step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says
+    """In its 11th step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says
     who it was."""
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(MORTAL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"), prepend=os.pathsep)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
-    status = main(["train", *TINY, "--steps", "60", "-n", "3", "--strategy", "parameter-server", "--asynchronous",
+    status = main(["train", *TINY, "--steps", "30", "-n", "3", "--strategy", "parameter-server", "--asynchronous",
                    "--data", str(book), "--out", "run"])
     printed, error = capfd.readouterr()
     assert status == 0, error
-    assert "step 60 of 60" in printed
+    assert "step 30 of 30" in printed
     assert "rank 1" in error and "was killed by SIGKILL; the job goes on without it" in error
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["formula"]["lost"] == [1] and [rank["rank"] for rank in metrics["ranks"]] == [0, 2]
-    assert len(metrics["losses"]) == 60 and metrics["validation_loss"] < 4
+    assert len(metrics["losses"]) == 30 and metrics["validation_loss"] < 4
 
 
 @pytest.mark.parametrize("by", [

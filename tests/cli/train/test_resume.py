@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import torchrun
 
 import minidist as md
 from minidist.cli import main
@@ -19,13 +20,6 @@ from minidist.survive.manifest import checkpoints, step_of
 TINY = ["train", "--quiet", "--batch", "4", "--context", "8", "--layers", "2", "--width", "8", "--heads", "2",
         "--dtype", "float64"]
 STEPS, STOP = 7, 4
-
-
-@pytest.fixture(autouse=True)
-def _no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib, which takes a second."""
-    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
-                        lambda path, losses, **options: path.write_text(str(len(losses))))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +139,7 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
 
     A save that takes long is shown.
     """
-    def threads(command: list[str], size: int, patience: float) -> int:
+    def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             command_module.add_arguments(parser)
@@ -162,6 +156,33 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
     assert f"saved {run}/step-000008 in " in printed
     metrics = metrics_of(run)
     assert (metrics["size"], len(metrics["losses"]), metrics["checkpoint"]["steps"]) == (2, 8, [8])
+
+
+def test_a_job_that_its_launcher_starts_again_goes_on_by_itself(
+        book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the very same command line, as Slurm and torchrun give it. Any other job overwrites nothing."""
+    words = ["--data", book, "--steps", STEPS, "--lr-schedule", "constant", "--verify"]
+    assert train(*words, "--out", tmp_path / "whole") == 0
+    words += ["--save-every", 3, "--out", tmp_path / "run"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    with monkeypatch.context() as patch:
+        stop_after(patch, STOP)
+        assert train(*words) == 75
+    assert train(*words) == 2
+    assert f"--out {tmp_path / 'run'}: holds checkpoints of a run; go on with --resume" in capfd.readouterr().err
+    for name, value in torchrun(0, size=1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(*words, "--width", "16") == 2
+    assert capfd.readouterr().err == (
+        "minidist train: --verify is left out: the first steps were made before the job was started again\n"
+        "minidist train: --width: a resumed run keeps what it has (8); leave the option out, or start a new run\n")
+    assert train(*words) == 0
+    whole, run = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run")
+    assert (run["losses"], run["weights_sha256"]) == (whole["losses"], whole["weights_sha256"])
+    assert (run["resumed_from"], run["steps"]) == (STOP, STEPS - STOP)
+    assert train(*words[:-1], tmp_path / "other") == 0                  # no checkpoint yet: it begins
+    assert metrics_of(tmp_path / "other")["resumed_from"] is None
 
 
 def test_going_back_to_an_older_checkpoint(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

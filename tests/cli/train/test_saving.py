@@ -69,15 +69,28 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(by: list[str], book: Path,
 @pytest.mark.parametrize(("launcher", "number"), [
     (torchrun, signal.SIGTERM), (slurm, signal.SIGTERM), (slurm, signal.SIGUSR1)])
 def test_one_rank_of_another_launcher_is_told(launcher: Any, number: int, book: Path, tmp_path: Path) -> None:
-    """All save after the same step; SIGUSR1 is heard under srun."""
+    """All save after the same step; SIGUSR1 is heard under srun. Started again, they go on by themselves."""
     port = {"port": free_port()} if launcher is torchrun else {}
-    ranks = [begin([*MINIDIST, "train", *TINY, "--steps", "100000", "--save-every", "90000", "--data", str(book),
-                    "--out", "run"], tmp_path, **launcher(rank, size=2, **port)) for rank in range(2)]
+
+    def start(**variables: str) -> list["subprocess.Popen[str]"]:
+        return [begin([*MINIDIST, "train", *TINY, "--steps", "100000", "--save-every", "90000", "--data", str(book),
+                       "--out", "run"], tmp_path, **launcher(rank, size=2, **port), **variables) for rank in range(2)]
+
+    ranks = start()
     training(ranks[0])
     ranks[1].send_signal(number)
     done = stopped_well(ranks[0], tmp_path / "run")
     _, error = ranks[1].communicate(timeout=60)
     assert (ranks[1].returncode, error) == (75, "") and done > 0
+    refused = [rank.communicate(timeout=60)[1] for rank in start()]
+    assert "--out run: holds checkpoints of a run; go on with --resume run" in "".join(refused)
+    ranks = start(**{"SLURM_RESTART_COUNT" if launcher is slurm else "TORCHELASTIC_RESTART_COUNT": "1"})
+    training(ranks[0])
+    ranks[0].send_signal(number)
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [75, 75], said
+    assert [step_of(folder) for folder in checkpoints(tmp_path / "run")][0] == done and \
+        len(checkpoints(tmp_path / "run")) == 2
 
 
 @pytest.mark.soak

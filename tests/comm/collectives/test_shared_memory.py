@@ -75,7 +75,7 @@ def test_full_count(verb, data):
 
 @on_both_ways
 @pytest.mark.parametrize("verb", LENDING)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_sample_in_small_pieces(verb, lends, data):
     with pieces_of(data.draw(st.sampled_from((512, 1024)))):

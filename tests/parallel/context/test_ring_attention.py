@@ -104,7 +104,7 @@ any_attention = given(size=st.integers(1, 5), length=st.integers(1, 40), kv_head
                       each=st.integers(1, 3), scale=st.sampled_from([1.0, 1e-3, 3e4]))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @any_attention
 def test_any_attention(size: int, length: int, kv_heads: int, each: int, scale: float) -> None:
     """Also where scores are so large that exp of them would overflow."""
@@ -299,7 +299,7 @@ def test_grouped_queries_and_rotary_positions() -> None:
               {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @any_job(context=st.integers(1, 23))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(context, elements_sent, size, changes, options, steps=2)

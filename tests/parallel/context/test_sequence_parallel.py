@@ -53,7 +53,7 @@ def test_same_bits_in_processes() -> None:
     check_same_bits(sequence, "tcp")
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @any_job(context=st.integers(1, 7))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)

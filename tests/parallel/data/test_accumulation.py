@@ -66,7 +66,7 @@ any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 5), zero=st.in
                 sequences=st.integers(1, 11), tied=st.booleans(), clip=st.sampled_from([None, 0.1]))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None) -> None:
     """Also fewer rows than ranks × passes."""

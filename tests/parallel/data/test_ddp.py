@@ -72,7 +72,7 @@ any_job = given(size=st.integers(1, 8), options=st.fixed_dictionaries({
                         positions=st.sampled_from(["learned", "rotary"]))}))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, options: dict[str, Any]) -> None:
     """Uneven parts, ranks without a sequence, a bucket a parameter, one bucket for all, a weight used twice."""

@@ -128,7 +128,7 @@ any_job = given(workers=st.integers(1, 5), servers=st.integers(1, 3), options=st
     "step_options": st.fixed_dictionaries({"accumulate": st.integers(1, 3)})}))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job
 def test_any_job(workers: int, servers: int, options: dict[str, Any]) -> None:
     """Uneven parts, workers without a row, accumulation, tied and frozen weights."""

@@ -16,7 +16,7 @@ from minidist.nn.config import MixtureConfig
 from minidist.parallel.hybrid.cuda_graph import WARM_UP, CapturedStep, Given
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
-GPT = {"dropout": 0.2, "tied": True}
+GPT = {"dropout": 0.2, "tied": True, "heads": 1}
 LLAMA = {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}
 
 

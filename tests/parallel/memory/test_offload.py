@@ -102,7 +102,7 @@ def test_accumulated_in_half_precision(home: dict[str, Any]) -> None:
 
 
 @any_plan
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_any_composition(**drawn: Any) -> None:
     check_any(**drawn)
 

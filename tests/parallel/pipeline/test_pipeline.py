@@ -74,7 +74,7 @@ any_job = given(size=st.integers(1, 5), name=st.sampled_from(SCHEDULES), microba
                     "positions": st.sampled_from(["learned", "rotary"]), "norm": st.sampled_from(["layer", "rms"])}))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
                  changes: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -343,13 +344,18 @@ def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_default_rate_beside_pytorch(seed: str) -> None:
-    """Four times that rate: bf16 ends lower than float32, in PyTorch as here, by more than a hundredth."""
+    """Four times that rate: bf16 ends lower than float32, in PyTorch as here, by more than a hundredth.
+
+    PyTorch computes by float32 instructions, as NumPy does. A processor's own for bf16 round elsewhere, and at this
+    rate that alone moves the loss of seed 0 by a hundredth and a half.
+    """
     pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
     options, script = ("--seed", seed), Path(__file__).parents[2] / "support" / "torch_mixed.py"
     losses = {}
     for precision in ("fp32", "bf16"):
         done = subprocess.run([sys.executable, script, precision, "--steps", "200", "--out", "unused", *options],
-                              check=True, capture_output=True, text=True)
+                              check=True, capture_output=True, text=True,
+                              env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
         losses[precision] = held_out_loss(settings_of(*options), precision), float(done.stdout)
     (full, their_full), (low, their_low) = losses["fp32"], losses["bf16"]
     assert full == pytest.approx(their_full, rel=0.005)

@@ -61,7 +61,7 @@ def test_same_bits_over_tcp() -> None:
     check_same_bits(tensor, "tcp")
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job(vocabulary=st.integers(5, 14))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)

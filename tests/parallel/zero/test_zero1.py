@@ -42,7 +42,7 @@ def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> Non
     check_equal(1, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
     """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen weights."""

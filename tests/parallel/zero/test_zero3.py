@@ -52,7 +52,7 @@ any_job = given(
         "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.sampled_from([1, 3])})}))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, accumulate: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     """Uneven parts and shards, ranks without a row, accumulation, prefetch, a weight used twice, frozen weights."""

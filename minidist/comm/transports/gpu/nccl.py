@@ -128,7 +128,8 @@ class NcclNative(GpuNative):
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
         super().__init__(gpu, side, group, world_ranks)
-        id = self._tell(np.frombuffer(gpu.nccl.get_unique_id() if self._rank == 0 else b"", np.uint8))[0].tobytes()
+        drawn = gpu.within_limit(gpu.nccl.get_unique_id, "NCCL's id") if self._rank == 0 else b""
+        id = self._tell(np.frombuffer(drawn, np.uint8))[0].tobytes()
         self._comm = gpu.within_limit(lambda: Communicator(gpu, side, self._size, id, self._rank),
                                       "NCCL's ranks to meet")
         self._queue, self._bytes = self._comm.queue, gpu.nccl.NCCL_UINT8

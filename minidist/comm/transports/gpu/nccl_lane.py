@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,15 @@ class Communicator:
             nccl.groupEnd()
 
     def queue(self, what: str, start: Callable[[Any, int], None]) -> None:
-        """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the calls."""
-        gpu, stream = self._gpu, self._side.stream
+        """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the calls.
+
+        The calls return at once, mostly: NCCL may wait for its peers, or for room. The watch ends that at the limit.
+        """
+        gpu, stream, calls = self._gpu, self._side.stream, SimpleNamespace(done=False)
         begun = gpu.event(stream)
         with gpu.one_at_a_time:
             gpu.check()
+            gpu.watch.follow(f"NCCL's {what}", begun, calls, [])
             try:
                 gpu.nccl.groupStart()
                 try:
@@ -66,6 +71,8 @@ class Communicator:
                 gpu.check()
                 raise CommError(f"rank {gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN in "
                                 "the environment says more") from error
+            finally:
+                calls.done = True
         gpu.watch.follow(f"NCCL's {what}", begun, gpu.event(stream), [])
 
     def failure(self) -> str:

@@ -171,7 +171,7 @@ class Engine(Transport):
             return error
         lost, link_lost = error.world_rank, isinstance(error, LinkLostError)
         if self.waits.error is None and lost is not None:
-            deadline = time.monotonic() + _HEARSAY
+            deadline = time.monotonic() + (_HEARSAY if self.waits.hearsay is None else self.waits.hearsay)
             with nullcontext() if link_lost else self.waits.lasting(what, lambda: (lost,)):
                 while self.waits.error is None and lost not in self.lost and time.monotonic() < deadline:
                     time.sleep(_LOOK)

@@ -31,6 +31,7 @@ from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
+from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, PeerLostError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
@@ -141,7 +142,7 @@ class ShmTransport(PolledTransport):
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
                  far: Mapping[int, PolledLink] | None = None, *, processes: Mapping[int, int] | None = None,
                  name: str = "shm") -> None:
-        spins = SPINS if len(links) < _cores() else SPINS_CROWDED
+        spins = SPINS if len(links) < of_all_ranks() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
         self.links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
@@ -259,7 +260,3 @@ class ShmTransport(PolledTransport):
         for board in boards:
             board.sleeps(False)
 
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -325,6 +325,44 @@ def test_a_communicator_that_nobody_else_makes_ends_with_the_limit(cupy, monkeyp
         run_on_gpus(ranks, size=2)
 
 
+def test_a_communicator_that_is_never_made_holds_up_nobody_when_a_rank_is_lost(cupy, monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(fake_cupy.NcclCommunicator, "__init__", lambda *_: over.wait())
+
+    def ranks(world):
+        threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 2 was killed", 2)]).start()
+        world.all_reduce(cupy.asarray(np.ones(4)))
+
+    try:
+        with pytest.raises(PeerLostError, match="rank 2 was killed"):
+            run_on_gpus(ranks, size=2)
+    finally:
+        over.set()
+
+
+def test_a_call_from_which_nccl_does_not_return_ends_with_the_limit(cupy, monkeypatch):
+    """Its abort ends the call, as NCCL's does."""
+    end, stuck = cupy.cuda.nccl.groupEnd, threading.local()
+
+    def never(comm):
+        assert soon(lambda: comm.aborted)
+        raise fake_cupy.NcclError("remote process exited or there was a network error")
+
+    monkeypatch.setattr(cupy.cuda.nccl, "groupEnd", lambda: never(stuck.comm) if hasattr(stuck, "comm") else end())
+    monkeypatch.setattr("minidist.comm.transports.gpu.nccl_lane._STUCK", 0.05)
+
+    def ranks(world):
+        device = world.transport.device
+        world.all_reduce(gpu_calls.on_device(np.ones(4)))
+        world.barrier()
+        world.transport.limit = 0.2
+        stuck.comm = device.native(world.id, world.world_ranks)._comm._comm
+        world.all_reduce(gpu_calls.on_device(np.ones(4)))
+
+    with pytest.raises(TimeoutError, match=r"rank . waited 0.2 s for the GPU in NCCL's all_reduce"):
+        run_on_gpus(ranks, size=2)
+
+
 def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
     def ranks(world):
         device = world.transport.device

@@ -1,0 +1,48 @@
+"""The header of a call's messages: what it says, and how the header of another call is refused."""
+
+import warnings
+
+from minidist.comm.calls.members import Members
+from minidist.comm.signature import BlockHeader, Signature, behind_key, mismatch, unpack
+from minidist.errors import MismatchError
+
+
+class CallHeader:
+    """The header of one call, `meta`: its key, which is the same on all ranks, and its place in the program."""
+
+    def __init__(self, signature: Signature, group: Members) -> None:
+        self.signature, self._group = signature, group
+        self._key, where = signature.pack()
+        self.meta = self._key + where
+
+    def block_in(self, meta: bytes, src: int) -> BlockHeader | None:
+        """What the header of a message in this call says that it brings. Raises: as compare()."""
+        if not meta.startswith(self.meta):
+            self.compare(meta, src)
+        return behind_key(meta[len(self._key):])[1] if meta.startswith(self._key) else unpack(meta)[1]
+
+    def compare(self, meta: bytes, src: int) -> None:
+        """Refuse the header of another call. Warn of two calls that only their places in the program tell apart."""
+        here, group = self.signature.where, self._group
+        if meta.startswith(self._key):
+            there = behind_key(meta[len(self._key):])[0]
+        else:
+            theirs = unpack(meta)[0]
+            if not theirs.agrees(self.signature):
+                raise self.mismatch(meta, src)
+            there = theirs.where
+        if here != there and group.guard.crossed(self._key[8:], src, here, there):
+            warnings.warn(f"rank {group.world_rank} at {here} meets rank {group.world_ranks[src]} at {there} in "
+                          f"{self.signature.verb}, after they met the other way round: if they make these two calls in "
+                          f"another order, the values are mixed; give each call a group of its own (split), or one "
+                          f"place", RuntimeWarning, stacklevel=2)
+
+    def mismatch(self, meta: bytes, src: int) -> MismatchError:
+        """The error for a header of another call, which rank `src` has sent."""
+        group = self._group
+        return self.refusal(mismatch(self.signature, group.world_rank, unpack(meta)[0], group.world_ranks[src]))
+
+    def refusal(self, error: MismatchError) -> MismatchError:
+        """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
+        self._group.transport.waits.disagree(str(error), self._group.world_ranks)
+        return error

@@ -1,0 +1,216 @@
+"""What a job may use of its host: some of the cores, so much memory, and a run folder of its own.
+
+The memory limit is a control group of Linux (cgroup v2), where this user may make one:
+
+    …/minidist-4711-x/      beside this process's own group, or inside it
+        memory.max          the limit of all processes inside together; memory.swap.max is 0
+        cgroup.procs        each rank is written there right after its start
+        memory.events       `oom_kill` counts the processes that the kernel has killed for the limit
+
+The launcher stays outside, so it lives to say why a rank died. A killed launcher leaves its group behind; the next one
+that makes a group beside it removes it, once its processes have ended.
+"""
+
+import fcntl
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidist.comm.health.failure import how_it_ended, say_line
+from minidist.device import cores
+
+PREFIX = "minidist-"
+RUN_FOLDER = "MINIDIST_RUN_FOLDER"      # the folder that a rank's launcher has locked for its job
+EMPTY_LIMIT = 2.0       # seconds that a group's last processes may take to be gone
+
+
+class MemoryLimit:
+    """A limit for the memory of all ranks that are started here.
+
+    Args:       text: the limit, as messages say it. own: the folder of this process's group (None: the system's).
+    Attributes: problem: why the limit is not enforced; "" if it is. kills: processes that were killed for it.
+    """
+
+    def __init__(self, nbytes: int, text: str, own: Path | None = None) -> None:
+        self.nbytes, self.text, self.problem, self.kills = nbytes, text, "the job has not begun", 0
+        self._own, self._lock = own, -1
+        self.group: Path | None = None
+
+    def begin(self) -> None:
+        """Make the group; where that cannot be, say so in one line: the job runs without a limit."""
+        try:
+            self._make(self._own or own_group())
+            self.problem = ""
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            say_line(f"minidist: --memory-limit {self.text} is not enforced: {self.problem}")
+            self.end()
+
+    def _make(self, own: Path) -> None:
+        """Raises: OSError, whose strerror says why there is no group."""
+        homes = [home for home in (own.parent, own) if "memory" in _words(home / "cgroup.subtree_control")]
+        if not homes:
+            raise OSError(0, f"no group beside or below {own} may have the memory controller of cgroup v2")
+        usable = [home for home in homes if os.access(home, os.W_OK) and os.access(home / "cgroup.procs", os.W_OK)]
+        if not usable:
+            raise OSError(0, f"this user may make no control group in {homes[0]}; under systemd, start the job with "
+                             "`systemd-run --user --scope`")
+        _sweep(usable[0])
+        self.group, self._lock = _locked_group(usable[0])
+        (self.group / "memory.max").write_text(str(self.nbytes))
+        with suppress(OSError):                             # a kernel without accounts of swap
+            (self.group / "memory.swap.max").write_text("0")
+
+    def enter(self, pid: int) -> None:
+        """A process that has just been started is in the group, and so is what it starts."""
+        if self.group is None:
+            return
+        try:
+            (self.group / "cgroup.procs").write_text(str(pid))
+        except ProcessLookupError:                          # it has ended
+            pass
+        except OSError as error:
+            self.problem = f"process {pid} cannot be put into {self.group}: {error.strerror}"
+            say_line(f"minidist: --memory-limit {self.text} is not enforced: {self.problem}")
+
+    def look(self) -> int:
+        """How many processes the kernel has killed for the limit so far."""
+        if self.group is not None:
+            with suppress(OSError):
+                found = re.search(r"^oom_kill (\d+)", (self.group / "memory.events").read_text(), re.MULTILINE)
+                self.kills = max(self.kills, int(found[1]) if found else 0)
+        return self.kills
+
+    def end(self) -> None:
+        """Remove the group, once its processes have ended; a process that outlives its rank keeps it."""
+        if self.group is None:
+            return
+        self.look()
+        deadline = time.monotonic() + EMPTY_LIMIT
+        while self.group.exists() and not _remove(self.group) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.close(self._lock)
+        self.group = None
+
+    def record(self) -> dict[str, object]:
+        """For --json."""
+        return {"bytes": self.nbytes, "enforced": not self.problem, "problem": self.problem or None,
+                "killed_processes": self.kills}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the ranks that are started here may use.
+
+    Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds for them alone.
+    """
+
+    cores: Sequence[int] = ()
+    memory: MemoryLimit | None = None
+    folder: Path | None = None
+
+    def begin(self) -> None:
+        """Before the first rank starts: this process keeps to the cores, too, and the memory limit has its group."""
+        if self.cores:
+            cores.keep_to(self.cores)
+        if self.memory is not None:
+            self.memory.begin()
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of a rank."""
+        return ({cores.VARIABLE: str(len(self.cores))} if self.cores else {}) | (
+            {RUN_FOLDER: str(self.folder.resolve())} if self.folder is not None else {})
+
+    def of_rank(self, local_rank: int, ranks: int) -> list[int]:
+        """The cores of one of so many ranks of this host; empty: all."""
+        return cores.deal(self.cores, ranks)[local_rank] if self.cores else []
+
+    def started(self, pid: int) -> None:
+        """A rank's process has just been started."""
+        if self.memory is not None:
+            self.memory.enter(pid)
+
+    def how_it_ended(self, code: int) -> str:
+        """An exit code in words; a kill for the memory limit is told as that."""
+        if code == -signal.SIGKILL and self.memory is not None and self.memory.look():
+            return f"was killed by the memory limit of {self.memory.text}"
+        return how_it_ended(code)
+
+    def record(self) -> dict[str, object]:
+        """For --json: the limits that there are."""
+        return ({"cores": list(self.cores)} if self.cores else {}) | (
+            {"memory_limit": self.memory.record()} if self.memory is not None else {})
+
+    def end(self) -> None:
+        """When all ranks have ended."""
+        if self.memory is not None:
+            self.memory.end()
+
+
+def own_group() -> Path:
+    """The folder of this process's group. Raises: OSError, whose strerror says why there is none."""
+    path = next((line[3:].rstrip("\n") for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
+    for line in _lines("/proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        if path is not None and after.startswith("cgroup2 ") and "/.." not in path:
+            root, mounted = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), word)
+                             for word in before.split()[3:5])
+            return Path(mounted, os.path.relpath(path, root)) if path != root else Path(mounted)
+    raise OSError(0, "this system has no control groups of version 2 (cgroup v2)")
+
+
+def limit_here() -> int | None:
+    """The memory limit of the job that this rank belongs to; None without one."""
+    with suppress(OSError, ValueError):
+        own = own_group()
+        if own.name.startswith(PREFIX):
+            return int((own / "memory.max").read_text())
+    return None
+
+
+def _locked_group(home: Path) -> tuple[Path, int]:
+    """A new group and the descriptor that holds its lock; made again if a sweep was faster than the lock."""
+    while True:
+        group = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
+        with suppress(FileNotFoundError):
+            lock = os.open(group, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if group.exists():
+                return group, lock
+            os.close(lock)
+
+
+def _sweep(home: Path) -> None:
+    """Remove the groups that killed launchers left; those of living ones are locked."""
+    for stale in home.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            lock = os.open(stale, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(stale)
+            finally:
+                os.close(lock)
+
+
+def _remove(group: Path) -> bool:
+    """Whether the group is gone; one with processes stays."""
+    with suppress(OSError):
+        os.rmdir(group)
+        return True
+    return False
+
+
+def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
+
+
+def _lines(file: str | Path) -> list[str]:
+    with suppress(OSError):
+        return Path(file).read_text().splitlines()
+    return []

@@ -1,0 +1,74 @@
+"""Chapter 24 · A rank that fails in the middle of a step, and how the others come to stand still.
+
+    for stall in stalls(found, rank=3, after=0.4):          # seconds into the step
+        print(stall.rank, stall.seconds, stall.waits_for)   # 2  0.41  "all_reduce of the tp group of ranks 0, 1, 2, 3"
+
+The rank stops at its first event after that moment. A group misses it first, then the groups of that group's ranks: the
+standstill spreads as far as anybody waits. (A real job does not stand there: its monitor names the rank and ends it.)
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from minidist.errors import ConfigError
+from minidist.observe.events import Busy, GroupCall
+from minidist.observe.replay import Replayed
+from minidist.observe.tracks import BUSY
+
+if TYPE_CHECKING:
+    from minidist.simulate.results import Simulation
+
+FAILED = "failed"
+NEVER = 1e15        # seconds
+
+
+class Stall(NamedTuple):
+    """A rank that stands still: when it began to, in seconds of the step, and for what it waits."""
+
+    rank: int
+    seconds: float
+    waits_for: str
+
+
+def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
+    """The ranks that stand still because `rank` fails, the first one first; it is one of them.
+
+    Args:    after: seconds into the step, before its end.
+    Raises:  ConfigError for a rank or a moment that is not there.
+    """
+    if not 0 <= rank < len(found.role_of) or not 0 <= after < found.step_seconds:
+        raise ConfigError(f"rank {rank} fails after {after:g} s: choose a rank below {len(found.role_of)}, and less "
+                          f"than {found.step_seconds:.4g} s")
+    ops, times = found.replayed.track(rank).at, found.replayed.times(rank)
+    place = min(bisect_right(times, found.begin + after) - 1, len(ops) - 1)
+    trace = found.traces[found.role_of[rank]]
+    broken = replace(trace, events=[*trace.events[:ops[place]], Busy(FAILED, FAILED), *trace.events[ops[place]:]])
+    roles = [len(found.traces) if one == rank else role for one, role in enumerate(found.role_of)]
+    again = found.again([*found.traces, broken], roles)
+    stopped = [_stall(again, one, found.begin) for one in range(len(roles)) if again.times(one)[-1] >= NEVER]
+    return sorted(stopped, key=lambda stall: (stall.seconds, stall.rank))
+
+
+def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
+    """From the last moment at which a rank went on."""
+    times, track = replayed.times(rank), replayed.track(rank)
+    place = bisect_right(times, NEVER / 2) - 1
+    kind, slot, number = track.ops[place]
+    if kind == BUSY:
+        return Stall(rank, times[place] - begin, "nothing: it failed")
+    station = replayed.stations_of(rank)[slot]
+    job = station.jobs[number]
+    return Stall(rank, times[place] - begin, f"{job.verb if isinstance(job, GroupCall) else 'move'} of {station}")
+
+
+def told(found: "Simulation", spread: Sequence[Stall]) -> str:
+    """One line: who waits first, and how far the standstill goes."""
+    failed, *others = sorted(spread, key=lambda stall: not stall.waits_for.startswith("nothing"))
+    if not others:
+        return f"rank {failed.rank} fails {failed.seconds:.4g} s into the step, and nobody waits for it in this step"
+    last = others[-1]
+    return (f"rank {failed.rank} fails {failed.seconds:.4g} s into the step: rank {others[0].rank} is the first to "
+            f"stand still, at {others[0].seconds:.4g} s in {others[0].waits_for}; {len(others):,} of "
+            f"{len(found.role_of) - 1:,} others do, the last at {last.seconds:.4g} s")

@@ -1,0 +1,57 @@
+"""Processes that a template forks: they are the launcher's children, and end as any other."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from leftovers import nothing_left
+
+from minidist.launch.template import Template
+
+PROGRAM = """
+import os, signal, sys
+from minidist.launch.template import fork_on_demand
+
+fork_on_demand()
+number = int(os.environ["MINIDIST_PROCESS"])
+print("here is", number, sys.stdin.fileno() == 0 and sys.stdin.read(), file=sys.stderr, flush=True)
+if number == 2:
+    signal.pause()
+if number == 3:
+    raise ArithmeticError("on purpose")
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+sys.exit(number)
+"""
+
+
+@pytest.fixture
+def template():
+    with nothing_left() as environment:
+        made = Template([sys.executable, "-c", PROGRAM], {**environment, "MINIDIST_PROCESS": "0"})
+        while not made.wait(0.05):
+            pass
+        assert made.ready
+        yield made
+        made.close()
+
+
+def test_each_process_has_its_number_its_stderr_and_its_exit_code(template):
+    five, stopped, failed = template.fork(5), template.fork(2), template.fork(3)
+    assert (five.wait(20), five.poll(), five.stderr.read()) == (5, 5, b"here is 5 \n")
+    assert (failed.wait(20), b"ArithmeticError: on purpose" in failed.stderr.read()) == (1, True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stopped.wait(0.05)
+    stopped.send_signal(signal.SIGKILL)
+    assert (stopped.wait(20), stopped.stderr.read()) == (-signal.SIGKILL, b"here is 2 \n")
+    stopped.send_signal(signal.SIGKILL)                     # it has ended: nothing
+    for process in (five, stopped, failed):
+        process.stderr.close()
+
+
+def test_a_template_that_is_lost_forks_nothing(template):
+    template._process.kill()
+    template._process.wait()
+    assert (template.fork(7), template.ready) == (None, False)
+    assert template.fork(8) is None
+    assert template.wait(0.0)
