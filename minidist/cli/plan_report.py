@@ -14,22 +14,26 @@ from minidist.plan.trial import Trial
 
 SMALLEST = 5e-3         # shares of the step below this are not told
 GIB = 2.0**30
+_UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 
 
 def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequence[str]) -> None:
     """The best plans, the best one's terms, and the command that runs it."""
     best, cluster = ranking.best, ranking.cluster
-    console.print(f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, {ranking.batch:,} sequences "
-                  f"of {ranking.config.context:,} tokens a step", markup=False)
+    console.print(f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, {ranking.batch:,} "
+                  f"sequences of {ranking.config.context:,} tokens a step", markup=False)
     console.print(f"{plural(ranking.enumerated, 'plan')} enumerated, {len(ranking):,} fit into memory; "
                   f"ranked by {ranking.objective}\n", markup=False)
-    right = [Column(name, justify="right") for name in ("s a step", "replay", "MFU", "GiB", "$ a step", "kJ a step")]
-    table = Table("", "plan", *right, header_style="bold")
+    figures = ["s a step", "MFU", "GiB", *["replay"] * bool(ranking.confirmed), *_UNITS.get(ranking.objective, ())]
+    table = Table(*(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold")
     for place, choice in enumerate(ranking.top(count), start=1):
-        replay = f"{choice.confirmed.step_seconds:.4g}" if choice.confirmed else ""
-        table.add_row(str(place), choice.text, f"{choice.step_seconds:.4g}", replay, f"{ranking.mfu(choice):.1%}",
-                      f"{choice.total / GIB:.3g}", "" if choice.dollars is None else f"{choice.dollars:.3g}",
-                      "" if choice.joules is None else f"{choice.joules / 1e3:.4g}")
+        cells = [str(place), f"{choice.step_seconds:.4g}", f"{ranking.mfu(choice):.1%}", f"{choice.total / GIB:.3g}"]
+        if ranking.confirmed:
+            cells.append(f"{choice.confirmed.step_seconds:.4g}" if choice.confirmed else "")
+        if ranking.objective in _UNITS:
+            figure = choice.dollars if ranking.objective == "cost" else choice.joules
+            cells.append(f"{figure or 0.0:.4g}")
+        table.add_row(*cells, choice.text)
     console.print(table)
     parts = [f"{TITLES[term]} {best.seconds[term] / best.step_seconds:.1%}" for term in TERMS
              if best.seconds[term] > SMALLEST * best.step_seconds]

@@ -165,7 +165,7 @@ def working(trace: RankTrace) -> int:
 
 
 def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds]:
-    """Forward and backward of a trace, its calls along INNER as they are awaited; messages of a ring meet their like."""
+    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like."""
     clock, phase, ends, free = 0.0, PHASES[0], dict[int, float](), dict[str, float]()
     axis_of: dict[int, str] = {}
     compute = dict.fromkeys(PHASES, 0.0)

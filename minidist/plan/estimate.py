@@ -1,4 +1,4 @@
-"""Chapter 24 · The fast path: memory and seconds of a hundred thousand plans at once, from the formulas of the chapters.
+"""Chapter 24 · The fast path: memory and seconds of a hundred thousand plans at once, by the chapters' formulas.
 
 A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py and layouts.py):
 
@@ -34,14 +34,11 @@ from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-LAYER = ("forward", "backward", "ends", "wait forward", "wait backward", "wait ends")
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, of the fullest rank;
-    busy: seconds in which a rank computes.
-    """
+    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, of the fullest rank."""
 
     candidates: Candidates
     cluster: Cluster
@@ -126,8 +123,6 @@ class Columns:
 
     def __init__(self, found: Candidates, model: Estimator) -> None:
         self.found, self.model = found, model
-        for name in (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence"):
-            setattr(self, name, found.column(name))
         self.pp, self.pieces, self.zero = found.column("pp"), found.column("pieces"), found.column("zero")
         self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
         self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
@@ -248,11 +243,11 @@ class Columns:
         """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
         groups, layout = self._layouts()
         known: dict[tuple[tuple[int, ...], ...], int] = {}
-        inside = [known.setdefault(tuple(group["tp"][0] + group["cp"][0] + group["ep"][0]) and
-                                   (*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
+        inside = [known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
         keys = np.column_stack([self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]])
         rows, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        made = [self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]]) for row, at in zip(rows, first, strict=True)]
+        made = [self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]])
+                for row, at in zip(rows, first, strict=True)]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
     def _one_cell(self, cut: Cut, groups: Mapping[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
@@ -267,11 +262,12 @@ class Columns:
         return found
 
     def _data(self) -> dict[str, np.ndarray]:
-        """Seconds of the data axis's calls of a layer and of the ends: reductions, and gathers (ZeRO-3: of one pass)."""
+        """Seconds of the data axis's calls of a layer and of the ends: reductions; gathers (ZeRO-3: of one pass)."""
         groups, layout = self._layouts()
         known: dict[tuple[tuple[int, ...], ...], int] = {}
         data = np.array([known.setdefault(group["dp"], len(known)) for group in groups])[layout]
-        rows, where = np.unique(np.column_stack([self.found.column("tp"), self.zero, data]), axis=0, return_inverse=True)
+        keys = np.column_stack([self.found.column("tp"), self.zero, data])
+        rows, where = np.unique(keys, axis=0, return_inverse=True)
         by_number = list(known)
         made = [dict(self._calls(int(tp), int(zero), by_number[number])) for tp, zero, number in rows]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
@@ -301,6 +297,5 @@ class Columns:
         config = self.model.config
         nbytes = self.found.column("rows") * (config.context * config.width * ITEMSIZE[self.found.precision]) // carried
         rows, where = np.unique(np.column_stack([layout, nbytes]), axis=0, return_inverse=True)
-        algorithm = "direct"
-        made = [self.model.layouts.price(groups[at]["pp"], "send", algorithm, int(n), ()) for at, n in rows]
+        made = [self.model.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows]
         return np.array(made)[where.reshape(-1)]

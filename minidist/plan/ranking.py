@@ -19,7 +19,7 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES, words
-from minidist.plan.candidates import Candidates, candidates
+from minidist.plan.candidates import candidates
 from minidist.plan.estimate import ITEMSIZE, TERMS, Estimates, Estimator
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
@@ -28,7 +28,6 @@ from minidist.simulate.results import Simulation
 from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-CONFIRMED = 0           # how many of the best the replay runs, unless the caller says so
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Ranking:
 
 def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective: str = "time",
              precision: str = "bf16", optimizer: str = "adamw", rates: Rates | None = None,
-             confirm: int = CONFIRMED) -> Ranking:
+             confirm: int = 0) -> Ranking:
     """Rank all plans of a model on a cluster.
 
     Args:    batch: sequences a step of the whole job. objective: what is least, one of OBJECTIVES.

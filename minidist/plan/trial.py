@@ -40,7 +40,7 @@ class Trial:
 
 def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS,
               steps: int = STEPS) -> list[Trial]:
-    """Train with the best `count` plans and a random one, in turn. Raises: ConfigError if a run fails: its own words."""
+    """Train with the best `count` plans and a random one, in turn. Raises: ConfigError if a run fails: its words."""
     best = ranking.top(count)
     choices = [*best, _random(ranking, len(best))] if len(ranking) > len(best) else best
     seen: list[list[float]] = [[] for _ in choices]
