@@ -126,7 +126,8 @@ class Cells:
     def update_seconds(self) -> float:
         """Of the optimizer, for one weight: an element-wise pass over what it keeps."""
         traces = [self._trace(Cut(1, 1, 1, 0, 1), layers, steps=2) for layers in (1, 2)]
-        spent = [sum(self.rates.segment(trace.segments[event.work]) for event in trace.events[trace.steps[1]:]  # type: ignore[call-overload]
+        spent = [sum(self.rates.segment(trace.segments[event.work])     # type: ignore[call-overload, misc]
+                     for event in trace.events[trace.steps[1]:]
                      if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]
         return (spent[1] - spent[0]) / (traces[1].parameters - traces[0].parameters)
 

@@ -16,29 +16,29 @@ A step of a rank of the slowest stage, with L layers, m microbatches, p stages (
 The replay (md.simulate) has no such formulas: it confirms the best plans, and a test holds the two together.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from minidist.nn import GPTConfig
-from minidist.observe.events import GroupCall
 from minidist.parallel.hybrid.plan_checks import AXES
 from minidist.parallel.zero.memory_formula import Each
+from minidist.plan.call_columns import ITEMSIZE, CallColumns
 from minidist.plan.candidates import SCHEDULES, Candidates
-from minidist.plan.cells import PHASES, Cells, Cut
+from minidist.plan.cells import Cells, Cut
 from minidist.plan.layouts import Layouts
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+MEMORY_SHARE = 0.95     # of the device that an estimate may fill: it is up to 9 % too low, and the replay's is exact
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, of the fullest rank."""
+    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, at most."""
 
     candidates: Candidates
     cluster: Cluster
@@ -48,22 +48,22 @@ class Estimates:
     @cached_property
     def step_seconds(self) -> np.ndarray:
         """Of a step."""
-        return np.sum([self.seconds[term] for term in TERMS], axis=0)
+        return np.asarray(np.sum([self.seconds[term] for term in TERMS], axis=0))
 
     @cached_property
     def total(self) -> np.ndarray:
         """Bytes of the fullest rank at its peak."""
-        return np.sum(list(self.memory.values()), axis=0)
+        return np.asarray(np.sum(list(self.memory.values()), axis=0))
 
     @property
     def fits(self) -> np.ndarray:
         """Which plans fit into the device's memory."""
-        return self.total <= self.cluster.device.memory_bytes
+        return np.asarray(self.total <= MEMORY_SHARE * self.cluster.device.memory_bytes)
 
     @property
     def size(self) -> np.ndarray:
         """Ranks."""
-        return self.candidates.rows(*AXES).prod(axis=1)
+        return np.asarray(self.candidates.rows(*AXES).prod(axis=1))
 
     @cached_property
     def dollars(self) -> np.ndarray | None:
@@ -80,7 +80,7 @@ class Estimates:
         idle = device.watts if device.idle_watts is None else device.idle_watts
         busy = self.seconds["compute"] + self.seconds["recompute"] + self.seconds["update"]
         host = (self.cluster.host_watts or 0.0) * self.step_seconds
-        return self.size * (device.watts * busy + idle * (self.step_seconds - busy) + host)
+        return np.asarray(self.size * (device.watts * busy + idle * (self.step_seconds - busy) + host))
 
 
 class Estimator:
@@ -128,6 +128,7 @@ class Columns:
         self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
+        self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
     # ------------------------------------------------------------------------------------------------------- memory
@@ -181,15 +182,13 @@ class Columns:
 
     def seconds(self) -> dict[str, np.ndarray]:
         """By TERMS."""
-        inner, dp, hop = self._inner(), self._data(), self._hop()
+        inner, dp, hop = self.calls.inner(), self.calls.data(), self.calls.hop()
         layers, pieces, pp = self.layers, self.pieces, self.pp
         forward = inner["forward"] + sum(inner[f"forward {axis}"] for axis in ("tp", "cp", "ep"))
         again = np.where(self.again, forward, 0.0)
         backward = inner["backward"] + sum(inner[f"backward {axis}"] for axis in ("tp", "cp", "ep")) + again
         ends = inner["ends"] + sum(inner[f"ends {axis}"] for axis in ("tp", "cp", "ep"))
-        reduced = np.where(self.zero == 2, dp["reduce"], np.where(self.zero == 3, dp["gather"] + dp["reduce"], 0.0))
-        gathered = np.where(self.zero == 3, dp["gather"], 0.0)
-        behind = layers * (np.maximum(0.0, gathered - forward) + np.maximum(0.0, reduced - backward))
+        behind = self._behind(dp, layers * forward, layers * backward)
         middle = layers * (forward + backward) + behind
         found = {"compute": pieces * (layers * (inner["forward"] + inner["backward"]) + inner["ends"]),
                  "recompute": pieces * layers * np.where(self.again, inner["forward"], 0.0),
@@ -207,95 +206,38 @@ class Columns:
         found["offload"] = np.where(self.found.column("offload") == 1, self._offload(own), 0.0)
         return found
 
+    def _behind(self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        """What each microbatch adds for the data axis: ZeRO-2 reduces in each, ZeRO-3 gathers twice and reduces.
+
+        ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it computes meanwhile.
+        """
+        half = np.where(self.pp > 1, 0.5, 1.0)
+        ends = half * dp["ends reduce"]
+        second = ends + np.maximum(0.0, self.layers * dp["reduce"] - backward)
+        ends = ends + half * dp["ends gather"]
+        calls = self.layers * (2 * dp["gather"] + dp["reduce"]) + ends
+        third = np.maximum(dp["gather"] + dp["reduce"] + ends, calls - forward - backward)
+        return np.where(self.copies == 1, 0.0, np.where(self.zero == 2, second, np.where(self.zero == 3, third, 0.0)))
+
     def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """A step is the slowest stage's microbatches, which has the output too, and the others' ramp."""
         parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3}
         share = np.choose(self.found.column("schedule"), [np.full(len(self.found), parts[name]) for name in SCHEDULES])
-        return (self.pp - 1) * middle * share
+        return np.asarray((self.pp - 1) * middle * share)
 
     def _once(self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What of the data axis's calls once a step does not hide."""
+        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather."""
         layers, piped = self.layers, self.pp > 1
         half = np.where(piped, 0.5, 1.0)
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
-        once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden),
-                        self.pieces * half * dp["ends reduce"])
+        once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where((self.zero == 1) | (self.zero == 2), np.maximum(dp["ends gather"] / 2, gathers - forward), 0.0)
-        roots = np.where(self.zero == 3, self.pieces * half * dp["ends gather"], 0.0)
-        return np.where(self.copies > 1, once + late + roots, 0.0)
+        return np.where(self.copies > 1, once + late, 0.0)
 
     def _offload(self, numbers: np.ndarray) -> np.ndarray:
         """Gradients to the host and weights back, and the host's pass over its state."""
         itemsize = ITEMSIZE[self.found.precision]
         a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
         return numbers * a_byte * (2 * itemsize + 2 * self.model.each.optimizer)
-
-    # ---------------------------------------------------------------------------------------------- cells and layouts
-
-    def _layouts(self) -> tuple[list[dict[str, tuple[tuple[int, ...], ...]]], np.ndarray]:
-        rows, where = np.unique(self.found.rows(*AXES, "order"), axis=0, return_inverse=True)
-        return [self.model.layouts.groups(dict(zip(AXES, map(int, row[:-1]), strict=True)),
-                                          self.found.orders[row[-1]]) for row in rows], where.reshape(-1)
-
-    def _inner(self) -> dict[str, np.ndarray]:
-        """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
-        groups, layout = self._layouts()
-        known: dict[tuple[tuple[int, ...], ...], int] = {}
-        inside = [known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
-        keys = np.column_stack([self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]])
-        rows, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        made = [self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]])
-                for row, at in zip(rows, first, strict=True)]
-        return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
-
-    def _one_cell(self, cut: Cut, groups: Mapping[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
-        price = self.model.layouts.price
-        layer, ends = self.model.cells.cell(cut).seconds(
-            lambda call: price(groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks))
-        found = {phase: layer[phase].compute for phase in PHASES}
-        found["ends"] = sum(ends[phase].compute for phase in PHASES)
-        for axis in ("tp", "cp", "ep"):
-            found.update({f"{phase} {axis}": layer[phase].waits.get(axis, 0.0) for phase in PHASES})
-            found[f"ends {axis}"] = sum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
-        return found
-
-    def _data(self) -> dict[str, np.ndarray]:
-        """Seconds of the data axis's calls of a layer and of the ends: reductions; gathers (ZeRO-3: of one pass)."""
-        groups, layout = self._layouts()
-        known: dict[tuple[tuple[int, ...], ...], int] = {}
-        data = np.array([known.setdefault(group["dp"], len(known)) for group in groups])[layout]
-        keys = np.column_stack([self.found.column("tp"), self.zero, data])
-        rows, where = np.unique(keys, axis=0, return_inverse=True)
-        by_number = list(known)
-        made = [dict(self._calls(int(tp), int(zero), by_number[number])) for tp, zero, number in rows]
-        return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
-
-    def _calls(self, tp: int, zero: int, groups: tuple[tuple[int, ...], ...]) -> Iterator[tuple[str, float]]:
-        size = len(groups[0])
-        for part, calls in zip(("", "ends "), self.model.cells.data_calls(tp, zero), strict=True):
-            gather = reduce = 0.0
-            for call, times in calls.items() if size > 1 else ():
-                spent = times * self._price_of(call, groups, size)
-                if call.verb == "all_gather":
-                    gather += spent / (2 if zero == 3 else 1)
-                else:
-                    reduce += spent
-            yield f"{part}gather", gather
-            yield f"{part}reduce", reduce
-
-    def _price_of(self, call: GroupCall, groups: tuple[tuple[int, ...], ...], size: int) -> float:
-        """A call of two ranks, as so many would do it: a gathered block is a smaller part of the whole."""
-        nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
-        return self.model.layouts.price(groups, call.verb, call.algorithm, nbytes, ())
-
-    def _hop(self) -> np.ndarray:
-        """Seconds of a message between stages."""
-        groups, layout = self._layouts()
-        carried = np.where(self.found.column("sequence") == 1, self.found.column("tp"), 1) * self.found.column("cp")
-        config = self.model.config
-        nbytes = self.found.column("rows") * (config.context * config.width * ITEMSIZE[self.found.precision]) // carried
-        rows, where = np.unique(np.column_stack([layout, nbytes]), axis=0, return_inverse=True)
-        made = [self.model.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows]
-        return np.array(made)[where.reshape(-1)]

@@ -19,8 +19,9 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES, words
+from minidist.plan.call_columns import ITEMSIZE
 from minidist.plan.candidates import candidates
-from minidist.plan.estimate import ITEMSIZE, TERMS, Estimates, Estimator
+from minidist.plan.estimate import TERMS, Estimates, Estimator
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
 from minidist.simulate.rates import Rates
