@@ -13,6 +13,7 @@ plans share some two hundred cells.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from minidist.nn import GPTConfig
@@ -96,6 +97,12 @@ class Cell:
         return layer, {phase: _difference(one[phase], layer[phase]) for phase in PHASES}
 
 
+@lru_cache(maxsize=4096)
+def _run_once(plan: Plan, config: GPTConfig, rows: int, steps: int, kind: str, optimizer: str) -> RankTrace:
+    """A rank's trace knows no cluster: other clusters and rates ask for the same one."""
+    return run_rank(plan, config, rows=rows, steps=steps, device_kind=kind, optimizer=optimizer)
+
+
 class Cells:
     """Cells of a model on a cluster's device, each made when it is first asked for."""
 
@@ -149,8 +156,7 @@ class Cells:
         return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
 
     def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1) -> RankTrace:
-        return run_rank(plan, replace(self.config, layers=layers), rows=rows, steps=steps, device_kind=self._kind,
-                        optimizer=self._optimizer)
+        return _run_once(plan, replace(self.config, layers=layers), rows, steps, self._kind, self._optimizer)
 
 
 def working(trace: RankTrace) -> int:

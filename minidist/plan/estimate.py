@@ -96,6 +96,9 @@ class Estimator:
 
     def of(self, found: Candidates) -> Estimates:
         """Memory and seconds of all candidates."""
+        if not len(found):
+            none = np.zeros(0)
+            return Estimates(found, self.cluster, dict.fromkeys(TERMS, none), {"parameters": none})
         work = Columns(found, self)
         memory = work.memory()
         return Estimates(found, self.cluster, work.seconds(), memory)
@@ -106,7 +109,10 @@ class Estimator:
         experts = self.config.expert_numbers / (found.column("pp") * found.column("tp"))
         numbers = numbers - experts + experts / found.column("ep")
         held = sum(_state(numbers, self.each, found).values())
-        return np.asarray(held <= self.cluster.device.memory_bytes)
+        room = self.cluster.tiers["host"].nbytes if "host" in self.cluster.tiers else None
+        away = found.column("offload") * numbers * self.each.optimizer / found.rows("dp", "ep", "cp").prod(axis=1)
+        fits = held <= self.cluster.device.memory_bytes
+        return np.asarray(fits if room is None else fits & (away * self.cluster.per_node <= room))
 
 
 def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:

@@ -19,7 +19,6 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES, words
-from minidist.plan.call_columns import ITEMSIZE
 from minidist.plan.candidates import candidates
 from minidist.plan.estimate import TERMS, Estimates, Estimator
 from minidist.simulate.cluster import Cluster
@@ -29,6 +28,8 @@ from minidist.simulate.results import Simulation
 from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
+MOST_TRIED = 3          # plans that the replay runs for each that it is to confirm
+MOST_DOUBLED = 8        # how often the nodes are doubled in search of a cluster that is large enough
 
 
 @dataclass(frozen=True)
@@ -144,17 +145,14 @@ def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
-    model = Estimator(config, cluster, rates=rates, precision=precision, optimizer=optimizer)
-    found = candidates(config, cluster, batch=batch, precision=precision)
-    enumerated = len(found)
-    likely = found.only(model.may_fit(found))
-    estimates = model.of(likely) if len(likely) else None
-    if estimates is None or not estimates.fits.any():
-        raise ConfigError(_nowhere(config, cluster, precision, estimates))
+    options = {"rates": rates, "precision": precision, "optimizer": optimizer}
+    enumerated, estimates = _estimated(config, cluster, batch, options)
+    if not estimates.fits.any():
+        raise ConfigError(_nowhere(config, cluster, batch, options))
     fits = np.flatnonzero(estimates.fits)
     order = fits[np.lexsort((estimates.step_seconds[fits], _wanted(estimates, objective)[fits]))]
     ranking = Ranking(config, cluster, batch, objective, estimates, order, enumerated)
-    return replace(ranking, confirmed=_confirmed(ranking, confirm, rates, optimizer)) if confirm else ranking
+    return _confirmed(ranking, confirm, rates, optimizer) if confirm else ranking
 
 
 def _wanted(found: Estimates, objective: str) -> np.ndarray:
@@ -166,34 +164,49 @@ def _wanted(found: Estimates, objective: str) -> np.ndarray:
     return column
 
 
-def _nowhere(config: GPTConfig, cluster: Cluster, precision: str, found: Estimates | None) -> str:
-    """One line: what is lacking, and how many devices would do."""
-    have = cluster.device.memory_bytes
-    if found is not None:
-        need = float(found.total.min()) / have
-    else:
-        state = 2 * ITEMSIZE[precision] + (12 if precision != "fp32" else 8)
-        need = config.numbers * state / (cluster.size * have) * 1.5
-    nodes = max(cluster.nodes + 1, int(np.ceil(cluster.nodes * need)))
-    return (f"the model ({config.numbers / 1e9:,.1f} billion weights) fits into {cluster.spec} with no plan: the best "
-            f"one needs about {need:.1f} times the memory of a device; choose {cluster.name}:{nodes}x"
-            f"{cluster.per_node}, or fewer layers")
+def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> str:
+    """One line: the cluster with the fewest nodes, doubled again and again, in which some plan fits."""
+    told = f"the model ({config.numbers / 1e9:,.3g} billion weights) fits into {cluster.spec} with no plan"
+    if cluster.topology.torus or cluster.topology.between is None:
+        return f"{told}; choose fewer layers, or a larger cluster"
+    for nodes in (cluster.nodes << doubled for doubled in range(1, MOST_DOUBLED + 1)):
+        larger = replace(cluster, nodes=nodes, spec=f"{cluster.name}:{nodes}x{cluster.per_node}")
+        for rows in dict.fromkeys((batch, larger.size)):
+            try:
+                fits = _estimated(config, larger, rows, options)[1].fits.any()
+            except ConfigError:
+                continue
+            if fits:
+                return f"{told}; choose {larger.spec}{f' with a batch of {rows}' * (rows != batch)}, or fewer layers"
+    return f"{told}, nor into {cluster.nodes << MOST_DOUBLED} nodes; choose fewer layers"
 
 
-def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> tuple[Choice, ...]:
-    """The best few by the replay, the fastest first; those that it finds too large are left out."""
+def _estimated(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> tuple[int, Estimates]:
+    """How many plans there are, and the estimates of those whose state fits."""
+    model = Estimator(config, cluster, **options)
+    found = candidates(config, cluster, batch=batch, precision=options["precision"])
+    return len(found), model.of(found.only(model.may_fit(found)))
+
+
+def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> Ranking:
+    """The ranking with its best few by the replay; plans that it finds too large, or cannot run, are taken out."""
     ran: list[Choice] = []
-    for choice in map(ranking.choice, range(min(2 * count, len(ranking)))):
+    refused: list[int] = []
+    for place in range(min(MOST_TRIED * count, len(ranking))):
         if len(ran) == count:
             break
+        choice = ranking.choice(place)
         try:
             found = simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch, order=choice.order,
                              rates=rates, optimizer=optimizer)
         except (PlanError, ConfigError):
-            continue
-        if found.fits:
+            found = None
+        if found is not None and found.fits:
             ran.append(replace(choice, confirmed=found))
-    return tuple(sorted(ran, key=lambda choice: _figure(choice, ranking.objective)))
+        else:
+            refused.append(place)
+    ran.sort(key=lambda choice: _figure(choice, ranking.objective))
+    return replace(ranking, order=np.delete(ranking.order, refused), confirmed=tuple(ran))
 
 
 def _figure(choice: Choice, objective: str) -> float:
