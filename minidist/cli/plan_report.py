@@ -54,7 +54,7 @@ def print_explanation(console: Console, told: Explanation, notes: Advice) -> Non
     for name, share in told.twice.items():
         console.print(f"twice the {name}: the best step takes {share:.1%} of today's", markup=False)
     if told.more:
-        console.print(f"one more node (batch {told.more['batch']:,.0f}): a sequence takes "
+        console.print(f"one more node (a batch of {told.more['batch']:,.0f}): a sequence takes "
                       f"{told.more['seconds of a sequence']:.1%} of today's, {told.more['ideal']:.1%} would be ideal",
                       markup=False)
     console.rule("what the notes advise", style="dim", align="left")

@@ -25,7 +25,7 @@ NEARLY = 0.93           # of the memory: a peak above this share binds
 class Explanation:
     """Attributes: why: (term, seconds that the winner saves; negative: spends), the largest first
                    binds: what limits the plan; twice: the best step with something doubled, over the best step
-                   more: the best step and devices' seconds with one more node, over today's
+                   more: with one more node: the batch, a sequence's seconds over today's, and what is ideal
     """
 
     winner: Choice
@@ -37,7 +37,7 @@ class Explanation:
 
 
 def explain(ranking: Ranking) -> Explanation:
-    """Compare, and ask again with other hardware: what is estimated once for each of five clusters."""
+    """Compare, and rank again on each cluster with something more. Cost: that of six rankings."""
     winner, other = ranking.best, ranking.runner_up
     why = [] if other is None else [(term, other.seconds[term] - winner.seconds[term]) for term in TERMS]
     why.sort(key=lambda part: -abs(part[1]))
@@ -85,15 +85,17 @@ def _faster(device: Device) -> Device:
 
 
 def _one_more(ranking: Ranking, bigger: Cluster, today: float) -> dict[str, float]:
-    """Step seconds with one more node, with the batch that divides next; {} where none does."""
-    for batch in (ranking.batch, _next_batch(ranking.batch, bigger.size)):
+    """A sequence's seconds with one more node, over today's: with this batch, or the next one that divides among all."""
+    found = {}
+    for batch in {ranking.batch, _next_batch(ranking.batch, bigger.size)}:
         try:
-            spent = _best(replace(ranking, batch=batch), bigger)
+            found[batch] = _best(replace(ranking, batch=batch), bigger) / batch * ranking.batch / today
         except ConfigError:
             continue
-        each = spent / batch * ranking.batch / today
-        return {"batch": float(batch), "seconds of a sequence": each, "ideal": ranking.cluster.nodes / bigger.nodes}
-    return {}
+    if not found:
+        return {}
+    best = min(found, key=lambda batch: found[batch])
+    return {"batch": float(best), "seconds of a sequence": found[best], "ideal": ranking.cluster.nodes / bigger.nodes}
 
 
 def _next_batch(batch: int, size: int) -> int:
