@@ -174,7 +174,9 @@ class Columns:
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
         found["gradients"] = found["gradients"] + np.where(self.zero >= 2, largest, 0.0)
-        kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
+        # deferred backwards for the weights keep what was computed again
+        deferred = self.found.column("schedule") == SCHEDULES.index("zb-h1")
+        kept = np.where(self.again & ~deferred, self.per_layer["kept"], self.per_layer["held"])
         again = np.where(self.again, self.per_layer["held"], 0.0)
         output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
         working = np.where((self.pp == 1) | ends, np.maximum(output, again), again)

@@ -85,7 +85,7 @@ def _faster(device: Device) -> Device:
 
 
 def _one_more(ranking: Ranking, bigger: Cluster, today: float) -> dict[str, float]:
-    """A sequence's seconds with one more node, over today's: with this batch, or the next one that divides among all."""
+    """A sequence's seconds with one more node, over today's: with this batch, or the next that divides among all."""
     found = {}
     for batch in {ranking.batch, _next_batch(ranking.batch, bigger.size)}:
         try:
