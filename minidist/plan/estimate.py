@@ -211,7 +211,8 @@ class Columns:
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * np.where(pp == 1, 1.0, 0.5)
         own = numbers / np.where(self.zero >= 1, self.copies, 1)
         found["update"] = own * self.model.update_seconds
-        found["offload"] = np.where(self.found.column("offload") == 1, self._offload(own), 0.0)
+        away = self.found.column("offload") == 1
+        found["offload"] = np.where(away, self._offload(own), 0.0) if away.any() else np.zeros(len(own))
         return found
 
     def _behind(self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
