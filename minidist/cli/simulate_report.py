@@ -50,7 +50,7 @@ def _rule(console: Console, title: str) -> None:
 def _print_summary(console: Console, found: Simulation) -> None:
     plan, size = found.plan, len(found.role_of)
     told = [words(plan.axes), plan.precision] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
-    told += [f"{plan.schedule} of {plural(plan.pieces, 'microbatch').replace('hs', 'hes')}"] * (plan.pp > 1)
+    told += [f"{plan.schedule} of {plan.pieces} microbatch{'es' * (plan.pieces > 1)}"] * (plan.pp > 1)
     _say(console, f"\n{found.cluster.spec}, {plural(size, 'rank')}: {', '.join(told)}")
     _say(console, f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, "
                   f"of what runs {found.hfu:.1%}")

@@ -26,17 +26,20 @@ from minidist.simulate.sim_rank import SimRank
 from minidist.simulate.trace import RankTrace
 
 DEVICES = {"gpu": "cuda", "cpu": "cpu"}
+KEYS = ("phase", "axis", "verb", "algorithm")       # of a row of the ledger
 
 
 def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens: int | None = None, steps: int = 2,
              seed: int = 0, optimizer: str = "adamw", device_kind: str = "gpu", batch: Any = None,
-             load: Sequence[float] | None = None, **options: Any) -> RankTrace:
+             load: Sequence[float] | None = None, first_rows: int | None = None, **options: Any) -> RankTrace:
     """Run `steps` steps of one rank, and return what it did.
 
     Args:    rows: sequences of the global batch, each of `tokens` (default: the model's context).
              device_kind: "gpu": as on a GPU, with the kernels of kernels/; "cpu": as with NumPy, pass by pass.
              batch: (inputs, targets) of integers, in place of rows of equal ones.
              load: in which proportion tokens choose the experts of a mixture (default: evenly).
+             first_rows: sequences of all steps but the last (default: rows). The first step is there for the state that
+             it makes: with one sequence a data rank it takes a fraction of the time.
              options: further ones of Trainer.
     Raises:  PlanError for what cannot run, or what cannot be known of a rank alone.
     """
@@ -55,17 +58,31 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
         trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
                           device=DEVICES[device_kind], recorder=sim.tape, **options)
-        for _ in range(steps):
+        for step in range(steps):
             sim.tape.flush()
             trace.steps.append(len(sim.tape.events))
-            trainer.step(batch)
+            before = sim.ledger.rows()
+            last = step == steps - 1 or first_rows is None
+            trainer.step(batch if last else (batch[0][:first_rows], batch[1][:first_rows]))
         sim.tape.flush()
+        trace.last_step = _behind(before, sim.ledger.rows())
         trace.events, trace.segments, trace.ledger = sim.tape.events, sim.tape.segments, sim.ledger.rows()
         trace.peak, trace.now, trace.host_peak = memory.peak, memory.now, trainer.store.host.peak
         trace.lanes = dict(trainer.store.traffic.step)
         trace.parameters = sum(parameter.size for parameter in trainer.model.parameters())
         trainer.close()
     return trace
+
+
+def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a ledger counted between two looks."""
+    counted = {tuple(row[key] for key in KEYS): row for row in before}
+    rows = []
+    for row in now:
+        old = counted.get(tuple(row[key] for key in KEYS), {"nbytes": 0, "messages": 0})
+        if row["messages"] > old["messages"]:
+            rows.append(row | {count: row[count] - old[count] for count in ("nbytes", "messages")})
+    return rows
 
 
 def _require(plan: Plan, config: GPTConfig) -> None:

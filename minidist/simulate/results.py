@@ -7,9 +7,9 @@
     found.peak(rank)["total"], found.fits
     found.joules, found.dollars, found.for_tokens(15e12)
 
-The traces hold two steps. The first one makes what only a first step makes (the optimizer's state). The second one is
-the step that is told, from the moment when the last rank begins it to that when the last rank ends it. A call that is
-on its way meanwhile (ZeRO's weights, for the next forward) belongs to the step that waits for it.
+The traces hold two steps. The first one, of few rows, makes what only a first step makes (the optimizer's state). The
+second one is the step that is told, from the moment when the last rank begins it to that when the last rank ends it. A
+call that is on its way meanwhile (ZeRO's weights, for the next forward) belongs to the step that waits for it.
 """
 
 from bisect import bisect_right
@@ -110,7 +110,7 @@ class Simulation:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
-        return self._use(sum(ranks * self.traces[role].flops() / len(self.traces[role].steps)
+        return self._use(sum(ranks * self.traces[role].flops(self.traces[role].steps[-1])
                              for role, ranks in Counter(self.role_of).items()))
 
     def _use(self, flops: float) -> float:
@@ -159,7 +159,7 @@ class Simulation:
         """What moves in a step along each axis. The bytes are those of the ledger, so of the real job."""
         roles, nbytes, messages = Counter(self.role_of), Counter[str](), Counter[str]()
         for role, trace in enumerate(self.traces):
-            for row in trace.ledger:
+            for row in trace.last_step:
                 if row["phase"] == "step":
                     nbytes[row["axis"]] += roles[role] * row["nbytes"]
                     messages[row["axis"]] += roles[role] * row["messages"]
@@ -171,8 +171,8 @@ class Simulation:
                     ran = sum(max(0.0, min(end, self.end) - max(begin, self.begin))
                               for begin, end in zip(station.begins, station.ends, strict=True))
                     seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
-        steps, exposed = len(self.traces[0].steps), self.parts["exposed"]
-        return {axis: AxisUse(nbytes[axis] // steps, messages[axis] // steps, seconds[axis], exposed.get(axis, 0.0))
+        exposed = self.parts["exposed"]
+        return {axis: AxisUse(nbytes[axis], messages[axis], seconds[axis], exposed.get(axis, 0.0))
                 for axis in dict.fromkeys([*nbytes, *seconds])}
 
     # ---------------------------------------------------------------------------------------------------------- memory

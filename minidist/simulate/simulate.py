@@ -60,8 +60,8 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     placement = RankPlaces(plan, cluster, order or None)
     free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
     role_of = roles(plan, config, batch, norm=False)
-    each = [traces(free, config, rank, rows=batch, optimizer=optimizer, device_kind=cluster.device.kind)
-            for rank in _first(role_of)]
+    each = [traces(free, config, rank, rows=batch, first_rows=plan.dp * plan.ep, optimizer=optimizer,
+                   device_kind=cluster.device.kind) for rank in _first(role_of)]
     each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
     again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
                     rates=rates or Rates.of(cluster.device))

@@ -29,7 +29,8 @@ class RankTrace:
     """What a rank did in its steps.
 
     Attributes: events: in its order. steps: where each step begins in `events`; before the first: set-up.
-                segments: of kernels; `Busy.work` is the place of one. ledger: rows, as Ledger.rows.
+                segments: of kernels; `Busy.work` is the place of one.
+                ledger: rows, as Ledger.rows; last_step: those that the last step added.
                 peak, now: bytes of the memory account by category; host_peak: of the host's, with offload.
                 lanes: bytes that moved between memories in the steps, by way. parameters: numbers of its weights.
     """
@@ -39,17 +40,18 @@ class RankTrace:
     steps: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
+    last_step: list[dict[str, Any]] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     host_peak: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
 
-    def flops(self) -> float:
-        """FLOPs of matrix products and attention, of all steps and the set-up."""
-        return sum(kernel.flops * times for kernel, times in self.kernels())
+    def flops(self, begin: int = 0) -> float:
+        """FLOPs of matrix products and attention, from event `begin` on: of the last step flops(trace.steps[-1])."""
+        return sum(kernel.flops * times for kernel, times in self.kernels(begin))
 
-    def kernels(self) -> list[tuple[Kernel, int]]:
-        """Every kernel that ran, with how often, segment by segment."""
-        ran: list[Any] = [event.work for event in self.events if isinstance(event, Busy)]
+    def kernels(self, begin: int = 0) -> list[tuple[Kernel, int]]:
+        """Every kernel that ran from event `begin` on, with how often, segment by segment."""
+        ran: list[Any] = [event.work for event in self.events[begin:] if isinstance(event, Busy)]
         return [pair for work in ran for pair in self.segments[work]]

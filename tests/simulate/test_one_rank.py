@@ -153,6 +153,17 @@ def test_products_have_the_flops_of_the_model() -> None:
     assert all(kernel.flops == 2 * math.prod(kernel.size) for kernel, _ in linears)
 
 
+def test_a_short_first_step_leaves_the_second_as_it_is() -> None:
+    config, plan = GPTConfig(**SMALL), Plan(dp=2, pp=2, zero=2, microbatches=4)
+    whole, short = (run_rank(plan, config, 1, rows=16, first_rows=first) for first in (None, 2))
+    assert len(short.events) < len(whole.events)
+    assert short.last_step == whole.last_step
+    assert 2 * sum(row["nbytes"] for row in whole.last_step if row["verb"] == "send") == sum(
+        row["nbytes"] for row in whole.ledger if row["phase"] == "step" and row["verb"] == "send")
+    assert short.flops(short.steps[-1]) == whole.flops(whole.steps[-1])
+    assert short.peak == whole.peak
+
+
 def test_experts_load_is_given() -> None:
     """Three quarters of the choices for the first two of four experts: their rank gets so many rows, and computes more.
     """
