@@ -79,7 +79,7 @@ class Template:
     """The launcher's side. Raises: OSError if this system has no such thing, or the command cannot be started."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        if sys.platform != "linux" or ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        if not _take_orphans(True):
             raise OSError("this process cannot become the parent of orphans")
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -117,13 +117,19 @@ class Template:
         return None
 
     def close(self) -> None:
-        """It ends when its socket does."""
+        """It ends when its socket does; later orphans go to the system again."""
         self._sock.close()
         try:
             self._process.wait(END_LIMIT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        _take_orphans(False)
+
+
+def _take_orphans(yes: bool) -> bool:
+    """Have orphans below this process become its children, or no longer; whether this system can do that."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0
 
 
 def fork_on_demand() -> None:
