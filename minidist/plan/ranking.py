@@ -218,10 +218,13 @@ def _figure(choice: Choice, objective: str) -> float:
 
 
 def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
-    """The command line that simulates the plan; `minidist train` takes the options after --batch.
+    """The command line that runs the plan: on `here` by `minidist train`, elsewhere by `minidist simulate`, whose
+    options after --batch are those of train.
 
     Args:    model: the options that name it, as ["--model", "gpt3-175b"].
     """
+    if ranking.cluster.name == "here":
+        return " ".join(["minidist train -n", str(choice.plan.size), *model_words(ranking), *plan_words(choice.plan)])
     order = ["--order", ",".join(choice.order)] if choice.order != AXES else []
     return " ".join(["minidist simulate --cluster", ranking.cluster.spec, *model, "--batch", str(ranking.batch),
                      *plan_words(choice.plan), *order])
@@ -237,3 +240,11 @@ def plan_words(plan: Plan) -> list[str]:
     found += ["--checkpoint-blocks", "all"] if plan.checkpoint_blocks == "all" else []
     found += ["--offload", plan.offload] if plan.offload != "none" else []
     return found + ["--sequence-parallel"] * plan.sequence_parallel
+
+
+def model_words(ranking: Ranking) -> list[str]:
+    """Model and batch as options of `minidist train`."""
+    config = ranking.config
+    return ["--layers", str(config.layers), "--width", str(config.width), "--heads", str(config.heads), "--vocab",
+            str(config.vocabulary), "--context", str(config.context), "--positions", config.positions, "--batch",
+            str(ranking.batch)]

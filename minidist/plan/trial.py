@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minidist.errors import ConfigError
-from minidist.plan.ranking import Choice, Ranking, plan_words
+from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
 
 ROUNDS, STEPS = 4, 12
 TIMEOUT = 600.0         # seconds of one run
@@ -62,7 +62,7 @@ def _run(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
     """Seconds of a step of one run, as its metrics have them."""
     with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
         found = Path(folder, "metrics.json")
-        command = [sys.executable, "-m", "minidist", "train", "-n", str(choice.plan.size), *_model(ranking),
+        command = [sys.executable, "-m", "minidist", "train", "-n", str(choice.plan.size), *model_words(ranking),
                    *plan_words(choice.plan), "--optimizer", optimizer, "--steps", str(steps), "--quiet", "--out",
                    str(Path(folder, "run")), "--json", str(found)]
         try:
@@ -73,11 +73,3 @@ def _run(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise ConfigError(f"{' '.join(command[2:])}: {last}")
         return float(json.loads(found.read_text(encoding="utf-8"))["step_seconds"])
-
-
-def _model(ranking: Ranking) -> list[str]:
-    """The model as options of train; its weights are of the text of `python`."""
-    config = ranking.config
-    return ["--layers", str(config.layers), "--width", str(config.width), "--heads", str(config.heads), "--vocab",
-            str(config.vocabulary), "--context", str(config.context), "--positions", config.positions, "--batch",
-            str(ranking.batch)]
