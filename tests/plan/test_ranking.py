@@ -26,7 +26,7 @@ SIZES = ["--layers", "2", "--width", "1024", "--heads", "2", "--vocab", "4096", 
 
 @cache
 def ranked(objective: str = "time", confirm: int = 0) -> Ranking:
-    return plan_for(CONFIG, "h100:2x2", batch=4, objective=objective, confirm=confirm)
+    return plan_for(CONFIG, "h100:2x2", batch=8, objective=objective, confirm=confirm)
 
 
 def test_the_best_is_least_of_what_was_asked_for() -> None:
@@ -104,7 +104,7 @@ def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
     interval = best_interval(30.0, DAY / a_day)
     assert taken.spot.interval == interval
     assert taken.spot.goodput == goodput(interval, save=30.0, between=DAY / a_day, restart=300.0)
-    assert taken.steps == 1e12 / (4 * 512)
+    assert taken.steps == 1e12 / (8 * 512)
     assert taken.days == pytest.approx(taken.steps * found.best.step_seconds / DAY)
     assert taken.spot.days > taken.cloud.days > taken.days
     price = found.cluster.device.price_an_hour
