@@ -9,6 +9,7 @@
     trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
     loss = trainer.step(batch)                              # the global batch in, the global mean loss out
     found = md.simulate(plan, config, "h100:128x8", batch=1024)     # a step of a plan on a cluster that is not at hand
+    ranking = md.plan_for(config, "h100:128x8", batch=1024)         # the plans that fit there, the best first
     md.errors                                               # every exception, in one tree
 
 `dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
 
-    simulate: Callable[..., Any]        # stands above this room
+    plan_for: Callable[..., Any]        # these two stand above this room
+    simulate: Callable[..., Any]
 
 __version__ = "0.1.0"
-__all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run", "simulate"]
+__all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "plan_for", "run", "simulate"]
 
 _HOMES = {
     "init": "minidist.launch",
@@ -38,6 +40,7 @@ _HOMES = {
     "Mesh": "minidist.parallel.hybrid.mesh",
     "Plan": "minidist.parallel.hybrid.plan",
     "Trainer": "minidist.parallel.hybrid.hybrid",
+    "plan_for": "minidist.plan.ranking",
     "simulate": "minidist.simulate.simulate",
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 import minidist as md
 
-PUBLIC = ["Mesh", "Plan", "Trainer", "__version__", "errors", "init", "run", "simulate"]
+PUBLIC = ["Mesh", "Plan", "Trainer", "__version__", "errors", "init", "plan_for", "run", "simulate"]
 HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl"}
 
 
@@ -29,7 +29,7 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Tensor'; "
-                       "it offers Mesh, Plan, Trainer, errors, init, run, simulate"):
+                       "it offers Mesh, Plan, Trainer, errors, init, plan_for, run, simulate"):
         md.Tensor  # noqa: B018
 
 

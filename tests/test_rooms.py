@@ -12,6 +12,7 @@ FLOORS = [
     ["minidist.cli"],
     ["minidist.lessons"],
     ["minidist.bench"],
+    ["minidist.plan"],
     ["minidist.simulate"],
     ["minidist.console", "minidist.grading"],
     ["minidist.holes"],

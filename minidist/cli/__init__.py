@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
     "launch": "start N processes here, or on several nodes, as torchrun does",
     "simulate": "run a plan on a cluster that is not at hand: time, memory, traffic, price",
+    "plan": "find the plan that fits a model on a cluster best, and say why",
     "storm": "break an elastic training on purpose, and see what becomes of it",
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",

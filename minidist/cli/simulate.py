@@ -48,12 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fail", metavar="RANK:SECONDS", help="also tell how the others stand still if this rank fails in the step")
     add("--slow-link", action="append", default=[], metavar="NAME:FACTOR",
         help="a byte takes so many times longer on links of this name, as node3.nic0-out or node3.*")
-    add = parser.add_argument_group("the model").add_argument
-    add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
-    for name, what in (("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"),
-                       ("sequence", "tokens a sequence"), ("vocab", "embedding rows")):
-        add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the model's, or {SIZES[name]:,})")
-    experts(parser.add_argument_group("a mixture of experts").add_argument)
+    model_arguments(parser)
     add = parser.add_argument_group("the step").add_argument
     add("--batch", type=positive, required=True, metavar="SEQUENCES", help="sequences a step, of the whole job")
     add("--precision", choices=PRECISIONS, default="bf16", help="as of train (default: bf16)")
@@ -61,14 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     division(parser.add_argument_group("the plan").add_argument)
     memory(parser.add_argument_group("device memory").add_argument)
     add = parser.add_argument_group("the result").add_argument
-    add("--tokens", type=_tokens, metavar="N", help="also what so many tokens take, as 15e12")
+    add("--tokens", type=tokens_number, metavar="N", help="also what so many tokens take, as 15e12")
     add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
     add("--figure", metavar="FILE", help="draw ranks, memory and axes into a picture (png, svg, pdf)")
 
 
-def _tokens(text: str) -> float:
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that name the model, or describe it."""
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
+    for name, what in (("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"),
+                       ("sequence", "tokens a sequence"), ("vocab", "embedding rows")):
+        add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the model's, or {SIZES[name]:,})")
+    experts(parser.add_argument_group("a mixture of experts").add_argument)
+
+
+def tokens_number(text: str) -> float:
     """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
     with suppress(ValueError):
         if 0 < (tokens := float(text)) < MOST_TOKENS:

@@ -129,7 +129,7 @@ class Template:
 
 def _take_orphans(yes: bool) -> bool:
     """Have orphans below this process become its children, or no longer; whether this system can do that."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0
+    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
 
 
 def fork_on_demand() -> None:

@@ -3,7 +3,7 @@
     found = md.simulate(md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precision="bf16"), config, "h100:128x8",
                         batch=1024)
 
-    1  roles.py      ranks that do the same share a role: 64 of these 1,024
+    1  roles.py      ranks that do the same share a role: these 1,024 have 8
     2  one_rank.py   one rank of each role runs alone, by the very modules that train, on arrays without data
     3  rates.py      how long its kernels take;  walk.py: what its calls take, and which links they load
     4  replay.py     all ranks' events on one clock

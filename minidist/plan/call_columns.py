@@ -1,0 +1,91 @@
+"""Chapter 24 · Columns of seconds: what calls and kernels take in each candidate's cells, where its groups lie.
+
+Many candidates share a cell and a layout, so each pair of the two is asked for once.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from minidist.nn import GPTConfig
+from minidist.observe.events import GroupCall
+from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.plan.candidates import Candidates
+from minidist.plan.cells import PHASES, Cells, Cut
+from minidist.plan.layouts import Layouts
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of a weight, a gradient or an activation, by precision."""
+
+
+class CallColumns:
+    """For a set of candidates."""
+
+    def __init__(self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig) -> None:
+        self.found, self.cells, self.layouts, self.config = found, cells, layouts, config
+
+    def _groups(self) -> tuple[list[dict[str, tuple[tuple[int, ...], ...]]], np.ndarray]:
+        rows, where = np.unique(self.found.rows(*AXES, "order"), axis=0, return_inverse=True)
+        return [self.layouts.groups(dict(zip(AXES, map(int, row[:-1]), strict=True)),
+                                          self.found.orders[row[-1]]) for row in rows], where.reshape(-1)
+
+    def inner(self) -> dict[str, np.ndarray]:
+        """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
+        groups, layout = self._groups()
+        known: dict[tuple[tuple[int, ...], ...], int] = {}
+        inside = [known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
+        keys = np.column_stack([self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]])
+        rows, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        made = [self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]])
+                for row, at in zip(rows, first, strict=True)]
+        return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
+
+    def _one_cell(self, cut: Cut, groups: Mapping[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
+        price = self.layouts.price
+        layer, ends = self.cells.cell(cut).seconds(
+            lambda call: price(groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks))
+        found = {phase: layer[phase].compute for phase in PHASES}
+        found["ends"] = sum(ends[phase].compute for phase in PHASES)
+        for axis in ("tp", "cp", "ep"):
+            found.update({f"{phase} {axis}": layer[phase].waits.get(axis, 0.0) for phase in PHASES})
+            found[f"ends {axis}"] = sum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
+        return found
+
+    def data(self) -> dict[str, np.ndarray]:
+        """Seconds of the data axis's calls of a layer and of the ends: reductions; gathers (ZeRO-3: of one pass)."""
+        groups, layout = self._groups()
+        known: dict[tuple[tuple[int, ...], ...], int] = {}
+        data = np.array([known.setdefault(group["dp"], len(known)) for group in groups])[layout]
+        keys = np.column_stack([self.found.column("tp"), self.found.column("zero"), data])
+        rows, where = np.unique(keys, axis=0, return_inverse=True)
+        by_number = list(known)
+        made = [dict(self._calls(int(tp), int(zero), by_number[number])) for tp, zero, number in rows]
+        return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
+
+    def _calls(self, tp: int, zero: int, groups: tuple[tuple[int, ...], ...]) -> Iterator[tuple[str, float]]:
+        size = len(groups[0])
+        for part, calls in zip(("", "ends "), self.cells.data_calls(tp, zero), strict=True):
+            gather = reduce = 0.0
+            for call, times in calls.items() if size > 1 else ():
+                spent = times * self._price_of(call, groups, size)
+                if call.verb == "all_gather":
+                    gather += spent / (2 if zero == 3 else 1)
+                else:
+                    reduce += spent
+            yield f"{part}gather", gather
+            yield f"{part}reduce", reduce
+
+    def _price_of(self, call: GroupCall, groups: tuple[tuple[int, ...], ...], size: int) -> float:
+        """A call of two ranks, as so many would do it: a gathered block is a smaller part of the whole."""
+        nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
+        return self.layouts.price(groups, call.verb, call.algorithm, nbytes, ())
+
+    def hop(self) -> np.ndarray:
+        """Seconds of a message between stages."""
+        groups, layout = self._groups()
+        carried = np.where(self.found.column("sequence") == 1, self.found.column("tp"), 1) * self.found.column("cp")
+        config = self.config
+        nbytes = self.found.column("rows") * (config.context * config.width * ITEMSIZE[self.found.precision]) // carried
+        rows, where = np.unique(np.column_stack([layout, nbytes]), axis=0, return_inverse=True)
+        made = [self.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows]
+        return np.array(made)[where.reshape(-1)]

@@ -1,0 +1,142 @@
+"""Chapter 24 · Candidates: every plan that could run a model on a cluster, as columns of numbers.
+
+    found = candidates(config, cluster, batch=1536)
+    len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes on the cluster
+
+Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
+the pipeline's schedule, what is computed again, offload of the optimizer, and which axis lies inside nodes. Left out
+from the beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because such a
+plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, tensor parallelism wider
+than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from minidist.errors import ConfigError
+from minidist.nn import GPTConfig
+from minidist.nn.config import divisors
+from minidist.nn.shares import narrowest
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.simulate.cluster import Cluster
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+RECOMPUTED = ("none", "all")
+ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
+LEAST_TOKENS = 2048                 # of a rank of an axis cp: with fewer, keys go round longer than attention takes
+COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order")
+"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Plans as columns. Attributes: table (plans, columns), orders: of axes, the innermost last."""
+
+    table: np.ndarray
+    orders: tuple[tuple[str, ...], ...]
+    precision: str = "bf16"
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def column(self, name: str) -> np.ndarray:
+        """Of all plans."""
+        return self.table[:, COLUMNS.index(name)]
+
+    def rows(self, *names: str) -> np.ndarray:
+        """Some columns of all plans, side by side."""
+        return self.table[:, [COLUMNS.index(name) for name in names]]
+
+    def only(self, kept: np.ndarray) -> "Candidates":
+        """Those that a mask, or a list of numbers, names."""
+        return Candidates(self.table[kept], self.orders, self.precision)
+
+    def plan(self, number: int) -> Plan:
+        """One of them, as Trainer takes it. Raises: PlanError if it is none after all."""
+        row = dict(zip(COLUMNS, self.table[number].tolist(), strict=True))
+        piped = row["pp"] > 1
+        return Plan(**{axis: row[axis] for axis in AXES}, zero=row["zero"], precision=self.precision,
+                    schedule=SCHEDULES[row["schedule"]], microbatches=row["pieces"] if piped else None,
+                    accumulate=1 if piped else row["pieces"], checkpoint_blocks=RECOMPUTED[row["recomputed"]],
+                    offload="optimizer" if row["offload"] else "none", sequence_parallel=bool(row["sequence"]))
+
+    def order(self, number: int) -> tuple[str, ...]:
+        """In which its axes lie on the cluster."""
+        return self.orders[self.table[number, COLUMNS.index("order")]]
+
+
+def candidates(config: GPTConfig, cluster: Cluster, *, batch: int, precision: str = "bf16",
+               offload: bool = True, devices: int | None = None) -> Candidates:
+    """All of them.
+
+    Args:    devices: how many of the cluster's are used (default: all); offload: whether plans may offload.
+    Raises:  ConfigError if the batch divides in no way: the nearest that does.
+    """
+    size = devices or cluster.size
+    orders = _orders()
+    found = [row for axes in _axes(config, size, cluster.per_node)
+             for row in _rows(config, axes, batch, cluster, orders, offload and "host" in cluster.tiers)]
+    if not found:
+        raise ConfigError(f"a batch of {batch} sequences on {size} devices: no plan gives each rank an equal part; "
+                          f"choose a batch of {-(-batch // size) * size}")
+    return Candidates(np.array(found, np.int32), orders, precision)
+
+
+def _orders() -> tuple[tuple[str, ...], ...]:
+    """The mesh's own order first; then pp outermost; then each axis innermost, the others as in the mesh."""
+    return (AXES, ("pp", *(axis for axis in AXES if axis != "pp")),
+            *((*(other for other in AXES if other != axis), axis) for axis in AXES[:-1]))
+
+
+def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ...]]:
+    """Sizes along the axes, in the order of AXES."""
+    experts = config.mixture.experts if config.mixture else 1
+    most_tp = min(narrowest(config)[1], per_node if per_node > 1 else size)
+    for tp in divisors(size):
+        if tp > most_tp or config.heads % tp or config.key_heads % min(tp, config.key_heads):
+            continue
+        for cp in divisors(size // tp):
+            if cp > 1 and (config.context < cp * LEAST_TOKENS or config.context % (2 * cp)):
+                continue
+            for ep in divisors(size // tp // cp):
+                if experts % ep:
+                    continue
+                for pp in divisors(size // tp // cp // ep):
+                    if pp <= config.layers:
+                        yield size // tp // cp // ep // pp, pp, ep, cp, tp
+
+
+def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster,
+          orders: Sequence[tuple[str, ...]], offload: bool) -> Iterator[tuple[int, ...]]:
+    """All plans with these axes."""
+    dp, pp, ep, cp, tp = axes
+    if batch % (dp * ep):
+        return
+    part, copies, composed = batch // (dp * ep), dp * ep * cp, pp * ep * cp * tp > 1
+    stages = [0] if copies == 1 else [0, 1, 2, 3]
+    for rows in ROWS:
+        pieces = part // rows
+        if part % rows or pp > 1 and pieces < pp:
+            continue
+        schedules = [number for number, name in enumerate(SCHEDULES)
+                     if pp > 1 and (name != "interleaved" or 2 * pp <= config.layers and pieces % pp == 0)]
+        for zero, schedule, recomputed, sequence, order in product(
+                stages, schedules or [0], range(len(RECOMPUTED)), (0, 1) if tp > 1 else (0,),
+                _distinct(axes, cluster, orders)):
+            yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order)
+            if offload and not composed and (zero or copies == 1):
+                yield (*axes, zero, rows, pieces, schedule, recomputed, 1, sequence, order)
+
+
+def _distinct(axes: tuple[int, ...], cluster: Cluster, orders: Sequence[tuple[str, ...]]) -> list[int]:
+    """Orders that differ: axes of one rank do not count, and inside one node no order does."""
+    sizes = dict(zip(AXES, axes, strict=True))
+    found: dict[tuple[str, ...], int] = {}
+    for number, order in enumerate(orders):
+        found.setdefault(tuple(axis for axis in order if sizes[axis] > 1), number)
+    uneven = cluster.nodes > 1 or bool(cluster.topology.torus) and cluster.size > 1
+    return list(found.values()) if uneven else list(found.values())[:1]

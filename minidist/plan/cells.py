@@ -1,0 +1,202 @@
+"""Chapter 24 · Cells: what one layer takes of a rank, in time and memory, by the very modules that train.
+
+All layers of a GPT are alike. So one rank is run with one layer and with two, on arrays without data
+(simulate/one_rank.py): the difference is a layer, what is left is embedding, output and loss. A cell depends on how the
+layer is cut (tp, cp, ep, sequence parallel) and on the sequences of a microbatch, on nothing else: a hundred thousand
+plans share some two hundred cells.
+
+    cell = Cells(config, cluster, rates).cell(Cut(tp=8, cp=1, ep=1, sequence=1, rows=1))
+    cell.layer_held                                 # bytes that a layer keeps for its backward
+    layer, ends = cell.seconds(price)               # with what its calls take where the groups lie
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from minidist.nn import GPTConfig
+from minidist.observe.events import Await, Busy, GroupCall, Memory, Start
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.rates import Rates
+from minidist.simulate.trace import RankTrace
+
+INNER = ("tp", "cp", "ep")
+"""Axes whose calls stand inside a layer; those of the others follow from its bytes (estimate.py)."""
+PHASES = ("forward", "backward")
+
+
+class Cut(NamedTuple):
+    """How a layer is cut."""
+
+    tp: int
+    cp: int
+    ep: int
+    sequence: int
+    rows: int
+
+
+class PhaseSeconds(NamedTuple):
+    """Of forward or backward: of the rank's own kernels, and in which it stands still for an axis."""
+
+    compute: float
+    waits: dict[str, float]
+
+
+Price = Callable[[GroupCall], float]
+"""Seconds of a call."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One microbatch on one rank. Attributes, bytes and numbers of one and of two layers:
+
+    traces      of a first step
+    numbers     of weights
+    held, kept  bytes of activations at their most, with what works on them; kept: if a layer is computed again
+    """
+
+    traces: tuple[RankTrace, RankTrace]
+    rates: Rates
+    numbers: tuple[int, int]
+    held: tuple[int, int]
+    kept: tuple[int, int]
+
+    @property
+    def layer_numbers(self) -> int:
+        """Weights of a layer."""
+        return self.numbers[1] - self.numbers[0]
+
+    @property
+    def ends_numbers(self) -> int:
+        """Weights of the embedding and the output."""
+        return self.numbers[0] - self.layer_numbers
+
+    @property
+    def layer_held(self) -> int:
+        """Bytes that a layer keeps for its backward."""
+        return self.held[1] - self.held[0]
+
+    @property
+    def ends_held(self) -> int:
+        """Bytes at the peak beside the layers' own: the loss, and the insides of a layer computed again."""
+        return self.held[0] - self.layer_held
+
+    @property
+    def layer_kept(self) -> int:
+        """Bytes that a layer keeps if backward computes it again."""
+        return self.kept[1] - self.kept[0]
+
+    def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
+        """Forward and backward of a layer, and of the ends."""
+        one, two = (walk(trace, self.rates, price) for trace in self.traces)
+        layer = {phase: _difference(two[phase], one[phase]) for phase in PHASES}
+        return layer, {phase: _difference(one[phase], layer[phase]) for phase in PHASES}
+
+
+@lru_cache(maxsize=4096)
+def _run_once(plan: Plan, config: GPTConfig, rows: int, steps: int, kind: str, optimizer: str) -> RankTrace:
+    """A rank's trace knows no cluster: other clusters and rates ask for the same one."""
+    return run_rank(plan, config, rows=rows, steps=steps, device_kind=kind, optimizer=optimizer)
+
+
+class Cells:
+    """Cells of a model on a cluster's device, each made when it is first asked for."""
+
+    def __init__(self, config: GPTConfig, cluster: Cluster, rates: Rates, precision: str = "bf16",
+                 optimizer: str = "adamw") -> None:
+        self.config, self.rates = config, rates
+        self._kind, self._precision, self._optimizer = cluster.device.kind, precision, optimizer
+        self._cells: dict[Cut, Cell] = {}
+        self._keeps: dict[Cut, tuple[int, int]] = {}
+        self._calls: dict[tuple[int, int], tuple[Counter[GroupCall], Counter[GroupCall]]] = {}
+
+    def cell(self, cut: Cut) -> Cell:
+        """The cell of a cut."""
+        if cut not in self._cells:
+            self._cells[cut] = self._run(cut)
+        return self._cells[cut]
+
+    def data_calls(self, tp: int, zero: int) -> tuple[Counter[GroupCall], Counter[GroupCall]]:
+        """Calls along the data axis in a step of two ranks: of a layer, and of the ends."""
+        if (tp, zero) not in self._calls:
+            plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
+            one, two = (Counter(event.call._replace(name="") for event in self._run_plan(plan, layers, 2).events
+                                if isinstance(event, Start) and event.call.axis == "dp") for layers in (1, 2))
+            layer = two - one
+            self._calls[tp, zero] = layer, one - layer
+        return self._calls[tp, zero]
+
+    def update_seconds(self) -> float:
+        """Of the optimizer, for one weight: an element-wise pass over what it keeps."""
+        traces = [self._trace(Cut(1, 1, 1, 0, 1), layers, steps=2) for layers in (1, 2)]
+        spent = [sum(self.rates.segment(trace.segments[event.work])     # type: ignore[call-overload, misc]
+                     for event in trace.events[trace.steps[1]:]
+                     if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]
+        return (spent[1] - spent[0]) / (traces[1].parameters - traces[0].parameters)
+
+    def _run(self, cut: Cut) -> Cell:
+        one, two = self._trace(cut, 1), self._trace(cut, 2)
+        kept = self._kept(cut._replace(rows=1))
+        return Cell((one, two), self.rates, (one.parameters, two.parameters), (working(one), working(two)),
+                    (kept[0] * cut.rows, kept[1] * cut.rows))
+
+    def _kept(self, cut: Cut) -> tuple[int, int]:
+        """As Cell.kept, of one sequence a microbatch."""
+        if cut not in self._keeps:
+            self._keeps[cut] = (working(self._trace(cut, 1, again=True)), working(self._trace(cut, 2, again=True)))
+        return self._keeps[cut]
+
+    def _trace(self, cut: Cut, layers: int, steps: int = 1, again: bool = False) -> RankTrace:
+        plan = Plan(tp=cut.tp, cp=cut.cp, ep=cut.ep, precision=self._precision, sequence_parallel=bool(cut.sequence),
+                    checkpoint_blocks="all" if again else "none")
+        return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
+
+    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1) -> RankTrace:
+        return _run_once(plan, replace(self.config, layers=layers), rows, steps, self._kind, self._optimizer)
+
+
+def working(trace: RankTrace) -> int:
+    """Bytes of activations, and of arrays that work on them, at their most."""
+    now = most = 0
+    for event in trace.events:
+        if isinstance(event, Memory) and event.category in ("activations", "workspace"):
+            now += event.nbytes
+            most = max(most, now)
+        elif isinstance(event, Busy) and event.name == "optimizer":
+            break
+    return most
+
+
+def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds]:
+    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like."""
+    clock, phase, ends, free = 0.0, PHASES[0], dict[int, float](), dict[str, float]()
+    axis_of: dict[int, str] = {}
+    compute = dict.fromkeys(PHASES, 0.0)
+    waits: dict[str, dict[str, float]] = {name: {} for name in PHASES}
+    for event in trace.events[trace.steps[0]:]:
+        if isinstance(event, Busy):
+            if event.name in PHASES:
+                phase = event.name
+                spent = rates.segment(trace.segments[event.work])           # type: ignore[call-overload]
+                compute[phase] += spent
+                clock += spent
+        elif isinstance(event, Start) and event.call.axis in INNER:
+            call = event.call
+            lane = f"{call.axis} {call.verb}" if call.verb in ("send", "recv") else call.axis
+            ends[event.id] = free[lane] = max(clock, free.get(lane, 0.0)) + price(call)
+            axis_of[event.id] = call.axis
+        elif isinstance(event, Await) and event.id in ends:
+            waited = max(0.0, ends[event.id] - clock)
+            clock += waited
+            axis = axis_of[event.id]
+            waits[phase][axis] = waits[phase].get(axis, 0.0) + waited
+    return {name: PhaseSeconds(compute[name], waits[name]) for name in PHASES}
+
+
+def _difference(more: PhaseSeconds, less: PhaseSeconds) -> PhaseSeconds:
+    return PhaseSeconds(max(0.0, more.compute - less.compute),
+                        {axis: max(0.0, spent - less.waits.get(axis, 0.0)) for axis, spent in more.waits.items()})

@@ -1,0 +1,252 @@
+"""Chapter 24 · The fast path: memory and seconds of a hundred thousand plans at once, by the chapters' formulas.
+
+A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py and layouts.py):
+
+    compute    m · (L · layer + ends)           its own kernels               recompute  m · L · a layer's forward
+    tp cp ep   m · L · what a layer stands still for the axis                 update     the optimizer's pass
+    bubble     chapter 11's, by schedule        pp    hops: 2 (p-1), and in 1F1B 2 (p-1)/p a microbatch
+    dp         what of gradients and weights does not hide behind compute:
+                 ZeRO-0, 1   all-reduce or reduce-scatter beside the last backward; in a pipeline after it
+                 ZeRO-1, 2   the weights' all-gather beside the next step's first forward
+                 ZeRO-2, 3   a reduction a layer beside each backward; ZeRO-3: gathers beside both passes
+
+    memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations: those that the schedule
+               holds (chapter 11) · L · what a layer keeps (chapter 19: all, or its input), and the loss
+
+The replay (md.simulate) has no such formulas: it confirms the best plans, and a test holds the two together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.parallel.zero.memory_formula import Each
+from minidist.plan.call_columns import ITEMSIZE, CallColumns
+from minidist.plan.candidates import SCHEDULES, Candidates
+from minidist.plan.cells import Cells, Cut
+from minidist.plan.layouts import Layouts
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.rates import Rates
+
+TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
+MEMORY_SHARE = 0.95     # of the device that an estimate may fill: it is up to 9 % too low, and the replay's is exact
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, at most."""
+
+    candidates: Candidates
+    cluster: Cluster
+    seconds: Mapping[str, np.ndarray]
+    memory: Mapping[str, np.ndarray]
+
+    @cached_property
+    def step_seconds(self) -> np.ndarray:
+        """Of a step."""
+        return np.asarray(np.sum([self.seconds[term] for term in TERMS], axis=0))
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        """Bytes of the fullest rank at its peak."""
+        return np.asarray(np.sum(list(self.memory.values()), axis=0))
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Which plans fit into the device's memory."""
+        return np.asarray(self.total <= MEMORY_SHARE * self.cluster.device.memory_bytes)
+
+    @property
+    def size(self) -> np.ndarray:
+        """Ranks."""
+        return np.asarray(self.candidates.rows(*AXES).prod(axis=1))
+
+    @cached_property
+    def dollars(self) -> np.ndarray | None:
+        """Of a step; None where no price is known."""
+        price = self.cluster.device.price_an_hour
+        return None if price is None else self.size * self.step_seconds * price / 3600.0
+
+    @cached_property
+    def joules(self) -> np.ndarray | None:
+        """Of a step, as results.py counts them; None where no watts are known."""
+        device = self.cluster.device
+        if device.watts is None:
+            return None
+        idle = device.watts if device.idle_watts is None else device.idle_watts
+        busy = self.seconds["compute"] + self.seconds["recompute"] + self.seconds["update"]
+        host = (self.cluster.host_watts or 0.0) * self.step_seconds
+        return np.asarray(self.size * (device.watts * busy + idle * (self.step_seconds - busy) + host))
+
+
+class Estimator:
+    """The fast path for one model on one cluster. Args: as plan_for's."""
+
+    def __init__(self, config: GPTConfig, cluster: Cluster, *, rates: Rates | None = None, precision: str = "bf16",
+                 optimizer: str = "adamw") -> None:
+        self.config, self.cluster, self.precision = config, cluster, precision
+        self.cells = Cells(config, cluster, rates or Rates.of(cluster.device), precision, optimizer)
+        self.layouts = Layouts(cluster)
+        self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
+        self.update_seconds = self.cells.update_seconds()
+
+    def of(self, found: Candidates) -> Estimates:
+        """Memory and seconds of all candidates."""
+        if not len(found):
+            none = np.zeros(0)
+            return Estimates(found, self.cluster, dict.fromkeys(TERMS, none), {"parameters": none})
+        work = Columns(found, self)
+        memory = work.memory()
+        return Estimates(found, self.cluster, work.seconds(), memory)
+
+    def may_fit(self, found: Candidates) -> np.ndarray:
+        """Which candidates have weights, gradients and optimizer that fit: asked before cells are made."""
+        numbers = self.config.numbers / (found.column("pp") * found.column("tp"))
+        experts = self.config.expert_numbers / (found.column("pp") * found.column("tp"))
+        numbers = numbers - experts + experts / found.column("ep")
+        held = sum(_state(numbers, self.each, found).values())
+        room = self.cluster.tiers["host"].nbytes if "host" in self.cluster.tiers else None
+        away = found.column("offload") * numbers * self.each.optimizer / found.rows("dp", "ep", "cp").prod(axis=1)
+        fits = held <= self.cluster.device.memory_bytes
+        return np.asarray(fits if room is None else fits & (away * self.cluster.per_node <= room))
+
+
+def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:
+    """Bytes that last, by category: memory_formula.state_bytes for columns."""
+    copies, zero = found.rows("dp", "ep", "cp").prod(axis=1), found.column("zero")
+    divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
+    held = {name: numbers * getattr(each, name) / np.where(where, copies, 1) for name, where in divided.items()}
+    held["optimizer"] = np.where(found.column("offload") == 1, 0.0, held["optimizer"])
+    return held
+
+
+class Columns:
+    """The columns of a set of candidates, and what they need of cells and layouts."""
+
+    def __init__(self, found: Candidates, model: Estimator) -> None:
+        self.found, self.model = found, model
+        self.pp, self.pieces, self.zero = found.column("pp"), found.column("pieces"), found.column("zero")
+        self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
+        self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
+        self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
+        self.again = found.column("recomputed") == 1
+        self.calls = CallColumns(found, model.cells, model.layouts, model.config)
+        self.per_layer, self.per_ends = self._cells()
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _cells(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Weights and activations of a layer and of the ends, of each candidate's cell."""
+        cuts, where = np.unique(self.found.rows("tp", "cp", "ep", "sequence", "rows"), axis=0, return_inverse=True)
+        cells = [self.model.cells.cell(Cut(*map(int, cut))) for cut in cuts]
+        where = where.reshape(-1)
+        layer = {"numbers": [cell.layer_numbers for cell in cells], "held": [cell.layer_held for cell in cells],
+                 "kept": [cell.layer_kept for cell in cells]}
+        ends = {"numbers": [cell.ends_numbers for cell in cells], "held": [cell.ends_held for cell in cells]}
+        return ({name: np.array(values, float)[where] for name, values in layer.items()},
+                {name: np.array(values, float)[where] for name, values in ends.items()})
+
+    def _held_microbatches(self, *, last: bool) -> np.ndarray:
+        """Of the first stage or the last, at most, all its layers: the table of schedules.py."""
+        pp, pieces = self.pp, self.pieces
+        each = {"1f1b": np.ones_like(pp) if last else np.minimum(pieces, pp), "gpipe": pieces,
+                "zb-h1": np.minimum(pieces, pp),
+                "interleaved": np.minimum(pp + 1 if last else 3 * pp - 1, 2 * pieces) / 2}
+        return np.where(pp == 1, 1, np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES]))
+
+    def memory(self) -> dict[str, np.ndarray]:
+        """Bytes by category, of the first stage or of the last, whichever holds more."""
+        first, last = (self._stage(self._held_microbatches(last=ends), ends=ends) for ends in (False, True))
+        more = sum(first.values()) > sum(last.values())
+        return {name: np.where(more, first[name], last[name]) for name in first}
+
+    def _stage(self, held: np.ndarray, *, ends: bool) -> dict[str, np.ndarray]:
+        """Of one stage; the embedding and the output are half of the ends' weights each."""
+        itemsize = ITEMSIZE[self.found.precision]
+        share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else 0.5)
+        found = _state(self.layers * self.per_layer["numbers"] + share * self.per_ends["numbers"], self.model.each,
+                       self.found)
+        unit = self.per_layer["numbers"] * itemsize
+        largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
+        found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
+        found["gradients"] = found["gradients"] + np.where(self.zero >= 2, largest, 0.0)
+        # deferred backwards for the weights keep what was computed again
+        deferred = self.found.column("schedule") == SCHEDULES.index("zb-h1")
+        kept = np.where(self.again & ~deferred, self.per_layer["kept"], self.per_layer["held"])
+        again = np.where(self.again, self.per_layer["held"], 0.0)
+        output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
+        working = np.where((self.pp == 1) | ends, np.maximum(output, again), again)
+        activations = held * self.layers * kept + working
+        # one microbatch on one copy: gradients come as activations go
+        found["activations"] = np.where((self.pieces == 1) & (self.copies == 1),
+                                        np.maximum(0.0, activations - found["gradients"]), activations)
+        return found
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def seconds(self) -> dict[str, np.ndarray]:
+        """By TERMS."""
+        inner, dp, hop = self.calls.inner(), self.calls.data(), self.calls.hop()
+        layers, pieces, pp = self.layers, self.pieces, self.pp
+        forward = inner["forward"] + sum(inner[f"forward {axis}"] for axis in ("tp", "cp", "ep"))
+        again = np.where(self.again, forward, 0.0)
+        backward = inner["backward"] + sum(inner[f"backward {axis}"] for axis in ("tp", "cp", "ep")) + again
+        ends = inner["ends"] + sum(inner[f"ends {axis}"] for axis in ("tp", "cp", "ep"))
+        behind = self._behind(dp, layers * forward, layers * backward)
+        middle = layers * (forward + backward) + behind
+        found = {"compute": pieces * (layers * (inner["forward"] + inner["backward"]) + inner["ends"]),
+                 "recompute": pieces * layers * np.where(self.again, inner["forward"], 0.0),
+                 "bubble": self._bubble(middle, ends)}
+        for axis in ("tp", "cp", "ep"):
+            again_axis = np.where(self.again, inner[f"forward {axis}"], 0.0)
+            found[axis] = pieces * (layers * (inner[f"forward {axis}"] + inner[f"backward {axis}"] + again_axis)
+                                    + inner[f"ends {axis}"])
+        one_f = self.found.column("schedule") == SCHEDULES.index("1f1b")
+        found["pp"] = hop * (2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0))
+        found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
+        numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * np.where(pp == 1, 1.0, 0.5)
+        own = numbers / np.where(self.zero >= 1, self.copies, 1)
+        found["update"] = own * self.model.update_seconds
+        away = self.found.column("offload") == 1
+        found["offload"] = np.where(away, self._offload(own), 0.0) if away.any() else np.zeros(len(own))
+        return found
+
+    def _behind(self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        """What each microbatch adds for the data axis: ZeRO-2 reduces in each, ZeRO-3 gathers twice and reduces.
+
+        ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it computes meanwhile.
+        """
+        half = np.where(self.pp > 1, 0.5, 1.0)
+        ends = half * dp["ends reduce"]
+        second = ends + np.maximum(0.0, self.layers * dp["reduce"] - backward)
+        ends = ends + half * dp["ends gather"]
+        calls = self.layers * (2 * dp["gather"] + dp["reduce"]) + ends
+        third = np.maximum(dp["gather"] + dp["reduce"] + ends, calls - forward - backward)
+        return np.where(self.copies == 1, 0.0, np.where(self.zero == 2, second, np.where(self.zero == 3, third, 0.0)))
+
+    def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """A step is the slowest stage's microbatches, which has the output too, and the others' ramp."""
+        parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3}
+        share = np.choose(self.found.column("schedule"), [np.full(len(self.found), parts[name]) for name in SCHEDULES])
+        return np.asarray((self.pp - 1) * middle * share)
+
+    def _once(self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray) -> np.ndarray:
+        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather."""
+        layers, piped = self.layers, self.pp > 1
+        half = np.where(piped, 0.5, 1.0)
+        reduced = layers * dp["reduce"] + half * dp["ends reduce"]
+        hidden = np.where(piped, 0.0, backward)
+        once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
+        gathers = layers * dp["gather"] + half * dp["ends gather"]
+        late = np.where((self.zero == 1) | (self.zero == 2), np.maximum(dp["ends gather"] / 2, gathers - forward), 0.0)
+        return np.where(self.copies > 1, once + late, 0.0)
+
+    def _offload(self, numbers: np.ndarray) -> np.ndarray:
+        """Gradients to the host and weights back, and the host's pass over its state."""
+        itemsize = ITEMSIZE[self.found.precision]
+        a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
+        return numbers * a_byte * (2 * itemsize + 2 * self.model.each.optimizer)

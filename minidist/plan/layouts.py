@@ -1,0 +1,74 @@
+"""Chapter 24 · Layouts: what a call takes where a plan's groups lie on the cluster, with those beside it.
+
+    layouts = Layouts(cluster)
+    groups = layouts.groups({"dp": 64, "pp": 1, "ep": 1, "cp": 1, "tp": 8}, AXES)
+    layouts.price(groups["tp"], "all_reduce", "native", 1 << 20, ())    # while its neighbours' groups do the same
+
+Groups along an axis are alike, so the group of rank 0 stands for all. Groups that begin in the same node share its
+network cards: the bytes of all are added on each link (walk.py says which), and the busiest one counts.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+
+from minidist.observe.events import GroupCall
+from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.walk import call_cost
+
+DATA = ("dp", "ep", "cp")
+"""Axes whose ranks have the same dense weights."""
+
+
+class Layouts:
+    """Groups of plans on one cluster; what was priced once is remembered."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.price = lru_cache(maxsize=None)(self._price)
+
+    def groups(self, sizes: Mapping[str, int], order: Sequence[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The group of rank 0 along tp, cp, ep, dp (all of DATA) and pp, then its neighbours', as places."""
+        strides, step = {}, 1
+        for axis in reversed(order):
+            strides[axis], step = step, step * sizes[axis]
+        return {name: self._with_neighbours(sizes, strides, axes)
+                for name, axes in {"tp": ("tp",), "cp": ("cp",), "ep": ("ep",), "dp": DATA, "pp": ("pp",)}.items()}
+
+    def _with_neighbours(self, sizes: Mapping[str, int], strides: Mapping[str, int],
+                         axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The group of rank 0 along some axes, and those that begin in the same node, if it leaves the node."""
+        first = tuple(_places(sizes, strides, axes))
+        node = self.cluster.per_node
+        if max(first) < node and not self.cluster.topology.torus:
+            return (first,)
+        others = [axis for axis in AXES if axis not in axes]
+        return tuple(tuple(start + place for place in first)
+                     for start in sorted(_places(sizes, strides, others)) if start < node)
+
+    def _price(self, groups: tuple[tuple[int, ...], ...], verb: str, algorithm: str, nbytes: int,
+               blocks: tuple[int, ...]) -> float:
+        """Seconds of a call of the first group while the others do the same."""
+        members = groups[0]
+        if len(members) < 2 or nbytes <= 0:
+            return 0.0
+        if verb in ("send", "recv"):
+            groups = tuple(group[:2] for group in groups)
+        cost = call_cost(GroupCall("", verb, algorithm, nbytes, blocks), groups[0], self.cluster)
+        if len(groups) == 1 or not cost.link_bytes:
+            return cost.seconds
+        loads = Counter(cost.link_bytes)
+        for group in groups[1:]:
+            loads.update(call_cost(GroupCall("", verb, algorithm, nbytes, blocks), group, self.cluster).link_bytes)
+        links = self.cluster.links
+        alone = max(spent / links[link].bandwidth for link, spent in cost.link_bytes.items())
+        shared = max(loads[link] / links[link].bandwidth for link in cost.link_bytes)
+        return cost.seconds + shared - alone
+
+
+def _places(sizes: Mapping[str, int], strides: Mapping[str, int], axes: Sequence[str]) -> list[int]:
+    """Places of the ranks along some axes, the last axis innermost, as a group counts its members."""
+    return [sum(at * strides[axis] for at, axis in zip(spot, axes, strict=True))
+            for spot in product(*(range(sizes[axis]) for axis in axes))]

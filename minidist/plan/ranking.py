@@ -1,0 +1,250 @@
+"""Chapter 24 · The plan that fits best: enumerate, estimate, rank, and let the replay confirm the best few.
+
+    found = plan_for(config, "a100-80g:64x8", batch=1536)
+    found.best.plan, found.best.order, found.best.step_seconds
+    found.top(10)                                   # Choices, the best first
+    print(command(found.best, ["--model", "gpt3-175b"], found))
+
+notes: N2 §11, §12.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import ConfigError, PlanError
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan_checks import AXES, words
+from minidist.plan.candidates import candidates
+from minidist.plan.estimate import TERMS, Estimates, Estimator
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
+from minidist.simulate.rates import Rates
+from minidist.simulate.results import Simulation
+from minidist.simulate.simulate import simulate
+
+OBJECTIVES = ("time", "cost", "energy", "memory")
+MOST_TRIED = 3          # plans that the replay runs for each that it is to confirm
+MOST_DOUBLED = 8        # how often the nodes are doubled in search of a cluster that is large enough
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category, of the fullest rank;
+    confirmed: the replay, if it ran this plan.
+    """
+
+    plan: Plan
+    order: tuple[str, ...]
+    seconds: dict[str, float]
+    memory: dict[str, float]
+    dollars: float | None
+    joules: float | None
+    confirmed: Simulation | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """As estimated."""
+        return sum(self.seconds.values())
+
+    @property
+    def total(self) -> float:
+        """Bytes of the fullest rank at its peak."""
+        return sum(self.memory.values())
+
+    @property
+    def text(self) -> str:
+        """The plan in a few words."""
+        plan = self.plan
+        told = [words(plan.axes)] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
+        told += [f"{plan.schedule}, {plan.pieces} microbatches"] * (plan.pp > 1)
+        told += [f"{plan.accumulate} passes"] * (plan.accumulate > 1) + ["sequence parallel"] * plan.sequence_parallel
+        told += ["recompute"] * (plan.checkpoint_blocks == "all") + ["offload"] * (plan.offload != "none")
+        inner = [axis for axis in self.order if plan.axes[axis] > 1]
+        usual = [axis for axis in AXES if plan.axes[axis] > 1]
+        return ", ".join(told + [f"order {','.join(inner)}"] * (inner != usual))
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures."""
+        return {"plan": self.plan.as_dict(), "order": list(self.order), "step_seconds": self.step_seconds,
+                "seconds": self.seconds, "memory": self.memory, "dollars": self.dollars, "joules": self.joules,
+                "confirmed_seconds": self.confirmed and self.confirmed.step_seconds}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All plans that fit, the best first. Attributes: order: numbers of candidates; enumerated: before pruning."""
+
+    config: GPTConfig
+    cluster: Cluster
+    batch: int
+    objective: str
+    estimates: Estimates
+    order: np.ndarray
+    enumerated: int
+    confirmed: tuple[Choice, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def choice(self, place: int) -> Choice:
+        """The plan at a place of the ranking, from 0."""
+        number = int(self.order[place])
+        found = self.estimates
+        return Choice(found.candidates.plan(number), found.candidates.order(number),
+                      {term: float(found.seconds[term][number]) for term in TERMS},
+                      {name: float(held[number]) for name, held in found.memory.items()},
+                      None if found.dollars is None else float(found.dollars[number]),
+                      None if found.joules is None else float(found.joules[number]))
+
+    def top(self, count: int) -> list[Choice]:
+        """The best, those that the replay ran first."""
+        ran = {(choice.plan, choice.order) for choice in self.confirmed}
+        others = [choice for choice in map(self.choice, range(min(count + len(ran), len(self))))
+                  if (choice.plan, choice.order) not in ran]
+        return [*self.confirmed, *others][:count]
+
+    @cached_property
+    def best(self) -> Choice:
+        """The first."""
+        return self.top(1)[0]
+
+    @cached_property
+    def runner_up(self) -> Choice | None:
+        """The best plan that differs in how the ranks are divided, not in a small option."""
+        best = self.best
+        for place in range(len(self)):
+            choice = self.choice(place)
+            if choice.plan.axes != best.plan.axes or choice.plan.zero != best.plan.zero:
+                return choice
+        return None
+
+    def mfu(self, choice: Choice) -> float:
+        """As results.py counts it."""
+        peak = self.cluster.device.peak(PRODUCT_DTYPES[choice.plan.precision])
+        tokens = self.batch * self.config.context
+        return tokens * flops_a_token(self.config) / (choice.step_seconds * choice.plan.size * peak)
+
+
+def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective: str = "time",
+             precision: str = "bf16", optimizer: str = "adamw", rates: Rates | None = None,
+             confirm: int = 0) -> Ranking:
+    """Rank all plans of a model on a cluster.
+
+    Args:    batch: sequences a step of the whole job. objective: what is least, one of OBJECTIVES.
+             rates: seconds of kernels (default: of the cluster's device). confirm: so many of the best are run by the
+             replay too (md.simulate), and ranked by it.
+    Returns: a Ranking of the plans that fit into memory.
+    Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model that fits nowhere, with
+             the nearest that works.
+    """
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
+    options = {"rates": rates, "precision": precision, "optimizer": optimizer}
+    enumerated, estimates = _estimated(config, cluster, batch, options)
+    if not estimates.fits.any():
+        raise ConfigError(_nowhere(config, cluster, batch, options))
+    fits = np.flatnonzero(estimates.fits)
+    order = fits[np.lexsort((estimates.step_seconds[fits], _wanted(estimates, objective)[fits]))]
+    ranking = Ranking(config, cluster, batch, objective, estimates, order, enumerated)
+    return _confirmed(ranking, confirm, rates, optimizer) if confirm else ranking
+
+
+def _wanted(found: Estimates, objective: str) -> np.ndarray:
+    columns = {"time": found.step_seconds, "memory": found.total, "cost": found.dollars, "energy": found.joules}
+    column = columns[objective]
+    if column is None:
+        raise ConfigError(f"objective={objective}: no {'price' if objective == 'cost' else 'watts'} of "
+                          f"{found.cluster.device.name} stands in the cluster's file; add it, or take time")
+    return column
+
+
+def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> str:
+    """One line: the cluster with the fewest nodes, doubled again and again, in which some plan fits."""
+    told = f"the model ({config.numbers / 1e9:,.3g} billion weights) fits into {cluster.spec} with no plan"
+    if cluster.topology.torus or cluster.topology.between is None:
+        return f"{told}; choose fewer layers, or a larger cluster"
+    for nodes in (cluster.nodes << doubled for doubled in range(1, MOST_DOUBLED + 1)):
+        larger = replace(cluster, nodes=nodes, spec=f"{cluster.name}:{nodes}x{cluster.per_node}")
+        for rows in dict.fromkeys((batch, larger.size)):
+            try:
+                fits = _estimated(config, larger, rows, options)[1].fits.any()
+            except ConfigError:
+                continue
+            if fits:
+                return f"{told}; choose {larger.spec}{f' with a batch of {rows}' * (rows != batch)}, or fewer layers"
+    return f"{told}, nor into {cluster.nodes << MOST_DOUBLED} nodes; choose fewer layers"
+
+
+def _estimated(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> tuple[int, Estimates]:
+    """How many plans there are, and the estimates of those whose state fits."""
+    model = Estimator(config, cluster, **options)
+    found = candidates(config, cluster, batch=batch, precision=options["precision"])
+    return len(found), model.of(found.only(model.may_fit(found)))
+
+
+def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> Ranking:
+    """The ranking with its best few by the replay; plans that it finds too large, or cannot run, are taken out."""
+    ran: list[Choice] = []
+    refused: list[int] = []
+    for place in range(min(MOST_TRIED * count, len(ranking))):
+        if len(ran) == count:
+            break
+        choice = ranking.choice(place)
+        try:
+            found = simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch, order=choice.order,
+                             rates=rates, optimizer=optimizer)
+        except (PlanError, ConfigError):
+            found = None
+        if found is not None and found.fits:
+            ran.append(replace(choice, confirmed=found))
+        else:
+            refused.append(place)
+    ran.sort(key=lambda choice: _figure(choice, ranking.objective))
+    return replace(ranking, order=np.delete(ranking.order, refused), confirmed=tuple(ran))
+
+
+def _figure(choice: Choice, objective: str) -> float:
+    found = choice.confirmed
+    assert found is not None
+    values: dict[str, float | None] = {"time": found.step_seconds, "cost": found.dollars, "energy": found.joules,
+                                       "memory": float(found.peak(found.fullest)["total"])}
+    return values[objective] or 0.0
+
+
+def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
+    """The command line that runs the plan: on `here` by `minidist train`, elsewhere by `minidist simulate`, whose
+    options after --batch are those of train.
+
+    Args:    model: the options that name it, as ["--model", "gpt3-175b"].
+    """
+    if ranking.cluster.name == "here":
+        return " ".join(["minidist train -n", str(choice.plan.size), *model_words(ranking), *plan_words(choice.plan)])
+    order = ["--order", ",".join(choice.order)] if choice.order != AXES else []
+    return " ".join(["minidist simulate --cluster", ranking.cluster.spec, *model, "--batch", str(ranking.batch),
+                     *plan_words(choice.plan), *order])
+
+
+def plan_words(plan: Plan) -> list[str]:
+    """A plan as options of `minidist train` and `minidist simulate`."""
+    found = ["--plan", words(plan.axes), "--precision", plan.precision]
+    found += ["--zero", str(plan.zero)] if plan.zero else []
+    if plan.pp > 1:
+        found += ["--schedule", plan.schedule, "--microbatches", str(plan.pieces)]
+    found += ["--accumulate", str(plan.accumulate)] if plan.accumulate > 1 else []
+    found += ["--checkpoint-blocks", "all"] if plan.checkpoint_blocks == "all" else []
+    found += ["--offload", plan.offload] if plan.offload != "none" else []
+    return found + ["--sequence-parallel"] * plan.sequence_parallel
+
+
+def model_words(ranking: Ranking) -> list[str]:
+    """Model and batch as options of `minidist train`."""
+    config = ranking.config
+    return ["--layers", str(config.layers), "--width", str(config.width), "--heads", str(config.heads), "--vocab",
+            str(config.vocabulary), "--context", str(config.context), "--positions", config.positions, "--batch",
+            str(ranking.batch)]

@@ -1,0 +1,75 @@
+"""Chapter 24 · Scaling curves: the best plan on more and more nodes, and how near to linear that is.
+
+    strong(config, "h100:8x8", batch=512)           # the same batch on more devices
+    weak(config, "h100:8x8", a_device=8)            # a batch that grows with them
+
+The notes say "near-linear" of data parallelism (N2:86), of DDP (N0:430) and of small scales (N1:100). The efficiency of
+each point says how near.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from minidist.errors import ConfigError
+from minidist.nn import GPTConfig
+from minidist.plan.ranking import plan_for
+from minidist.simulate.cluster import Cluster
+
+NEAR_LINEAR = 0.9       # an efficiency that one may call near-linear; the notes give no number
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """Attributes: efficiency: sequences a second and device, over those of the first point."""
+
+    nodes: int
+    devices: int
+    batch: int
+    plan: str
+    step_seconds: float
+    efficiency: float
+
+    @property
+    def near_linear(self) -> bool:
+        """Whether the notes' claim holds here."""
+        return self.efficiency >= NEAR_LINEAR
+
+
+def strong(config: GPTConfig, cluster: Cluster | str, *, batch: int, nodes: Sequence[int] = (),
+           precision: str = "bf16") -> list[ScalingPoint]:
+    """The same batch on more nodes."""
+    return _curve(config, cluster, nodes, lambda devices: batch, precision)
+
+
+def weak(config: GPTConfig, cluster: Cluster | str, *, a_device: int, nodes: Sequence[int] = (),
+         precision: str = "bf16") -> list[ScalingPoint]:
+    """So many sequences a device."""
+    return _curve(config, cluster, nodes, lambda devices: a_device * devices, precision)
+
+
+def _curve(config: GPTConfig, cluster: Cluster | str, nodes: Sequence[int], batch_of: Callable[[int], int],
+           precision: str) -> list[ScalingPoint]:
+    """Points where the model fits and the batch divides. Raises: ConfigError if there is none."""
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if cluster.topology.torus:
+        raise ConfigError(f"{cluster.spec} is a torus; curves are drawn over nodes: choose a cluster of nodes")
+    found: list[ScalingPoint] = []
+    first, refused = 0.0, ""
+    for count in nodes or _powers(cluster.nodes):
+        part = replace(cluster, nodes=count, spec=f"{cluster.name}:{count}x{cluster.per_node}")
+        batch = batch_of(part.size)
+        try:
+            best = plan_for(config, part, batch=batch, precision=precision).best
+        except ConfigError as error:
+            refused = str(error)
+            continue
+        speed = batch / best.step_seconds / part.size
+        first = first or speed
+        found.append(ScalingPoint(count, part.size, batch, best.text, best.step_seconds, speed / first))
+    if not found:
+        raise ConfigError(refused)
+    return found
+
+
+def _powers(most: int) -> list[int]:
+    return [count for count in (1 << bit for bit in range(most.bit_length())) if count <= most]

@@ -1,0 +1,75 @@
+"""Chapter 24 · The best plans trained on this machine, in turn, beside what was predicted.
+
+Each round starts every plan once, with `minidist train`; a plan's time is the median of its rounds. The last
+plan is a random one, so that a prediction that is the same for all would be seen.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import ConfigError
+from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
+
+ROUNDS, STEPS = 4, 12
+TIMEOUT = 600.0         # seconds of one run
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attributes: predicted, measured: seconds of a step; spread: by which two halves of the rounds differ."""
+
+    choice: Choice
+    random: bool
+    predicted: float
+    measured: float
+    spread: float
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures."""
+        return {"plan": self.choice.plan.as_dict(), "random": self.random, "predicted": self.predicted,
+                "measured": self.measured, "spread": self.spread}
+
+
+def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS,
+              steps: int = STEPS) -> list[Trial]:
+    """Train with the best `count` plans and a random one, in turn. Raises: ConfigError if a run fails: its words."""
+    best = ranking.top(count)
+    choices = [*best, _random(ranking, len(best))] if len(ranking) > len(best) else best
+    seen: list[list[float]] = [[] for _ in choices]
+    for _ in range(rounds):
+        for choice, found in zip(choices, seen, strict=True):
+            found.append(_run(ranking, choice, optimizer, steps))
+    return [Trial(choice, place >= len(best),
+                  choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds, median(found),
+                  abs(median(found[::2]) / median(found[1::2] or found) - 1))
+            for place, (choice, found) in enumerate(zip(choices, seen, strict=True))]
+
+
+def _random(ranking: Ranking, first: int) -> Choice:
+    """One of the others, the same at each call."""
+    return ranking.choice(int(np.random.default_rng(0).integers(first, len(ranking))))
+
+
+def _run(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
+    """Seconds of a step of one run, as its metrics have them."""
+    with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
+        found = Path(folder, "metrics.json")
+        command = [sys.executable, "-m", "minidist", "train", "-n", str(choice.plan.size), *model_words(ranking),
+                   *plan_words(choice.plan), "--optimizer", optimizer, "--steps", str(steps), "--quiet", "--out",
+                   str(Path(folder, "run")), "--json", str(found)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{' '.join(command[2:])}: not done after {TIMEOUT:g} s; take fewer layers") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise ConfigError(f"{' '.join(command[2:])}: {last}")
+        return float(json.loads(found.read_text(encoding="utf-8"))["step_seconds"])

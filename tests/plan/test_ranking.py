@@ -1,0 +1,141 @@
+"""Ranking, explanation, forecast, scaling: what they must say of a small model on small clusters."""
+
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import minidist as md
+from minidist.cli import main
+from minidist.errors import ConfigError
+from minidist.nn import GPTConfig
+from minidist.plan.explain import advice, binding, chart_path, explain
+from minidist.plan.forecast import DAY, Prices, forecast
+from minidist.plan.ranking import Ranking, command, plan_for
+from minidist.plan.scaling import strong, weak
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.models import model
+from minidist.survive.interval import best_interval, goodput
+
+CONFIG = GPTConfig(vocabulary=4096, context=512, layers=2, width=1024, heads=2, positions="rotary")
+LARGE = GPTConfig(vocabulary=4096, context=512, layers=120, width=8192, heads=64, positions="rotary")
+SIZES = ["--layers", "2", "--width", "1024", "--heads", "2", "--vocab", "4096", "--sequence", "512"]
+
+
+@cache
+def ranked(objective: str = "time", confirm: int = 0) -> Ranking:
+    return plan_for(CONFIG, "h100:2x2", batch=8, objective=objective, confirm=confirm)
+
+
+def test_the_best_is_least_of_what_was_asked_for() -> None:
+    found = ranked()
+    seconds = [choice.step_seconds for choice in found.top(50)]
+    assert seconds == sorted(seconds) and 0 < found.mfu(found.best) < 1
+    assert ranked("memory").best.total == min(ranked("memory").estimates.total[ranked("memory").order])
+    assert ranked("memory").best.total < found.best.total
+    cost = ranked("cost").best.dollars
+    assert cost is not None and cost == pytest.approx(4 * 3600 ** -1 * seconds[0]
+                                                      * (found.cluster.device.price_an_hour or 0))
+    assert ranked("energy").best.joules is not None
+
+
+def test_the_replay_confirms_the_best() -> None:
+    found = ranked(confirm=2)
+    assert len(found.confirmed) == 2 and found.best is found.confirmed[0]
+    first, second = (choice.confirmed for choice in found.confirmed)
+    assert first and second and first.step_seconds <= second.step_seconds and first.fits
+    assert found.best.step_seconds == pytest.approx(first.step_seconds, rel=0.15)
+
+
+def test_md_plan_for_is_the_function() -> None:
+    assert md.plan_for is plan_for
+
+
+def test_the_command_line_runs_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ranked()
+    words = shlex.split(command(found.best, SIZES, found))
+    assert main(words[1:]) == 0
+    assert "s a step" in capsys.readouterr().out
+
+
+def test_what_fits_nowhere_is_refused_with_a_cluster_that_does() -> None:
+    with pytest.raises(ConfigError, match=r"fits into h100:1x2 with no plan; choose h100:\d+x2") as told:
+        plan_for(LARGE, "h100:1x2", batch=8)
+    nearest = str(told.value).split("choose ")[1].split(",")[0].split(" ")[0]
+    assert len(plan_for(LARGE, nearest, batch=8))
+    with pytest.raises(ConfigError, match="no cluster 'h10'; did you mean h100"):
+        plan_for(CONFIG, "h10:1x8", batch=8)
+    with pytest.raises(ConfigError, match="objective 'speed'; choose one of time, cost, energy, memory"):
+        plan_for(CONFIG, "h100:1x8", batch=8, objective="speed")
+
+
+# ---------------------------------------------------------------------------------------------------- explanation
+
+def test_the_terms_of_the_explanation_add_up_and_more_hardware_never_hurts() -> None:
+    found = ranked()
+    told = explain(found)
+    assert told.runner_up is not None and told.runner_up.plan != told.winner.plan
+    assert sum(spent for _, spent in told.why) == pytest.approx(told.runner_up.step_seconds - told.winner.step_seconds)
+    assert set(told.twice) == {"memory", "FLOP/s", "links in a node", "network"}
+    assert all(0.4 < share <= 1.0 + 1e-9 for share in told.twice.values()) and told.twice["FLOP/s"] < 0.95
+    assert binding(found, found.best) == told.binds and "of the step" in told.binds
+
+
+def test_the_notes_chart_and_table_row_by_row() -> None:
+    """A box of the chart for what is too large; the table's row by the number of weights."""
+    assert chart_path(CONFIG, Cluster.parse("h100:1x8")) == ["the batch is the limit: data parallelism"]
+    assert chart_path(model("gpt3-175b"), Cluster.parse("a100-80g:64x8")) == [
+        "too many layers: pipeline parallelism"]
+    assert chart_path(model("megatron-1t"), Cluster.parse("a100-80g:64x8")) == [
+        "a layer is too large: tensor parallelism", "too many layers: pipeline parallelism"]
+    long = replace(CONFIG, context=1 << 17)
+    assert chart_path(long, Cluster.parse("h100:1x8")) == ["the sequence is too long: sequence parallelism"]
+    assert advice(ranked()).row.startswith("< 10B: data parallelism with ZeRO-2")
+
+
+# ---------------------------------------------------------------------------------------------- forecast and scaling
+
+def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
+    found = ranked()
+    taken = forecast(found.best, found, tokens=1e12, interruptions_a_day=24, prices=Prices(failures=1.0))
+    a_day = 24 + 4 / 1000
+    interval = best_interval(30.0, DAY / a_day)
+    assert taken.spot.interval == interval
+    assert taken.spot.goodput == goodput(interval, save=30.0, between=DAY / a_day, restart=300.0)
+    assert taken.steps == 1e12 / (8 * 512)
+    assert taken.days == pytest.approx(taken.steps * found.best.step_seconds / DAY)
+    assert taken.spot.days > taken.cloud.days > taken.days
+    price = found.cluster.device.price_an_hour
+    assert price is not None and taken.cloud.dollars == pytest.approx(4 * price * 24 * taken.cloud.days)
+    assert taken.spot.dollars == pytest.approx(0.4 * 4 * price * 24 * taken.spot.days)
+
+
+def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
+    near, far = weak(CONFIG, "h100:2x2", a_device=4), strong(CONFIG, "h100:2x2", batch=8)
+    assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[0].efficiency == 1.0
+    assert far[-1].efficiency < near[-1].efficiency <= 1.01 and near[-1].batch == 16
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+def test_minidist_plan_tells_ranking_reasons_and_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3", "--json",
+             str(tmp_path / "found.json")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "plans enumerated" in out and "run it: minidist simulate --cluster h100:2x2" in out and "spot" in out
+    assert '"spot"' in (tmp_path / "found.json").read_text()
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--batch", "8"], "give one of the two"),
+    (["--cluster", "h100:2x2", "--here", "--batch", "8"], "give one of the two"),
+    (["--cluster", "h100:2x2", "--batch", "8", "--run", "3"], "--run goes with --here"),
+    (["--cluster", "h100:2x2", "--batch", "8", "--model", "gpt9"], "the nearest name is"),
+])
+def test_bad_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err and len(err.strip().splitlines()) == 1
