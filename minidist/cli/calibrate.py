@@ -1,4 +1,4 @@
-"""`minidist calibrate --from runs.csv --cluster a100-80g`: fit the cost model to step times that somebody measured.
+"""`minidist calibrate --from runs.csv --cluster a100-80g`: fit the cost model to measured step times.
 
     minidist calibrate --from runs.csv --cluster a100-80g --out profile.json
     minidist simulate --profile profile.json --cluster a100-80g:64x8 …

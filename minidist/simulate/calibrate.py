@@ -1,4 +1,4 @@
-"""Chapter 24 · The cost model's few constants, fitted to step times that somebody measured.
+"""Chapter 24 · The cost model's few constants, fitted to measured step times.
 
     runs = read_runs("runs.csv", "a100-80g")
     fitted = fit(runs, Predictor(), "a100-80g")

@@ -64,10 +64,10 @@ def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
 
 
 def told(found: "Simulation", spread: Sequence[Stall]) -> str:
-    """One line: who waits first, and how far the standstill goes."""
+    """One line: the first rank that waits, how many ranks wait in the end, and since when."""
     failed, *others = sorted(spread, key=lambda stall: not stall.waits_for.startswith("nothing"))
     if not others:
-        return f"rank {failed.rank} fails {failed.seconds:.4g} s into the step, and nobody waits for it in this step"
+        return f"rank {failed.rank} fails {failed.seconds:.4g} s into the step; no other rank waits for it in this step"
     last = others[-1]
     return (f"rank {failed.rank} fails {failed.seconds:.4g} s into the step: rank {others[0].rank} is the first to "
             f"stand still, at {others[0].seconds:.4g} s in {others[0].waits_for}; {len(others):,} of "

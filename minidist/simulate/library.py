@@ -68,7 +68,7 @@ _PerByte = defaultdict[int, float]
 
 
 class Load(NamedTuple):
-    """What an algorithm puts on links, for each byte of the array."""
+    """Bytes that an algorithm sends over each link, divided by the bytes of the array."""
 
     per_byte: dict[int, float]  # bytes on each link, by its number
     seconds: float              # on the busiest link

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
+from asked import Asked
 
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library, zigzag
@@ -12,15 +12,6 @@ from minidist.simulate.messages import Operands
 from minidist.simulate.walk import call_cost
 
 GIB = 1 << 30
-
-
-class Asked(NamedTuple):
-    verb: str
-    nbytes: int
-    algorithm: str = "native"
-    blocks: tuple[int, ...] = ()
-    itemsize: int = 2
-    dims: int = 1
 
 
 def bus_bandwidth(cluster, members, nbytes=GIB):

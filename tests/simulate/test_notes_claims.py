@@ -5,9 +5,9 @@ A100's, and 1.5 times its FLOP/s. N4:104: an all-gather collects an embedding ta
 size.
 """
 
-from typing import NamedTuple
 
 import pytest
+from asked import Asked
 
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
@@ -54,17 +54,6 @@ kind = "switch"
 source = {{ peak = "datasheet" }}
 """
 GIB = 1 << 30
-
-
-class Asked(NamedTuple):
-    """A call as a rank asks for it."""
-
-    verb: str
-    nbytes: int
-    algorithm: str = "native"
-    blocks: tuple[int, ...] = ()
-    itemsize: int = 2
-    dims: int = 1
 
 
 @pytest.fixture(scope="module")

@@ -68,10 +68,13 @@ def hearing(launch: Launch) -> Iterator[Told]:
 class Saves:
     """The saves of a job: the step and the seconds of each, and how many failed; then what SaveInterval counts.
 
-    Attributes: standstill_seconds: of the steps, for each save; step_seconds: of a step, at the last save; since: when
-                the run made its first step (seconds of the epoch); work_seconds, saving_seconds: of all the run's
-                time, in steps and in saves; restart_seconds: from a process's options to its first step;
-                interruptions: how often the run was resumed; expected_at_first: the goodput that was shown.
+    Attributes: standstill_seconds  how long each save stops the steps
+                step_seconds        of one step, known at the last save
+                since               when the run made its first step, seconds of the epoch
+                work_seconds        of the run's time, the part spent in steps; saving_seconds: in saves
+                restart_seconds     from reading the options to the first step of a process
+                interruptions       how often the run was resumed
+                expected_at_first   the goodput that was shown
     """
 
     steps: list[int] = field(default_factory=list)
