@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
 from minidist.device.backend import Array, dtype_name
 from minidist.nn import GPT, DropoutKey, GPTConfig
@@ -23,6 +25,7 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
+    "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
     "precision": "precision.mixed_precision.MixedPrecision",
 }
 """A plan's word -> module and name, inside parallel/."""
@@ -70,6 +73,13 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
     if plan.offload == "all":
         return store(folder, device=device, recorder=recorder)
     return store(recorder=recorder) if plan.offload == "optimizer" else store()
+
+
+def make_keeper(plan: Plan, mesh: Mesh, store: Any, *, recorder: Recorder) -> Any:
+    """What keeps the inputs of checkpointed blocks, or None: they stay as they are."""
+    tp = mesh["tp"]
+    return load("kept")(plan.ways, tp=tp, own=partial(shard_of, group=tp) if plan.sequence_parallel else None,
+                        host=store.host, recorder=recorder) if plan.ways else None
 
 
 def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
