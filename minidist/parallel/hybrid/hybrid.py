@@ -34,7 +34,7 @@ from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
-from minidist.parallel.hybrid.strategies import make_keeper, make_model, make_store, make_strategy
+from minidist.parallel.hybrid.strategies import make_budget, make_keeper, make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
@@ -131,6 +131,8 @@ class Trainer:
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
+            self.budget = make_budget(plan, self.model, self.mesh, self.keeper,
+                                      getattr(self.strategy, "pipeline", None))
             if plan.zero == 3:
                 zero3: Any = self.strategy.data_axis
                 require_memory(plan.device_memory, zero3.units, zero3.root)
@@ -300,5 +302,7 @@ class Trainer:
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
                                             clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()
+        if self.budget is not None:
+            self.budget.step_done()
         self.steps_done += 1
         return loss

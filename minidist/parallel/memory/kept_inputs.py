@@ -147,6 +147,12 @@ class InputKeeper:
         edges = bounds(array.size, self.tp.size)
         return array.reshape(-1)[edges[self.tp.rank]:edges[self.tp.rank + 1]].copy()
 
+    def device_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Bytes on the device that stand for an input between forward and backward; with "shard" the smallest part's.
+        """
+        whole = bytes_of(int(np.prod(shape)), shape[-1], itemsize, self.ways)
+        return 0 if "offload" in self.ways else whole // (self.tp.size if self.tp and "shard" in self.ways else 1)
+
     def gather(self, part: Array, shape: tuple[int, ...]) -> Array:
         """The whole array on every rank. Cost: an all-gather."""
         assert self.tp is not None
