@@ -1,4 +1,4 @@
-"""Chapter 19 · An activation budget: of what blocks keep, the part that saves the most time and fits into a given memory.
+"""Chapter 19 · An activation budget: of what blocks keep, the part that saves most time and fits into a given memory.
 
 The idea. To compute a block again costs time, to keep it costs memory, and both can be measured. With a budget of so
 many bytes the question which blocks to compute again is a knapsack: each block goes one of three ways,
