@@ -35,8 +35,7 @@ OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "device", "graph", "threads", "cores",
               "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations", "activation_memory",
               "offload", "offload_dir", "device_memory", "data", "steps", "save_every", "interruptions_per_day",
-              "save_async", "keep", "resume",
-              "out", "json", "quiet")
+              "save_async", "keep", "resume", "out", "json", "quiet")
 
 
 @dataclass

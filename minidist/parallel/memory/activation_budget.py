@@ -42,7 +42,7 @@ from minidist.comm.group import Group
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, on_host
 from minidist.errors import MemoryLimitError
-from minidist.nn.module import HookHandle
+from minidist.nn.hooks import HookHandle
 from minidist.parallel.memory.activations import ALL, NONE, SCORES
 
 MEASURED = 4            # steps: two with kept scores, two without
@@ -224,8 +224,10 @@ class ActivationBudget:
         if self.chosen is not None:
             return
         self.steps += 1
-        for watch in (*self._watches.values(), *([self._peaks] if self._peaks else [])):
+        for watch in self._watches.values():
             watch.step_done()
+        if self._peaks is not None:
+            self._peaks.step_done()
         for block in self.blocks.values():
             block.attention.keeps_scores = self.steps % 2 == 0
         if self.steps == MEASURED:

@@ -82,7 +82,7 @@ def quantise(x: Array, *, name: str, seed: int, tokens: Array) -> tuple[Array, A
             with np.errstate(invalid="ignore", divide="ignore"):
                 ratio = xp.where(fine, part / scale[:, None], 0) + chances[:, columns]
             codes[block, columns] = xp.where(fine, xp.floor(ratio).clip(-LARGEST, LARGEST), 0)
-    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
 
 
 def restore(codes: Array, scales: Array, kind: np.dtype) -> Array:
