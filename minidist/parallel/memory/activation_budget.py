@@ -166,19 +166,18 @@ class _PeakWatch:
 
     def __init__(self, last: Any, memory: MemoryAccount) -> None:
         self.memory, self.waiting, self.others = memory, 0, 0
-        self._whole = memory.peak
-        memory.reset_peak()
+        self._whole: dict[str, int] | None = None       # peaks of the whole time, from the first forward on
         self._handles = [last.register_forward_hook(lambda *_: self._turn(waits=False)),
                          last.register_backward_pre_hook(lambda *_: self._turn(waits=True))]
 
     def _turn(self, *, waits: bool) -> None:
         """A stretch of time ends, in which the last block waited or not; the account's own peak is put together."""
         peak = self.memory.peak
-        self._whole = {name: max(nbytes, peak[name]) for name, nbytes in self._whole.items()}
-        if waits:
+        if self._whole is not None and waits:
             self.waiting = max(self.waiting, peak["activations"])
-        else:
+        elif self._whole is not None:           # else what was before this budget: later steps have the same forward
             self.others = max(self.others, peak["activations"])
+        self._whole = {name: max(nbytes, (self._whole or peak)[name]) for name, nbytes in peak.items()}
         self.memory.reset_peak()
 
     def step_done(self) -> None:
@@ -189,7 +188,7 @@ class _PeakWatch:
         """Stop watching; the account's peak is that of the whole time again."""
         for handle in self._handles:
             handle.remove()
-        self.memory.raise_peak(self._whole)
+        self.memory.raise_peak(self._whole or {})
 
 
 @dataclass(frozen=True)
