@@ -111,7 +111,9 @@ def _errors(ax: Any, recorded: dict[str, Any]) -> None:
     ax.loglog(draws, chance, "o-", color=COLOURS["all"], label="rounded by chance")
     ax.loglog(draws, 100 * np.array(recorded["nearest"]), "s-", color=COLOURS["scores"], label="rounded to nearest")
     ax.set_xticks(draws, [str(count) for count in draws])
-    ax.set_xticks([], minor=True)
+    ax.set_yticks([0.04, 0.1, 0.2, 0.3], ["0.04", "0.1", "0.2", "0.3"])
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks([], minor=True)
     ax.set_xlabel("gradients of one batch in the mean", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("error, % of the gradient's length", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10, loc="lower left")

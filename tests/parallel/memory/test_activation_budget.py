@@ -56,7 +56,7 @@ def train(plan: dict[str, Any], *, steps: int = MEASURED + 2, config: Any = CONF
                     "chosen": budget and budget.chosen, "again": budget and budget.recomputed_steps(steps)}
         finally:
             trainer.close()
-    return md.run(rank, size=Plan(**plan).size)
+    return md.run(rank, size=Plan(**plan).size, limit=300.0)
 
 
 def check(plan: dict[str, Any], parts: list[float]) -> None:

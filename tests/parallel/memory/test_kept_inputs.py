@@ -40,7 +40,7 @@ def train(plan: dict[str, Any], *, steps: int = 2, sequences: int = 5, config: A
                     "kept": trainer.keeper and trainer.keeper.record()}
         finally:
             trainer.close()
-    return md.run(rank, size=Plan(**plan).size)
+    return md.run(rank, size=Plan(**plan).size, limit=300.0)
 
 
 def check(plan: dict[str, Any], kept: str, *, steps: int = 2) -> None:
