@@ -161,11 +161,12 @@ class Membership:
         if self.world is not None:
             self.world.transport.close()                    # after the goodbye, so that no abort meets a closed one
         if self.joined is not None:
-            if self.launch.by_mpirun and not (self.failed or victim):
+            together = self.launch.by_mpirun and not (self.failed or victim)
+            if together:
                 while not link.wait_for_all(_POLL):         # where MPI_Finalize would wait, deaf
                     transports.progress_mpi()
                 victim = link.loss is not None
-            link.close()
+            link.close(crashes=together and not victim)
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all

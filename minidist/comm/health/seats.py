@@ -102,6 +102,18 @@ class Seats:
                                            limit)
             return ended and self.loss is None
 
+    def hang_up(self, seat: Seat) -> None:
+        """Close the connection of a rank that has ended."""
+        seat.sock.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until_silent(self, limit: float) -> None:
+        """After the ranks' ends: wait until what they said last is heard, as of a crash (crash.py)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None or
+                                   all(seat.sock.fileno() < 0 for seat in self._seats.values()), limit)
+
     def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
         """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
         lost = self.loss.world_rank if self.loss is not None else None
