@@ -109,7 +109,8 @@ def division(add: Add) -> None:
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
              "(tensor) (default: dp=all)")
-    add("--order", default=ORDER, metavar="AXIS,…", help="which axis lies inside nodes: the last (default: %(default)s)")
+    add("--order", default=ORDER, metavar="AXIS,…",
+        help="which axis lies inside nodes: the last (default: %(default)s)")
     add("--placement", choices=PLACEMENTS, default="node",
         help="which ranks are neighbours: those of one node, however the launcher dealt them, or those with "
              "neighbouring numbers (default: node)")
