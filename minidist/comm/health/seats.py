@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import select
 import socket
 import threading
 from typing import Any
@@ -35,6 +36,14 @@ class Seat:
         """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost rank there."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
+
+    def unheard(self) -> bool:
+        """Whether it has said something, or hung up, that was not read yet."""
+        poll = select.poll()
+        with contextlib.suppress(ValueError):
+            poll.register(self.sock, select.POLLIN)
+            return bool(poll.poll(0))
+        return True                                         # it was closed meanwhile
 
 
 @dataclasses.dataclass
