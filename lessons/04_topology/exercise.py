@@ -2,7 +2,7 @@
 
 Copy this file (`minidist lesson 04 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 04 DIR/exercise_04.py`. `nodes` are the machines of all ranks, a number each: equal where ranks share
-one, as in (0, 1, 0, 1). In plain_all_reduce groups are what they were in lessons 02 and 03, whose functions are at hand:
+one, as in (0, 1, 0, 1). In plain_all_reduce groups are those of lessons 02 and 03, whose functions are at hand:
 
     node.rank, node.size                          this rank's number in the group, and how many it has
     tree.plain_reduce(node, x, root=0)            the group's sum of x, on rank 0 of it; elsewhere a part of the sum

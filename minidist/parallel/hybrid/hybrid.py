@@ -117,7 +117,7 @@ class Trainer:
 
     def _build(self, plan: Plan) -> None:
         """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
-        self.plan, self.mesh = plan, Mesh(self._launched, **plan.axes, order=plan.order, placement=plan.placement)
+        self.plan, self.mesh = plan, Mesh(self._launched, plan.order, plan.placement, **plan.axes)
         self.world = self.mesh.world
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None

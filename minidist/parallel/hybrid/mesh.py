@@ -46,14 +46,14 @@ class Mesh:
     `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
     every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
-    Args:       order, placement: which ranks are neighbours, as in Plan.
+    Args:       order, placement: which ranks are neighbours, as in Plan; without names, which are the axes'.
     Attributes: shape: {axis: size}; coordinates: {axis: this rank's place}.
                 world: all ranks, in the mesh's order: the group that was given, unless `placed` changes a number.
     Raises:     PlanError if the sizes' product is not the world's size.
     """
 
-    def __init__(self, world: Group, *, dp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, tp: int = 1,
-                 order: str = ORDER, placement: str = "node") -> None:
+    def __init__(self, world: Group, order: str = ORDER, placement: str = "node", /, *, dp: int = 1, pp: int = 1,
+                 ep: int = 1, cp: int = 1, tp: int = 1) -> None:
         self.shape = dict(zip(AXES, (dp, pp, ep, cp, tp), strict=True))
         sizes = tuple(self.shape.values())
         if min(sizes) < 1 or int(np.prod(sizes)) != world.size:

@@ -28,7 +28,7 @@ IN_TURN = (0, 1, 0, 1, 0, 1, 0, 1)
 def members(world: Any, nodes: tuple[int, ...], plan: md.Plan) -> dict[str, tuple[int, ...]]:
     """This rank's groups along the axes of a plan, by world ranks."""
     world.nodes = nodes
-    mesh = md.Mesh(world, **plan.axes, order=plan.order, placement=plan.placement)
+    mesh = md.Mesh(world, plan.order, plan.placement, **plan.axes)
     assert (mesh.world is world) == (mesh.world.world_ranks == world.world_ranks)
     found = {axis: mesh[axis].world_ranks for axis in AXES if mesh.shape[axis] > 1}
     found["all"] = mesh.world.world_ranks
