@@ -12,6 +12,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
     told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said saves_when_told
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
+    crashes after its goodbye     the launcher says which process; under mpirun the monitor names the rank (crash.py)
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
 """
