@@ -10,7 +10,8 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
-from minidist.parallel.memory.activations import ALL, NONE, SCORES, chosen, ways_of
+from minidist.parallel.hybrid import activation_checks
+from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def check(plan: "Plan") -> None:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     axis_order(plan.order)
     for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence,
-                 _check_activations):
+                 activation_checks.check):
         part(plan)
 
 
@@ -154,32 +155,6 @@ def _check_offload(plan: "Plan") -> None:
         zero = max(1, plan.zero)
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with offload={plan.offload}: this version offloads on "
                         f"the data axis alone; use offload=none{_or(data_alone(plan, zero=zero))} with zero={zero}")
-
-
-def _check_activations(plan: "Plan") -> None:
-    """How the inputs of checkpointed blocks are kept, and who chooses these blocks."""
-    ways, kept = ways_of(plan.keep_activations), f"plan keep_activations={plan.keep_activations}"
-    if plan.activation_memory is not None:
-        given = f"plan activation_memory={plan.activation_memory}"
-        if plan.activation_memory < 1:
-            raise PlanError(f"{given}: activations take at least one byte; write 64MiB")
-        if plan.checkpoint_blocks != NONE:
-            raise PlanError(f"{given} with checkpoint_blocks={plan.checkpoint_blocks}: it chooses the blocks itself; "
-                            f"leave one of the two out")
-        if plan.strategy != "ddp":
-            raise PlanError(f"{given} with strategy={plan.strategy}: its ranks do not agree on blocks; use ddp")
-    if not ways:
-        return
-    if plan.strategy != "ddp":
-        raise PlanError(f"{kept} with strategy={plan.strategy}: its models keep their inputs themselves; use ddp")
-    if plan.checkpoint_blocks in (NONE, SCORES) and plan.activation_memory is None:
-        raise PlanError(f"{kept} with checkpoint_blocks={plan.checkpoint_blocks}: no block keeps its input alone; use "
-                        f"checkpoint_blocks={ALL}")
-    if "shard" in ways and plan.tp == 1:
-        raise PlanError(f"{kept} with tp=1: no other rank has the same inputs; use tp=2, or 8bit or offload")
-    if "shard" in ways and plan.sequence_parallel:
-        raise PlanError(f"{kept} with sequence_parallel: ranks of tp have different tokens, so inputs are divided "
-                        f"already; leave one of the two out")
 
 
 def _check_strategy(plan: "Plan") -> None:
@@ -272,7 +247,7 @@ def _or(other: tuple["Plan", str] | None) -> str:
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
-    yield from _misfits_of_activations(plan, config)
+    yield from activation_checks.misfits(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
@@ -289,13 +264,6 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     if plan.attention == "all-to-all" and plan.cp > least:
         yield (f"cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a rank {least}, "
                f"to be divided by cp", "attention=ring, which takes any number of ranks")
-
-
-def _misfits_of_activations(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """The first steps are measured to choose blocks for all."""
-    if plan.activation_memory is not None and config.mixture is not None:
-        yield ("activation_memory with experts: how many tokens these get changes from step to step, and the choice is "
-               "made once", "checkpoint_blocks=all")
 
 
 def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
