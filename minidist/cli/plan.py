@@ -17,12 +17,10 @@ from minidist.console import fail, positive, positive_number, write_json
 from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
 from minidist.plan.explain import advice, explain
-from minidist.plan.forecast import forecast
+from minidist.plan.forecast import SPOT_INTERRUPTIONS, UNITS, Prices, forecast
 from minidist.plan.ranking import OBJECTIVES, plan_for
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import CostProfile, Rates
-
-SPOT_INTERRUPTIONS = 4.0        # a day, of a job on spot machines: a number to start from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--explain", action="store_true", help="why the best one wins, what binds it, and what the notes advise")
     add("--tokens", type=tokens_number, metavar="N", help="days, energy and money for so many tokens, as 15e12")
     add("--interruptions-per-day", type=positive_number, default=SPOT_INTERRUPTIONS, metavar="N",
-        help=f"of spot machines, of the whole job (default: {SPOT_INTERRUPTIONS:g})")
+        help=f"of spot machines, of the whole job (default: {SPOT_INTERRUPTIONS:g}, assumed)")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE",
+        help=f"another premise of the forecast, which lists all of them: {', '.join(UNITS)}; several times")
     add("--json", metavar="FILE", help="write all figures here")
 
 
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         fail("--cluster NAME:NODESxDEVICES or --here: give one of the two, as --cluster h100:16x8")
     if (args.run or args.n) and not args.here:
         fail(f"{'--run' if args.run else '-n'} goes with --here; for another cluster, write --cluster h100:16x8")
+    prices = Prices.given(args.assume)
     cluster = Cluster.parse(("here" + (f":{args.n}" if args.n else "")) if args.here else args.cluster)
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         found["explanation"] = {"why": dict(told.why), "binds": told.binds, "twice": told.twice, "more": told.more,
                                 "chart": notes.chart, "row": notes.row, "differs": notes.differs}
     if args.tokens:
-        taken = forecast(ranking.best, ranking, tokens=args.tokens, interruptions_a_day=args.interruptions_per_day)
+        taken = forecast(ranking.best, ranking, tokens=args.tokens, prices=prices,
+                         interruptions_a_day=args.interruptions_per_day)
         report.print_forecast(console, taken)
         found["forecast"] = taken.as_json()
     if args.run:

@@ -76,6 +76,10 @@ def print_forecast(console: Console, found: TokenForecast) -> None:
     console.print(table)
     if found.joules is not None:
         console.print(f"{found.days:,.4g} days without interruptions, {found.joules / KWH:,.0f} kWh\n", markup=False)
+    console.print("this rests on (--assume NAME=VALUE for others):", markup=False)
+    for premise in found.premises:
+        console.print(f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}", markup=False)
+    console.print()
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:
