@@ -5,8 +5,9 @@
     efficiencies(), worth()            N1:100 and N2 §10.6, computed
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from minidist.plan.explain import TABLE
 from minidist.plan.ranking import Choice, plan_for
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import model
+from minidist.simulate.one_rank import run_rank
 from minidist.simulate.simulate import simulate
 from minidist.simulate.walk import call_cost
 
@@ -145,8 +147,8 @@ class Row(NamedTuple):
     advised: Choice | None
 
 
-CASES = (("llama2-7b", "h100:1x8", 64), ("llama2-70b", "h100:8x8", 256), ("gpt3-175b", "a100-80g:32x8", 512),
-         ("megatron-1t", "a100-80g:64x8", 512))
+CASES = (("llama2-7b", "h100:1x8", 64), ("llama2-70b", "h100:8x8", 256), ("gpt3-175b", "a100-80g:16x8", 256),
+         ("megatron-1t", "a100-80g:32x8", 256))
 """A model of each row's size, on machines that the row names."""
 
 
@@ -182,21 +184,21 @@ def sized(layers: int, width: int, heads: int) -> GPTConfig:
                      tied=True)
 
 
-def efficiency(config: GPTConfig, gbps: float, *, passes: int = 1) -> float:
+def efficiencies(config: GPTConfig, gbps: Sequence[float] = GBPS, *, passes: int = 1) -> list[float]:
     """Tokens a second and device of 64 H100s in 8 nodes, over those of 8 in one node; a sequence a device and pass."""
-    speeds = []
-    for nodes in (1, 8):
-        cluster = Cluster.parse(f"h100:{nodes}x8").rewired({"ib-ndr": {"bandwidth": gbps * 1e9}})
+    traces = cache(run_rank)            # the network's bandwidth changes when things happen, not what
+
+    def speed(nodes: int, bandwidth: float) -> float:
+        cluster = Cluster.parse(f"h100:{nodes}x8").rewired({"ib-ndr": {"bandwidth": bandwidth * 1e9}})
         plan = Plan(dp=8 * nodes, zero=1, accumulate=passes, precision="bf16")
-        found = simulate(plan, config, cluster, batch=8 * nodes * passes)
-        speeds.append(found.tokens_per_second / cluster.size)
-    return speeds[1] / speeds[0]
+        found = simulate(plan, config, cluster, batch=8 * nodes * passes, traces=traces)
+        return found.tokens_per_second / cluster.size
+
+    alone = speed(1, 1.0)
+    return [speed(8, bandwidth) / alone for bandwidth in gbps]
 
 
 # ------------------------------------------------------------------------------------- what hardware gives, N2 §10.6
-
-HARDWARE = ("FLOP/s", "HBM bandwidth", "HBM capacity", "NVLink", "InfiniBand", "CPU link")
-
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing of the notes' chart twice as much."""

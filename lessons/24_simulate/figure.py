@@ -31,7 +31,7 @@ def record(group: Group) -> dict[str, Any]:
     return {"runs": {name: (found.step_seconds, spans(found)) for name, found in runs.items()},
             "plans": [(name(plan, options), parts(lesson.simulated(plan, "h100:2x8", 64, **options)))
                       for plan, options in lesson.PLANS],
-            "efficiency": {(size, passes): [lab.efficiency(lab.sized(*size), gbps, passes=passes) for gbps in lab.GBPS]
+            "efficiency": {(size, passes): lab.efficiencies(lab.sized(*size), passes=passes)
                            for size in lab.SIZES for passes in PASSES},
             "worth": lab.worth()}
 
@@ -108,14 +108,14 @@ def draw_hardware(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 5.4, "What bandwidth, model size and hardware give",
                              "Left: 64 H100s, dp=64, ZeRO-1, 2,048 tokens a device and pass. Right: the best plan on "
                              "H200s with twice of one thing, over today's best.")
-    draw_efficiency(figure.add_axes((0.06, 0.15, 0.38, 0.60)), recorded["efficiency"])
-    ax = figure.add_axes((0.54, 0.15, 0.44, 0.60))
+    draw_efficiency(figure.add_axes((0.07, 0.24, 0.38, 0.52)), recorded["efficiency"])
+    ax = figure.add_axes((0.55, 0.24, 0.43, 0.52))
     look.quiet(ax, grid="y")
     jobs = recorded["worth"]
     for number, (job, found) in enumerate(jobs.items()):
         ax.bar([place + 0.27 * (number - 1) for place in range(len(found))], [share - 1 for share in found.values()],
                width=0.25, color=look.RANKS[number], label=job)
-    ax.set_xticks(range(len(lab.HARDWARE)), list(next(iter(jobs.values()))))
+    ax.set_xticks(range(len(found)), [thing.replace(" ", "\n") for thing in found])
     ax.yaxis.set_major_formatter(lambda share, _: f"{share:+.0%}")
     ax.set_ylabel("steps a second", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10, labelcolor=look.INK)
@@ -130,15 +130,15 @@ def draw_efficiency(ax: Any, found: dict[Any, list[float]]) -> None:
         billions = lab.sized(*size).numbers / 1e9
         for passes, style in zip(PASSES, ("-", "--"), strict=True):
             ax.plot(lab.GBPS, found[size, passes], style, marker="o", markersize=4, color=look.RANKS[number],
-                    label=f"{billions:.1f} billion weights" + (f", {passes} passes" if passes > 1 else ""))
+                    label=f"{billions:.1f} billion weights" if passes == 1 else None)
     ax.set_xscale("log", base=2)
     ax.set_xticks(lab.GBPS, [str(gbps) for gbps in lab.GBPS])
     ax.set_ylim(0, 1.05)
     ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     ax.set_xlabel("GB/s of a network card", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("tokens a second and device, of one node's", fontsize=10.5, color=look.SOFT)
-    ax.legend(frameon=False, fontsize=9.5, labelcolor=look.INK, loc="lower right")
-    look.caption(ax, "Eight nodes instead of one (N1:100)")
+    ax.legend(frameon=False, fontsize=10, labelcolor=look.INK, loc="upper center", ncols=3, bbox_to_anchor=(0.5, -0.22))
+    look.caption(ax, f"Eight nodes instead of one; dashed: {PASSES[-1]} passes (N1:100)")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4)
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "24")
 
 
-def tour(group: Group, page: Page, guesses: Sequence[float] = ()) -> None:
+def tour(group: Group, page: Page, guesses: Sequence[float] = (), *, by_size: bool = False) -> None:
     """The lesson: nothing in it needs other ranks, so rank 0 runs it alone."""
     if group.rank == 0:
         page.heading("1  Traces of two ranks, on one clock")
@@ -50,6 +50,8 @@ def tour(group: Group, page: Page, guesses: Sequence[float] = ()) -> None:
         placed(page)
         page.heading("6  What the notes claim")
         claimed(page)
+        if by_size:
+            table_by_size(page)
 
 
 # ------------------------------------------------------------------------------------------------ 1 the plain replay
@@ -182,10 +184,15 @@ def crossing(link_bytes: dict[int, int], cluster: Cluster) -> int:
 # ------------------------------------------------------------------------------------------ 6 what the notes claim
 
 def claimed(page: Page) -> None:
-    """The notes' numbers of machines, and their table by model size, beside what is computed."""
+    """The notes' numbers of machines beside what is computed."""
     with scratch() as folder:
         page.table("N4 §3 and N4:104", ["", "the notes", "computed"],
-                   [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)])
+                   [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)],
+                   note="--by-size also computes the notes' table by model size, in some twenty seconds")
+
+
+def table_by_size(page: Page) -> None:
+    """The notes' table by model size: the best plan of all, beside the best that follows the row."""
     page.table("N2 §12.1, row by row; a step as estimated by minidist plan",
                ["model, cluster, sequences", "best of all plans", "takes", "best that follows the row", "takes"],
                [[f"{one.name}, {one.cluster}, {one.batch}", *lab.told(one.best), *lab.told(one.advised)]
@@ -239,8 +246,9 @@ def main() -> None:
     parser = arguments(__doc__, BREAKS)
     parser.add_argument("--guess", type=seconds_of, default=[], metavar="S,S,S,S,S",
                         help="what you think that a step of the five plans of section 2 takes, in seconds")
+    parser.add_argument("--by-size", action="store_true", help="also the notes' table by model size, row by row")
     options = parser.parse_args()
-    run_lesson(options, partial(tour, guesses=options.guess), BREAKS, alone=1)
+    run_lesson(options, partial(tour, guesses=options.guess, by_size=options.by_size), BREAKS, alone=1)
 
 
 if __name__ == "__main__":
