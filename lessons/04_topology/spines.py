@@ -97,7 +97,7 @@ def dealings() -> list[Dealt]:
 
 
 def across(axis: str, places: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """An all-reduce of 1 MiB in every group of an axis: bytes between machines over those bytes; seconds of the slowest."""
+    """A MiB all-reduced in every group of an axis: bytes between machines, over a MiB; seconds of the slowest group."""
     groups = {RankPlaces(PLAN).members(axis, rank) for rank in range(8)}
     costs = [call_cost(GroupCall(axis, "all_reduce", "ring", MIB, itemsize=4),
                        tuple(places[rank] for rank in group), cluster) for group in groups]
@@ -116,4 +116,4 @@ def placed(page: Page) -> None:
         rows.append([name, f"{tp:.2f} n", f"{1e6 * tp_seconds:.0f} µs", f"{dp:.2f} n", f"{1e6 * dp_seconds:.0f} µs"])
     page.table("dp=2, tp=4 on two machines of four: a ring all-reduce of n = 1 MiB in every group of an axis",
                ["ranks lie", "tp: across", "takes", "dp: across", "takes"], rows,
-               note="tp makes such a call several times a layer and waits; dp makes one a step, beside the backward pass")
+               note="tp makes such a call several times a layer and waits; dp makes one a step, beside backward")

@@ -1,4 +1,4 @@
-"""Grades exercise 24: traces whose end is known by hand, then drawn ones; places, a ring and a step of the simulator."""
+"""Grades exercise 24: traces whose end is known by hand, then drawn ones; places, a ring, a step."""
 
 import random
 import sys
@@ -54,14 +54,15 @@ def _ends(replay: Callable[..., list[float]], traces: Sequence[Sequence[Event]])
 
 def _busy(exercise: ModuleType) -> Result:
     """No calls: work alone."""
+    trace: list[Event] = [Busy(3, "forward"), Busy(1, "update")]
     return expect("3 s and 1 s of work; rank 1 takes twice as long", [4.0, 8.0],
-                  replayed(exercise, [[Busy(3, "forward"), Busy(1, "update")]] * 2), "work of another length",
+                  replayed(exercise, [trace, trace]), "work of another length",
                   "ask busy_seconds for this rank and this work: section 1 (hole 3)")
 
 
 def _waits(exercise: ModuleType) -> Result:
     """The call ends long before anybody waits for it, or after."""
-    beside = [[Start(1, RING), Busy(5, "backward"), Await(1)], [Start(1, RING), Await(1)]]
+    beside: list[list[Event]] = [[Start(1, RING), Busy(5, "backward"), Await(1)], [Start(1, RING), Await(1)]]
     return expect("a call of 2 s beside 5 s of work, and a call alone", [5.0, 2.0], replayed(exercise, beside),
                   "waits that add up, or turn the clock back",
                   "a rank that comes late does not wait; one that comes early goes on at the end: section 1 (hole 4)")
@@ -69,11 +70,11 @@ def _waits(exercise: ModuleType) -> Result:
 
 def _begins(exercise: ModuleType) -> Iterator[Result]:
     """Behind the last rank to come, and behind the call before."""
-    late = [[Busy(1, "forward"), Start(1, RING), Await(1)]] * 2
-    yield expect("ranks come to a call after 1 s and after 2 s", [4.0, 4.0], replayed(exercise, late),
+    late: list[Event] = [Busy(1, "forward"), Start(1, RING), Await(1)]
+    yield expect("ranks come to a call after 1 s and after 2 s", [4.0, 4.0], replayed(exercise, [late, late]),
                  "a call that does not wait for the last rank", "it begins when all have come: section 1 (hole 2)")
-    queue = [[Start(1, RING), Start(2, RING), Await(2)]] * 2
-    yield expect("two calls of a group, started at once", [4.0, 4.0], replayed(exercise, queue),
+    queue: list[Event] = [Start(1, RING), Start(2, RING), Await(2)]
+    yield expect("two calls of a group, started at once", [4.0, 4.0], replayed(exercise, [queue, queue]),
                  "calls of one group at the same time",
                  "a group's calls run one after another: section 1 (hole 2)")
 
@@ -81,7 +82,8 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
 def _messages(exercise: ModuleType) -> Iterator[Result]:
     """A message begins with its sender."""
     for name, sender, receiver, right in (("receiver", 0, 2, [0.0, 4.0]), ("sender", 3, 0, [3.0, 5.0])):
-        traces = [[Busy(sender, "forward"), Start(1, SEND)], [Busy(receiver, "forward"), Start(1, RECV), Await(1)]]
+        traces: list[list[Event]] = [[Busy(sender, "forward"), Start(1, SEND)],
+                                     [Busy(receiver, "forward"), Start(1, RECV), Await(1)]]
         yield expect(f"a message whose {name} comes late", right, replayed(exercise, traces),
                      "a message that waits for the wrong rank",
                      "it begins when its sender comes, and its sender is the first of the pair: section 1 (hole 1)")

@@ -1,4 +1,4 @@
-"""What lesson 24's tables, figures and tests share: the notes' machines, their table by model size, what hardware gives.
+"""What lesson 24's tables, figures and tests share: the notes' machines and their table by size, what hardware gives.
 
     superpods(folder)                  256 devices as N4 §3 compares them
     claims(folder), advised()          what the notes claim, beside what is computed
@@ -217,7 +217,7 @@ JOBS = (("llama3-8b", "h200:1x8", 64), ("llama2-70b", "h200:8x8", 256), ("gpt3-1
 
 
 def worth() -> dict[str, dict[str, float]]:
-    """{job: {hardware: how many times as fast the best plan becomes with twice of it}}; the best plan may be another."""
+    """{job: {hardware: how many times as fast the best plan is with twice of it}}; the best plan may be another."""
     found: dict[str, dict[str, float]] = {}
     for name, spec, batch in JOBS:
         config, cluster = model(name, context=2048), Cluster.parse(spec)
@@ -226,7 +226,7 @@ def worth() -> dict[str, dict[str, float]]:
             return plan_for(config, machines, batch=batch).best.step_seconds
 
         today = seconds(cluster)
-        found[f"{name} on {spec}"] = {thing: today / seconds(more) for thing, more in doubled(cluster).items()}
+        found[f"{name} on {spec}"] = {part: today / seconds(more) for part, more in doubled(cluster).items()}
     return found
 
 

@@ -78,7 +78,8 @@ def print_forecast(console: Console, found: TokenForecast) -> None:
         console.print(f"{found.days:,.4g} days without interruptions, {found.joules / KWH:,.0f} kWh\n", markup=False)
     console.print("this rests on (--assume NAME=VALUE for others):", markup=False)
     for premise in found.premises:
-        console.print(f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}", markup=False)
+        console.print(f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}", markup=False,
+                      soft_wrap=True)
     console.print()
 
 
