@@ -8,6 +8,7 @@ Plans are ranked by formulas with the constants of `minidist simulate`; --confir
 """
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,8 @@ from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
 from minidist.plan.explain import advice, explain
 from minidist.plan.forecast import SPOT_INTERRUPTIONS, UNITS, Prices, forecast
-from minidist.plan.ranking import OBJECTIVES, plan_for
+from minidist.plan.ranking import OBJECTIVES, Ranking, plan_for
+from minidist.plan.scaling import scaling_curves
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import CostProfile, Rates
 
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the result").add_argument
     add("--top", type=positive, default=5, metavar="K", help="how many plans are shown (default: 5)")
     add("--explain", action="store_true", help="why the best one wins, what binds it, and what the notes advise")
+    add("--scaling", action="store_true", help="the best plan on 1, 2, 4, … nodes: with this batch, and with its share")
     add("--tokens", type=tokens_number, metavar="N", help="days, energy and money for so many tokens, as 15e12")
     add("--interruptions-per-day", type=positive_number, default=SPOT_INTERRUPTIONS, metavar="N",
         help=f"of spot machines, of the whole job (default: {SPOT_INTERRUPTIONS:g}, assumed)")
@@ -71,11 +74,26 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, Any] = {"cluster": cluster.spec, "batch": args.batch, "config": config.as_dict(),
                              "objective": args.objective, "enumerated": ranking.enumerated, "fit": len(ranking),
                              "plans": [choice.as_json() for choice in ranking.top(args.top)]}
+    found |= _asked(args, ranking, prices, console)
+    if args.json:
+        write_json(args.json, found)
+    return 0
+
+
+def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: Console) -> dict[str, Any]:
+    """What was asked for beyond the ranking: printed, and as JSON."""
+    from minidist.cli import plan_report as report
+
+    found: dict[str, Any] = {}
     if args.explain:
         told, notes = explain(ranking), advice(ranking)
         report.print_explanation(console, told, notes)
         found["explanation"] = {"why": dict(told.why), "binds": told.binds, "twice": told.twice, "more": told.more,
                                 "chart": notes.chart, "row": notes.row, "differs": notes.differs}
+    if args.scaling:
+        curves = scaling_curves(ranking)
+        report.print_scaling(console, curves)
+        found["scaling"] = {name: [asdict(point) for point in points] for name, points in curves.items()}
     if args.tokens:
         taken = forecast(ranking.best, ranking, tokens=args.tokens, prices=prices,
                          interruptions_a_day=args.interruptions_per_day)
@@ -87,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
         trials = try_plans(ranking, args.run, optimizer=args.optimizer)
         report.print_trials(console, trials)
         found["trials"] = [trial.as_json() for trial in trials]
-    if args.json:
-        write_json(args.json, found)
-    return 0
+    return found
 
 
 def model_words(args: argparse.Namespace) -> list[str]:

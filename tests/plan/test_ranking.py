@@ -140,12 +140,13 @@ def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
 # ------------------------------------------------------------------------------------------------ the command line
 
 def test_minidist_plan_tells_ranking_reasons_and_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3", "--json",
-             str(tmp_path / "found.json")]
+    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3",
+             "--scaling", "--json", str(tmp_path / "found.json")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "plans enumerated" in out and "run it: minidist simulate --cluster h100:2x2" in out and "spot" in out
     assert "restart = 300 s until work goes on: assumed" in out and "tier.disk" in out
+    assert out.count("scaling ──") == 2 and "near-linear (N0:430, N1:100, N2:86; 90%, assumed)" in out
     assert '"spot"' in (tmp_path / "found.json").read_text()
 
 
