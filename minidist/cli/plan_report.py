@@ -92,10 +92,10 @@ def print_scaling(console: Console, curves: Mapping[str, Sequence[ScalingPoint]]
                       "plan", header_style="bold")
         for point in points:
             table.add_row(str(point.nodes), f"{point.batch:,}", f"{point.step_seconds:.4g}", f"{point.efficiency:.1%}",
-                          "near-linear" if point.near_linear else "", point.plan)
+                          "near-linear" * point.near_linear, point.plan)
         console.print(table)
-    console.print(f"near-linear (N0:430, N1:100, N2:86; {NEAR_LINEAR:.0%}, assumed): sequences a second and device, over "
-                  "those of the first row\n", markup=False, soft_wrap=True)
+    console.print(f"near-linear (N0:430, N1:100, N2:86; {NEAR_LINEAR:.0%}, assumed): sequences a second and device "
+                  "over those of the first row\n", markup=False, soft_wrap=True)
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:
