@@ -80,9 +80,11 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
 
 def make_keeper(plan: Plan, mesh: Mesh, store: Any, *, recorder: Recorder) -> Any:
     """What keeps the inputs of checkpointed blocks, or None: they stay as they are."""
+    if not plan.ways:
+        return None
     tp = mesh["tp"]
-    return load("kept")(plan.ways, tp=tp, own=partial(shard_of, group=tp) if plan.sequence_parallel else None,
-                        host=store.host, recorder=recorder) if plan.ways else None
+    own = partial(shard_of, group=tp) if plan.sequence_parallel else None
+    return load("kept")(plan.ways, tp=tp, own=own, host=store.host, recorder=recorder)
 
 
 def make_budget(plan: Plan, model: Any, mesh: Mesh, keeper: Any, pipeline: Any) -> Any:
