@@ -170,7 +170,7 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     step.require_memory(model, Plan(dp=args.ranks, zero=3))
     _require_speed(4 * model.config().numbers, args)
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
-                                          1 / args.bandwidth, progress)
+                                          1 / args.bandwidth, progress, explain=args.why)
     return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
             "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from minidist.bench import collectives, overlap
 from minidist.bench.floors import COPIES, TCP
 from minidist.console import size_text
+from minidist.observe.why_report import causes_line, headline, why_table
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
           TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
@@ -67,6 +68,11 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
     if any(row["link"] == "delayed" for row in result["rows"]):
         console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
                       f"{result['bandwidth'] / 1e6:,.0f} MB; tcp: this machine as it is", style="dim")
+    for row in result["rows"]:
+        if row["why"] is not None:
+            console.print(f"\n{row['name']}: {headline(row['why'])}", markup=False, soft_wrap=True)
+            console.print(why_table(row["why"]))
+            console.print(causes_line(row["why"]), markup=False, soft_wrap=True)
 
 
 def show_save(result: dict[str, Any], console: Console) -> None:

@@ -150,8 +150,11 @@ class StepRecord:
         for at, _, event, after in sorted(points, key=lambda point: point[:2]):
             events += self._busy(rank, now, at)
             events.append(event)
-            if isinstance(event, Await) and after > (ended := max(at, self.calls[event.id].end)):
-                events.append(Busy(after - ended, NO_CORE))
+            if isinstance(event, Await):
+                ended = max(at, now, min(self.calls[event.id].end, stop))   # the replay's; here it ended a bit sooner
+                if after > ended:
+                    events.append(Busy(after - ended, NO_CORE))
+                now = ended
             now = max(now, after)
         return [*events, *self._busy(rank, now, stop)]
 
@@ -233,7 +236,8 @@ def _add(found: dict[tuple[str, int], StepCall], rank: int, span: Span) -> None:
     """Put a rank's view of a call to that of the others."""
     about = span.details
     key = about["group"], about["sequence"]
-    call = found.setdefault(key, StepCall(*key, span.name, about["axis"], about["verb"], about["algorithm"],
+    name = f"{span.name} of scalars" if about["axis"] == "control" else span.name
+    call = found.setdefault(key, StepCall(*key, name, about["axis"], about["verb"], about["algorithm"],
                                           about["where"], 0, 0))
     call.nbytes, call.messages = max((call.nbytes, call.messages), (about["nbytes"], about["messages"]))
     call.ranks[rank] = Asked(span.start - about["queued"], span.start, span.stop, about["blocking"])

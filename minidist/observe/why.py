@@ -1,14 +1,14 @@
-"""Chapter 23 · Why a rank stood still: each exposed millisecond of a recorded step, with its call, line and cause.
+"""Chapter 23 · Why a rank stood still: each exposed millisecond of a recorded step, its call, line and cause.
 
-A rank waits for call c. Behind c may stand a chain of calls that held its link without a pause, the first of which began
+A rank waits for call c. Before c, a chain of calls may have held the link without a pause; the first of the chain began
 when the last rank had come to it:
 
     link     | d (first) .......... | e ............ | c .......... |
              last rank comes to d                                   |
     rank     work .......................... | waits for c ........ | work
 
-Each cause would have shortened the wait by its own amount, had it been away. They are asked in this order, and each
-gets what is left of the wait, but in a step never more than its amount:
+Each cause has an amount: by so much the wait would be shorter without it. They are asked in this order, and each gets
+what is left of the wait, but all waits together never get more than its amount:
 
     no core           c had ended, and no core was free to go on with the program
     slow transfer     a call of the chain took longer than calls of its bytes take
@@ -29,8 +29,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from minidist.errors import ConfigError
 from minidist.observe.step_bound import lower_bound, path_of
 from minidist.observe.step_record import NO_CORE, StepCall, StepRecord, StepWait
+from minidist.observe.timeline import Timeline
 
 CAUSES = (NO_CORE, "slow transfer", "slower rank", "order", "link busy", "no prefetch", "late bucket", "needed at once",
           "no collective")
@@ -43,7 +45,8 @@ class Exposed:
     """Seconds in which a rank stood still, for one cause.
 
     Attributes: call    what is to blame: the late, slow or out-of-turn call; where: the line that asked for it
-                waited  the call that the rank stood still for; by: the rank to blame, of "slower rank"
+                waited  the call that the rank stood still for, from `start` on (seconds from the step's begin)
+                by      the rank to blame, of "slower rank"
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Exposed:
     cause: str
     seconds: float
     waited: str
+    start: float
     by: int | None = None
 
 
@@ -85,15 +89,15 @@ class _RankCauses:
         slow = {call: call.alone - seconds for call, seconds in expected.items()
                 if call.alone > max(SLOW * seconds, seconds + SLOW_SECONDS)}
         self._slow = defaultdict(float, slow)
-        self._late = defaultdict(float, {call: call.came - call.ranks[rank].asked for call in record.calls
-                                         if rank in call.ranks})
         self._moved = {call: call.alone - slow.get(call, 0.0) for call in record.calls}
+        self._blamed: list[tuple[float, str, float]] = []       # (begin of the wait, cause, seconds)
         self._needed = {wait.call: wait.start for wait in reversed(self.waits)}
 
     def rows(self) -> list[Exposed]:
         """Of all waits, in order."""
         return [row for wait in self.waits for row in
-                ([Exposed(self.rank, wait.name, "", "", "no collective", wait.stop - wait.start, wait.name)]
+                ([Exposed(self.rank, wait.name, "", "", "no collective", wait.stop - wait.start, wait.name,
+                          wait.start - self.record.begin)]
                  if wait.call is None else self._of(wait, wait.call))]
 
     def _of(self, wait: StepWait, call: StepCall) -> list[Exposed]:
@@ -106,24 +110,32 @@ class _RankCauses:
             if (seconds := min(left, most)) <= 0:
                 return 0.0
             left -= seconds
+            self._blamed.append((wait.start, cause, seconds))
             rows.append(Exposed(self.rank, one.name, one.verb, one.where, cause, seconds, wait.name,
-                                one.last_rank if cause == "slower rank" else None))
+                                wait.start - self.record.begin, one.last_rank if cause == "slower rank" else None))
             return seconds
 
         blame(call, NO_CORE, wait.stop - max(wait.start, call.end))
         chain = self._chain(call)
         for one in chain:
             self._slow[one] -= blame(one, "slow transfer", self._slow[one])
-        self._late[chain[0]] -= blame(chain[0], "slower rank", self._late[chain[0]])
-        queue = call.begin - call.came
+        asked = chain[0].ranks[self.rank].asked
+        blame(chain[0], "slower rank", chain[0].came - asked - self._since(asked, "slower rank"))
         for one in chain[:-1]:
             if self._needed.get(one, float("inf")) > self._needed[call]:
-                taken = blame(one, "order", min(self._moved[one], queue))
-                self._moved[one] -= taken
-                queue -= taken
-        blame(call, "link busy", queue)
+                self._moved[one] -= blame(one, "order", min(self._moved[one], self._queue(call)))
+        blame(call, "link busy", self._queue(call))
         blame(call, self._unavoidable(call), left)
         return rows
+
+    def _queue(self, call: StepCall) -> float:
+        """Seconds that a call stood in the queue of its link, without those that others are blamed for."""
+        return call.begin - call.came - self._since(call.came, "slow transfer", "order", "link busy")
+
+    def _since(self, moment: float, *causes: str) -> float:
+        """Seconds that these causes account for in waits since a moment: without them all after it were so much sooner.
+        """
+        return sum(seconds for start, cause, seconds in self._blamed if start >= moment and cause in causes)
 
     def _chain(self, call: StepCall) -> list[StepCall]:
         """The calls that held the link up to the end of `call`, without a pause."""
@@ -148,10 +160,27 @@ class _RankCauses:
         return seconds > SLOW_SECONDS / 10
 
 
+def typical_step(timelines: Sequence[Timeline]) -> int:
+    """The step of the middle length among those that all ranks have recorded whole, but for the first.
+
+    Raises:  ConfigError if there is none.
+    """
+    longest: dict[int, float] = {}
+    for timeline in timelines:
+        found = {span.details["step"]: span.stop - span.start for span in timeline.spans if span.name == "step"}
+        longest = {step: max(seconds, longest.get(step, 0.0)) for step, seconds in found.items()
+                   if timeline is timelines[0] or step in longest}
+    steps = sorted(longest)[1:] or sorted(longest)
+    if not steps:
+        raise ConfigError("no step was recorded whole on all ranks; make at least one")
+    return sorted(steps, key=longest.__getitem__)[len(steps) // 2]
+
+
 def why(record: StepRecord) -> dict[str, Any]:
     """The report, as metrics.json has it: seconds of the step, its bound, where ranks stood still, the critical path.
 
-    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one a rank, "causes", "rows", "path"}
+    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one a rank, "causes", "rows", "path", and for
+             the picture "work": one list a rank, "calls"}. All times are seconds, moments from the step's begin.
     """
     rows = exposed_of(record)
     replayed = record.replay()
@@ -162,4 +191,8 @@ def why(record: StepRecord) -> dict[str, Any]:
             "exposed": [record.exposed(rank) for rank in range(len(record.windows))],
             "causes": {cause: seconds for cause, seconds in causes.items() if seconds},
             "rows": [asdict(row) for row in sorted(rows, key=lambda row: -row.seconds)],
-            "path": path_of(record, replayed)}
+            "path": path_of(record, replayed),
+            "work": [[[name, start - record.begin, stop - record.begin] for name, start, stop in pieces]
+                     for pieces in record.work],
+            "calls": [{"name": call.name, "verb": call.verb, "begin": call.begin - record.begin,
+                       "end": call.end - record.begin} for call in record.calls]}

@@ -230,4 +230,7 @@ def _result(add: Add) -> None:
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
+    add("--why", action="store_true",
+        help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
+             "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
     add("--quiet", action="store_true", help="print nothing")

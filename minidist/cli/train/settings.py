@@ -140,6 +140,9 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
     if args.save_async and not args.save_every:
         fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
+    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
+        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
+             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
