@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables
+from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
 from minidist.bench.arguments import add_arguments
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
@@ -167,10 +167,14 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("choose -n of at least 2, a --bandwidth and a --bucket above 0")
     model = Model.of(args)
+    if args.what_if and not args.why:
+        raise ConfigError("--what-if: predicts from a step that --why records; add --why")
     step.require_memory(model, Plan(dp=args.ranks, zero=3))
     _require_speed(4 * model.config().numbers, args)
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
                                           1 / args.bandwidth, progress, explain=args.why)
+    if args.what_if:
+        rows = what_if.follow(rows, chosen, args, progress)
     return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
             "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
 

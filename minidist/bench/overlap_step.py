@@ -64,6 +64,7 @@ class OverlapStepRow:
     share: float
     steps: list[list[dict[str, Any]]] = field(default_factory=list)     # a step's spans, each rank's
     why: dict[str, Any] | None = None                                   # the report of that step, if asked for
+    what_if: list[dict[str, Any]] = field(default_factory=list)         # what_if.py: change, predicted, measured
 
 
 def contenders(strategies: list[str], links: list[str]) -> list[Contender]:

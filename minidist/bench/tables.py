@@ -73,6 +73,20 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
             console.print(f"\n{row['name']}: {headline(row['why'])}", markup=False, soft_wrap=True)
             console.print(why_table(row["why"]))
             console.print(causes_line(row["why"]), markup=False, soft_wrap=True)
+    if any(row["what_if"] for row in result["rows"]):
+        _show_what_if(result, console)
+
+
+def _show_what_if(result: dict[str, Any], console: Console) -> None:
+    """A row for each change of each contender: predicted from the recorded step, and measured then."""
+    table = new_table("what if (ms a step)", "", "", "recorded", "predicted", "measured", "of measured", left=2)
+    for row in result["rows"]:
+        for each in row["what_if"]:
+            predicted, measured = each["predicted"], each["measured"]
+            ran = ("-", "-") if measured is None else (f"{1e3 * measured:.1f}", f"{predicted / measured:.2f}")
+            table.add_row(row["name"], each["change"], f"{1e3 * row['why']['seconds']:.1f}", f"{1e3 * predicted:.1f}",
+                          *ran)
+    console.print(table)
 
 
 def show_save(result: dict[str, Any], console: Console) -> None:

@@ -40,7 +40,7 @@ def test_the_last_bucket_is_late() -> None:
 
 
 def test_a_link_that_is_too_slow_is_busy() -> None:
-    """Bucket 3 stands in the queue for 12 ms, 8 of which bucket 2 has stood there too: without queues it is 12 sooner."""
+    """Bucket 3 stands in the queue for 12 ms, for 8 of them together with bucket 2: without queues it is 12 sooner."""
     assert causes(ddp_step([EVEN, EVEN], [14.0] * 4, [60.0, 60.0])) == {
         ("bucket 2", "link busy"): 8.0, ("bucket 2", "late bucket"): 4.0,
         ("bucket 3", "link busy"): 4.0, ("bucket 3", "late bucket"): 10.0}

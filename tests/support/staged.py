@@ -1,4 +1,4 @@
-"""Steps on a made-up clock: the spans that a timeline of DDP would record, without a run, in milliseconds."""
+"""Steps on a made-up clock: the spans that a timeline of DDP or ZeRO-3 would record, without a run, in milliseconds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -49,3 +49,31 @@ def _timeline(rank: int, ready: Sequence[float], begins: Sequence[float], ends: 
     add("optimizer", "compute", scalar, scalar + OPTIMIZER)
     add("step", "compute", 0.0, scalar + OPTIMIZER)
     return timeline
+
+
+def gathered_forward(units: int, work: float, transfer: float, *, ahead: int, ranks: int = 2) -> list[Timeline]:
+    """A forward that gathers each unit's weights before its turn, `ahead` units ahead, as ZeRO-3 does.
+
+    Args:    work, transfer: of each unit, in ms.
+    """
+    asked: dict[int, float] = {}
+    spans, now, free = list[Span](), 0.0, 0.0
+    for unit in range(units):
+        for other in range(unit, min(units, unit + ahead + 1)):
+            if other not in asked:
+                asked[other], begin = now, max(now, free)
+                free = begin + transfer
+                spans.append(Span(f"all_gather {other}", "communication", begin / 1e3, free / 1e3, {
+                    "step": 0, "axis": "dp", "verb": "all_gather", "algorithm": "ring", "where": LINE, "nbytes": 1000,
+                    "messages": 1, "group": "a", "sequence": other, "queued": (begin - now) / 1e3, "blocking": False}))
+        here = next(span for span in spans if span.name == f"all_gather {unit}" and span.row == "communication")
+        stop = max(now, here.stop * 1e3)
+        spans.append(Span("wait", "waits", now / 1e3, stop / 1e3, {"step": 0, "axis": "dp", "group": "a",
+                                                                   "sequence": unit, "where": LINE}))
+        now = stop + work
+    spans += [Span("forward", "compute", 0.0, now / 1e3, {"step": 0}), Span("step", "compute", 0.0, now / 1e3,
+                                                                            {"step": 0})]
+    timelines = [Timeline(rank) for rank in range(ranks)]
+    for timeline in timelines:
+        timeline.spans = list(spans)
+    return timelines

@@ -120,6 +120,27 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
             assert metrics["formula"][kind] == total
 
 
+@pytest.mark.parametrize("plan", [[], ["--zero", "1"], ["--zero", "3"], ["--plan", "tp=2"], ["--plan", "pp=2"]])
+def test_why(plan: list[str], book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recorded step: its causes add up to what the ranks stood still, on the screen and in metrics.json."""
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--data", str(book), "-n", "2", "--transport", "threads", "--out", str(run), "--why",
+                 *plan]) == 0
+    printed, metrics = capsys.readouterr().out, json.loads((run / "metrics.json").read_text())
+    report = metrics["why"]
+    assert 1 <= report["step"] < 4 and f"why step {report['step']} took as long" in printed
+    assert sum(row["seconds"] for row in report["rows"]) == pytest.approx(sum(report["exposed"]))
+    assert sum(report["causes"].values()) == pytest.approx(sum(report["exposed"]))
+    assert 0 < max(report["computing"]) <= report["bound"] * 1.001 <= report["seconds"] * 1.002
+    assert report["rows"][0]["cause"] in printed
+    assert (run / "why.png").read_bytes().startswith(b"\x89PNG") and "why.png" in metrics["files"]
+
+
+def test_without_why_there_is_no_report(runs: dict[str, Any]) -> None:
+    for metrics, printed, folder in runs.values():
+        assert "why" not in metrics and "why step" not in printed and not (folder / "why.png").exists()
+
+
 def test_ranks_as_threads_of_one_process(runs: dict[str, Any], book: Path, tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`--transport threads`, for debugging: the run that two processes make."""
@@ -378,6 +399,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),
         (["--asynchronous"], "are for strategy parameter-server"),
+        (["-n", "2", "--strategy", "data-parallel", "--why"], "--why: explains a step that all ranks make together"),
         (["-n", "2", "--strategy", "parameter-server", "--asynchronous", "--verify"], "equals no run of one process"),
         (["--optimizer", "adamx"], "did you mean adam"),
         (["--dtype", "float16"], "float32"),
