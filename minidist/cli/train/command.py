@@ -115,7 +115,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
     if lives is None:
         timeline.follow(world.ledger, waits=args.why)
-    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
+    trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
     if lives is not None:
