@@ -62,6 +62,13 @@ def causes_line(report: Report) -> str:
         f"{cause} {1e3 * seconds:.1f} ms" for cause, seconds in sorted(report["causes"].items(), key=lambda it: -it[1]))
 
 
+def foresight_line(found: dict[str, Any]) -> str:
+    """What the step before tells of this one, and what knowing all of it would save, in one line."""
+    known = ("no step before it was recorded" if found["known"] is None else
+             f"{found['known']} of its {found['calls']} calls are those of the step before, in the same order")
+    return f"{known}; the most urgent call first would save {1e3 * found['gain']:.1f} ms"
+
+
 # ------------------------------------------------------------------------------------------------------- the picture
 
 def draw_why(path: str | Path, report: Report, title: str = "") -> None:

@@ -14,11 +14,12 @@ import minidist as md
 from minidist.comm.transports.throttled import Delayed, delayed
 from minidist.errors import ConfigError
 from minidist.nn import GPT
+from minidist.observe.foresight import foresight
 from minidist.observe.overlap import length, union, waiting
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import typical_step, why
-from minidist.observe.why_report import causes_line, draw_why, headline, place, why_table
+from minidist.observe.why_report import causes_line, draw_why, foresight_line, headline, place, why_table
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import DDP
 
@@ -138,33 +139,30 @@ def test_the_step_of_middle_length_but_never_the_first() -> None:
 
 CONFIG, LAYERS = tiny(layers=5, width=16), 5
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)              # bytes
-DELAYED = 2                                       # the bucket whose last message is held back
+DELAYED = 4                                       # the bucket whose first message is held back on rank 0
 
 
 def recorded(world: Any, delay: float) -> Timeline:
     """Three steps of DDP over links that take their time; in the second, one bucket takes `delay` seconds longer."""
-    model, timeline, held = GPT(CONFIG), Timeline(world.rank), []
+    model, timeline, sent = GPT(CONFIG), Timeline(world.rank), Counter[int]()
     model.initialize(0)
     with delayed(world, alpha=50e-6, beta=0.004 / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
         strategy = DDP(model, slow, recorder=timeline, bucket_bytes=BLOCK)
-        start, transport = strategy._start_reduce, slow.transport
+        transport = slow.transport
         assert isinstance(transport, Delayed)
         send = transport.start_send
 
         def hold(*args: Any) -> Any:
-            if held and held.pop():
+            """A bucket's all-reduce on two ranks is two messages, one after the other."""
+            step = timeline.step or 0
+            if (step, world.rank, sent[step]) == (1, 0, 2 * DELAYED):
                 with transport._lock:
                     transport._free_at = max(transport._free_at, time.monotonic()) + delay
+            sent[step] += 1
             return send(*args)
 
-        def start_reduce(index: int) -> None:
-            if index == DELAYED and timeline.step == 1 and world.rank == 0:
-                held.append(True)
-            start(index)
-
         transport.start_send = hold             # type: ignore[method-assign]
-        strategy._order.start = start_reduce
         for block in model.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(0.002))
             block.register_backward_pre_hook(lambda module: time.sleep(0.002))
@@ -186,6 +184,10 @@ def test_the_causes_of_a_recorded_step_add_up_to_its_waits() -> None:
         told = sum(row["seconds"] for row in report["rows"] if row["rank"] == rank)
         assert told == pytest.approx(length(union(spans)) + scalars, rel=0.01)
     assert report["replayed"] == pytest.approx(report["seconds"], rel=0.02)
+    told = foresight(timelines, 1)
+    assert told["known"] == told["calls"] == LAYERS + 2 and 0 <= told["gain"] < report["seconds"]
+    assert f"{LAYERS + 2} of its {LAYERS + 2} calls are those of the step before" in foresight_line(told)
+    assert foresight(timelines, 0)["known"] is None
     assert {row["call"] for row in report["rows"] if row["verb"] == "all_reduce"} <= {
         f"all_reduce bucket {number}" for number in range(LAYERS + 2)}
     assert all("ddp.py:" in row["where"] for row in report["rows"] if row["verb"] == "all_reduce")

@@ -36,6 +36,7 @@ from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
+from minidist.observe.foresight import foresight
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import typical_step, why
@@ -157,7 +158,9 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
     if world.rank == 0:
         assert timelines is not None
         if args.why:
-            metrics["why"] = {"step": (step := typical_step(timelines)), **why(record_step(timelines, step))}
+            step = typical_step(timelines)
+            metrics["why"] = {"step": step, **why(record_step(timelines, step)),
+                              "foresight": foresight(timelines, step)}
         try:
             write_folder(settings.out, metrics, timelines, weights)
             if args.json:

@@ -134,6 +134,7 @@ def test_why(plan: list[str], book: Path, tmp_path: Path, capsys: pytest.Capture
     assert sum(report["causes"].values()) == pytest.approx(sum(report["exposed"]))
     assert 0 < max(report["computing"]) <= report["bound"] * 1.001 <= report["seconds"] * 1.002
     assert report["rows"][0]["cause"] in printed
+    assert report["foresight"]["known"] == report["foresight"]["calls"] > 0
     assert (run / "why.png").read_bytes().startswith(b"\x89PNG") and "why.png" in metrics["files"]
 
 
