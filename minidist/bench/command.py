@@ -7,7 +7,7 @@
     minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
-    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; and a change predicted, then run
+    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change, predicted, then run
     minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
     minidist bench calibrate                                what messages and computation cost on this machine
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
