@@ -97,9 +97,8 @@ class StepLines:
         return {self.event(number).name: seconds for number, seconds in self.seconds.items()}
 
     def in_background(self, verb: str) -> list[int]:
-        """The calls of a verb, by group and number, for which no rank stood still from the first moment on."""
-        return [number for number, call in self.calls.items() if call.verb == verb and call.axis != "control"
-                and not any(one.blocking for one in call.ranks.values())]
+        """The calls of a verb, by group and number, that ran in the background."""
+        return [number for number, call in self.calls.items() if call.verb == verb and call.in_background]
 
 
 def prefetch(job: StepLines, ahead: int) -> None:

@@ -11,7 +11,7 @@ rank may: what_if.py.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, cast
 
 from minidist.observe.events import Await, Busy, Event, Start
@@ -22,7 +22,8 @@ from minidist.observe.step_record import NO_CORE, StepRecord
 
 def lower_bound(record: StepRecord) -> float:
     """Seconds below which no order of the recorded calls can bring the step; at most those that it took."""
-    traces = [weights_first([event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE])
+    moves = {number for number, call in enumerate(record.calls) if call.verb == "all_gather" and call.in_background}
+    traces = [weights_first([event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE], moves)
               for trace in record.traces()]
     alone = record.replay([[_apart(event) for event in trace] for trace in traces])
     chain = max(stops[-1] for stops in alone.stops)
@@ -30,17 +31,12 @@ def lower_bound(record: StepRecord) -> float:
     return min(record.seconds, max([chain, *links]))        # a call does not end on all ranks at the same moment
 
 
-def weights_first(trace: Sequence[Event]) -> list[Event]:
-    """The trace with every all-gather begun as soon as its weights are there: after the last update before it.
-
-    A call that the program stands still for at once (a blocking one, of a scalar) stays where it is.
-    """
+def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event]:
+    """The trace with these gathers begun as soon as their weights are there: after the last update before them."""
     moved = list[Event]()
     updated, early = 0, 0
-    for place, event in enumerate(trace):
-        following = trace[place + 1] if place + 1 < len(trace) else None
-        blocking = isinstance(event, Start) and isinstance(following, Await) and following.id == event.id
-        if isinstance(event, Start) and event.call.verb == "all_gather" and not (blocking and _scalar(event)):
+    for event in trace:
+        if isinstance(event, Start) and event.id in gathers:
             moved.insert(updated + early, event)
             early += 1
             continue
@@ -48,11 +44,6 @@ def weights_first(trace: Sequence[Event]) -> list[Event]:
         if isinstance(event, Busy) and event.name == "optimizer":
             updated, early = len(moved), 0
     return moved
-
-
-def _scalar(start: Start) -> bool:
-    """Whether a call is of some numbers that were computed just now."""
-    return start.call.nbytes <= 64
 
 
 def _apart(event: Event) -> Event:

@@ -77,6 +77,11 @@ class StepCall:
         return self.end - self.begin
 
     @property
+    def in_background(self) -> bool:
+        """Neither of scalars, nor did a rank stand still for it from the first moment on."""
+        return self.axis != "control" and not any(one.blocking for one in self.ranks.values())
+
+    @property
     def key(self) -> str:
         """Its name in the replay, unlike that of all other calls."""
         return f"{self.name} #{self.number} of {self.group}"

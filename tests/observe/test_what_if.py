@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from staged import OPTIMIZER, SCALAR, ddp_step, gathered_forward
 from training import global_batch, tiny
@@ -18,7 +18,7 @@ from minidist.observe.step_bound import lower_bound
 from minidist.observe.step_record import StepRecord, record_step
 from minidist.observe.timeline import Span, Timeline
 from minidist.observe.what_if import Change, fitted_link, predict
-from minidist.observe.why import typical_step
+from minidist.observe.why import exposed_of, typical_step
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.zero.zero1 import Zero1
@@ -66,23 +66,41 @@ def test_buckets_in_the_order_of_forward_hide_nothing() -> None:
     assert found == pytest.approx((60.0 + 4 * 8.0 + SCALAR + OPTIMIZER) / 1e3)
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12), st.integers(0, 3), st.integers(0, 3))
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 12), st.integers(0, 3), st.integers(0, 3))
+@example([30, 1, 1, 1], 8, 0, 1)
+@example([30, 1, 1, 1], 8, 3, 2)
 @settings(max_examples=40)
-def test_another_prefetch(units: int, work: int, transfer: int, before: int, after: int) -> None:
+def test_another_prefetch(work: list[int], transfer: int, before: int, after: int) -> None:
     """From any depth to any other: as if it had been run so."""
-    was, is_now = (record_step(gathered_forward(units, float(work), float(transfer), ahead=ahead), 0)
+    was, is_now = (record_step(gathered_forward(list(map(float, work)), float(transfer), ahead=ahead), 0)
                    for ahead in (before, after))
     assert predict(was, Change(ahead=after)) == pytest.approx(is_now.seconds)
 
 
-def test_the_most_urgent_goes_first() -> None:
+@pytest.mark.parametrize(("units", "work", "transfer"), [(5, 8.0, 3.0), (5, 3.0, 8.0), (1, 2.0, 2.0), (4, 5.0, 0.0)])
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_the_bound_is_that_of_any_prefetch(units: int, work: float, transfer: float, ahead: int) -> None:
+    """The first gather and all work, or all gathers and the last work."""
+    record = record_step(gathered_forward([work] * units, transfer, ahead=ahead), 0)
+    assert 1e3 * lower_bound(record) == pytest.approx(max(transfer + units * work, units * transfer + work))
+
+
+def test_without_prefetch_each_gather_but_the_first_has_no_prefetch() -> None:
+    rows = exposed_of(record_step(gathered_forward([5.0] * 4, 3.0, ahead=0), 0))
+    found = [(row.call, row.cause) for row in rows if row.rank == 0]
+    assert found == [("all_gather 0", "late bucket"), *((f"all_gather {unit}", "no prefetch") for unit in (1, 2, 3))]
+    assert [1e3 * row.seconds for row in rows] == pytest.approx([3.0] * 8)
+
+
+def out_of_turn() -> StepRecord:
     """Of two calls in a queue the second is needed first: a third one holds the link until both have come."""
     timeline = Timeline(0)
 
     def call(number: int, begin: float, end: float, waits: tuple[float, float]) -> None:
         timeline.add(Span(f"call {number}", "communication", begin, end, {
-            "axis": "dp", "verb": "all_gather", "algorithm": "ring", "where": "x.py:1", "nbytes": 1, "messages": 1,
-            "group": "a", "sequence": number, "queued": begin - 1.0 * (number > 0), "blocking": False}))
+            "axis": "dp", "verb": "all_gather", "algorithm": "ring", "where": "x.py:1", "messages": 1,
+            "nbytes": int(end - begin), "group": "a", "sequence": number, "queued": begin - 1.0 * (number > 0),
+            "blocking": False}))
         timeline.add(Span("wait", "waits", *waits, {"group": "a", "sequence": number}))
 
     call(0, 0.0, 4.0, (2.0, 4.0))
@@ -90,7 +108,16 @@ def test_the_most_urgent_goes_first() -> None:
     call(2, 10.0, 12.0, (5.0, 12.0))
     timeline.add(Span("forward", "compute", 0.0, 16.0, {}))
     timeline.add(Span("step", "compute", 0.0, 16.0, {"step": 0}))
-    record = record_step([timeline], 0)
+    return record_step([timeline], 0)
+
+
+def test_a_call_that_goes_before_a_more_urgent_one_is_to_blame() -> None:
+    [late] = [row for row in exposed_of(out_of_turn()) if row.cause == "order"]
+    assert (late.call, late.waited, late.seconds) == ("call 1", "call 2", pytest.approx(6.0))
+
+
+def test_the_most_urgent_goes_first() -> None:
+    record = out_of_turn()
     assert predict(record, Change()) == pytest.approx(16.0)
     assert predict(record, Change(priority=True)) == pytest.approx(16.0 - 6.0 + 3.0)    # now the other is waited for
 

@@ -51,11 +51,12 @@ def _timeline(rank: int, ready: Sequence[float], begins: Sequence[float], ends: 
     return timeline
 
 
-def gathered_forward(units: int, work: float, transfer: float, *, ahead: int, ranks: int = 2) -> list[Timeline]:
+def gathered_forward(work: Sequence[float], transfer: float, *, ahead: int, ranks: int = 2) -> list[Timeline]:
     """A forward that gathers each unit's weights before its turn, `ahead` units ahead, as ZeRO-3 does.
 
-    Args:    work, transfer: of each unit, in ms.
+    Args:    work: of each unit, transfer: of any of them, in ms.
     """
+    units = len(work)
     asked: dict[int, float] = {}
     spans, now, free = list[Span](), 0.0, 0.0
     for unit in range(units):
@@ -70,7 +71,7 @@ def gathered_forward(units: int, work: float, transfer: float, *, ahead: int, ra
         stop = max(now, here.stop * 1e3)
         spans.append(Span("wait", "waits", now / 1e3, stop / 1e3, {"step": 0, "axis": "dp", "group": "a",
                                                                    "sequence": unit, "where": LINE}))
-        now = stop + work
+        now = stop + work[unit]
     spans += [Span("forward", "compute", 0.0, now / 1e3, {"step": 0}), Span("step", "compute", 0.0, now / 1e3,
                                                                             {"step": 0})]
     timelines = [Timeline(rank) for rank in range(ranks)]
