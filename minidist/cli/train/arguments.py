@@ -77,8 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.register("action", kind, _Given)
     parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
-              "device memory": memory, "the data": _data, "the model": _model, "a mixture of experts": experts,
-              "the training": _training, "checkpoints": _checkpoints, "the result": _result}
+              "device memory": memory, "activations": activations, "the data": _data, "the model": _model,
+              "a mixture of experts": experts, "the training": _training, "checkpoints": _checkpoints,
+              "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
@@ -176,6 +177,16 @@ def memory(add: Add) -> None:
              "temporary folder)")
     add("--device-memory", type=number_of_bytes, metavar="SIZE",
         help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
+
+
+def activations(add: Add) -> None:
+    """How checkpointed blocks keep their inputs, and which blocks these are."""
+    add("--keep-activations", default="whole", metavar="8bit|shard|offload",
+        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks of tp, or on the host; "
+             "several joined by commas (default: whole)")
+    add("--activation-memory", type=number_of_bytes, metavar="SIZE",
+        help="choose the blocks to recompute by measured time and bytes, so that a rank's activations take at most "
+             "SIZE, as 64MiB (default: as --checkpoint-blocks says)")
 
 
 def _data(add: Add) -> None:

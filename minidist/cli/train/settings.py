@@ -17,7 +17,7 @@ from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.room import training_bytes
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
-from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.activations import chosen, ways_of
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
@@ -151,6 +151,9 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.verify and "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
+        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
+             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
     if args.save_every == AUTO and not args.interruptions_per_day:
         fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
              "--interruptions-per-day N, or give a number of steps")
