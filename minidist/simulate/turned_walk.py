@@ -7,19 +7,24 @@ Recorded rank by rank, the ring of 16,384 ranks would be 268 million messages. O
 its program, and messages need no numbers: the message of rank r is element r. Rules and results are those of walk.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.program import ADD, ARRIVED, POST, SEND, TurnedProgram
+from minidist.simulate.program import ADD, ARRIVED, POST, SEND, SENT, TurnedProgram
 
 Index = np.ndarray | slice
+EVEN = 1e-12            # times are equal if they differ by less than this share of a round
 
 
 class TurnedWalk:
     """Where the walk stands. Times are in seconds since the call began.
+
+    A round ends where no message is under way. If a round has put off all that it looks at, the ranks' clocks and the
+    links that it uses, by the same time, then each that does the same will, too: those are not walked.
 
     Attributes: clock   of each rank
     """
@@ -27,10 +32,6 @@ class TurnedWalk:
     def __init__(self, program: TurnedProgram, members: Sequence[int], cluster: Cluster) -> None:
         self.program = program
         self.clock, self._links = np.zeros(program.size), _Links(cluster, crowded=program.crowded)
-        self._started: dict[int, np.ndarray] = {}       # message -> when its senders begin it
-        self._ready: dict[int, np.ndarray] = {}         # when its receivers are ready; both in the senders' order
-        self._arrived: dict[int, np.ndarray] = {}
-        self._waits = dict[int, int]()
         routes = {ahead: [cluster.route(place, members[(rank + ahead) % program.size])
                           for rank, place in enumerate(members)] for ahead in np.unique(program.ahead).tolist()}
         self._crossings = {ahead: _Crossing(found, self._links) for ahead, found in routes.items()}
@@ -39,46 +40,105 @@ class TurnedWalk:
 
     def run(self) -> float:
         """Seconds until the last rank is done."""
-        program = self.program
-        for kind, number in zip(program.kinds.tolist(), program.args.tolist(), strict=True):
-            if kind == ADD:
-                self.clock = self.clock + number * self._gamma
-                continue
-            ahead = int(program.ahead[number])
-            if kind == SEND:
-                self._started[number] = self.clock
-            elif kind == POST:
-                self._ready[number] = np.roll(self.clock, -ahead)
-            else:
-                self._wait(number, ahead if kind == ARRIVED else 0)
-                continue
-            if number in self._started and number not in self._arrived:
-                self._carry(number, ahead)
+        for todo, times in _rounds(self.program):
+            for left in reversed(range(times)):
+                clock, free = self.clock, self._links.free.copy()
+                _Play(todo, self)
+                later, used = self.clock - clock, self._links.free != free
+                put_off = np.concatenate([later, (self._links.free - free)[used]])
+                if left and np.ptp(put_off) <= EVEN * put_off.max():
+                    self._skip(todo, left, later, used)
+                    break
         return float(self.clock.max())
 
-    def _carry(self, number: int, ahead: int) -> None:
-        """A message of every rank goes its way, if it need not wait for its receiver."""
-        program, leave = self.program, self._started[number]
-        if program.meets[number]:
-            if number not in self._ready:
-                return
-            leave = np.maximum(leave, self._ready[number])
-        self._arrived[number] = self._crossings[ahead].carry(leave, int(program.nbytes[number]),
-                                                             bool(program.adds[number]))
+    def _skip(self, todo: "_Round", times: int, later: np.ndarray, used: np.ndarray) -> None:
+        """The same round so many times more."""
+        self.clock = self.clock + times * later
+        self._links.free[used] += times * later.max()
+        for message in todo.messages:
+            self._crossings[message.ahead].nbytes += times * message.nbytes
 
-    def _wait(self, number: int, ahead: int) -> None:
-        """All ranks wait for a message that they sent, or that came from so far behind."""
-        assert number in self._arrived, "ranks wait for each other"
-        arrived = self._arrived[number]
-        self.clock = np.maximum(self.clock, np.roll(arrived, ahead) if ahead else arrived)
-        self._waits[number] = self._waits.get(number, 0) + 1
-        if self._waits[number] == 2:                    # sender and receiver: nobody asks for it again
-            for times in (self._started, self._ready, self._arrived, self._waits):
-                times.pop(number, None)     # type: ignore[attr-defined]
+    def add(self, nbytes: int) -> None:
+        """Every rank adds arrays."""
+        self.clock = self.clock + nbytes * self._gamma
+
+    def carry(self, message: "_Message", leave: np.ndarray) -> np.ndarray:
+        """When a message of every rank arrives, in the order of senders."""
+        return self._crossings[message.ahead].carry(leave, message.nbytes, message.adds)
 
     def link_bytes(self) -> dict[int, int]:
         """What each link carried."""
         return self._links.carried(list(self._crossings.values()))
+
+
+# ---------------------------------------------------------------- rounds
+
+
+class _Message(NamedTuple):
+    """One from each rank, to the rank so far ahead."""
+
+    ahead: int
+    nbytes: int
+    adds: bool
+    meets: bool
+
+
+class _Round(NamedTuple):
+    """Operations after which no message is under way: (kind, the message's number, or bytes), and the messages."""
+
+    ops: tuple[tuple[int, int], ...]
+    messages: tuple[_Message, ...]
+
+
+def _rounds(program: TurnedProgram) -> Iterator[tuple[_Round, int]]:
+    """The rounds of a program, and how often each comes one after the other."""
+    for todo, alike in groupby(_each_round(program)):
+        yield todo, sum(1 for _ in alike)
+
+
+def _each_round(program: TurnedProgram) -> Iterator[_Round]:
+    columns = (program.ahead, program.nbytes, program.adds, program.meets)
+    messages = [_Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    ops, here, waits = list[tuple[int, int]](), dict[int, int](), 0
+    for kind, number in zip(program.kinds.tolist(), program.args.tolist(), strict=True):
+        ops.append((kind, number if kind == ADD else here.setdefault(number, len(here))))
+        waits += kind in (SENT, ARRIVED)
+        if waits == 2 * len(here):                  # the sender's and the receiver's
+            yield _Round(tuple(ops), tuple(messages[number] for number in here))
+            ops, here, waits = [], {}, 0
+    assert not ops, "every message is waited for"
+
+
+class _Play:
+    """A round, played at once."""
+
+    def __init__(self, todo: _Round, walk: TurnedWalk) -> None:
+        self.todo, self.walk = todo, walk
+        self.started = dict[int, np.ndarray]()      # message -> when its senders begin it
+        self.ready = dict[int, np.ndarray]()        # when its receivers are ready; both in the senders' order
+        self.arrived = dict[int, np.ndarray]()
+        for kind, number in todo.ops:
+            if kind == ADD:
+                walk.add(number)
+            elif kind in (SEND, POST):
+                self._begin(kind, number)
+            else:
+                assert number in self.arrived, "ranks wait for each other"
+                until, ahead = self.arrived[number], todo.messages[number].ahead
+                walk.clock = np.maximum(walk.clock, np.roll(until, ahead) if kind == ARRIVED else until)
+
+    def _begin(self, kind: int, number: int) -> None:
+        """All ranks begin to send a message, or are ready for it: it goes, if it need not wait for the other."""
+        message, clock = self.todo.messages[number], self.walk.clock
+        if kind == SEND:
+            self.started[number] = clock
+        else:
+            self.ready[number] = np.roll(clock, -message.ahead)
+        if number in self.arrived or number not in self.started or message.meets and number not in self.ready:
+            return
+        leave = self.started[number]
+        leave = np.maximum(leave, self.ready[number]) if message.meets else leave
+        self.arrived[number] = self.walk.carry(message, leave)
 
 
 # ---------------------------------------------------------------- links
