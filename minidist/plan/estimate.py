@@ -134,6 +134,7 @@ class Columns:
         self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
+        self.deferred = found.column("schedule") == SCHEDULES.index("zb-h1")
         self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
@@ -174,16 +175,27 @@ class Columns:
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
         found["gradients"] = found["gradients"] + np.where(self.zero >= 2, largest, 0.0)
-        # deferred backwards for the weights keep what was computed again
-        deferred = self.found.column("schedule") == SCHEDULES.index("zb-h1")
-        kept = np.where(self.again & ~deferred, self.per_layer["kept"], self.per_layer["held"])
+        kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         again = np.where(self.again, self.per_layer["held"], 0.0)
         output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
         working = np.where((self.pp == 1) | ends, np.maximum(output, again), again)
         activations = held * self.layers * kept + working
+        if ends:
+            activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
         # one microbatch on one copy: gradients come as activations go
         found["activations"] = np.where((self.pieces == 1) & (self.copies == 1),
                                         np.maximum(0.0, activations - found["gradients"]), activations)
+        return found
+
+    def _late(self, held: np.ndarray) -> np.ndarray:
+        """Of the last stage, all of whose microbatches but one wait for their backward for the weights (zb-h1)."""
+        found = np.zeros(len(self.found))
+        cuts = self.found.rows("tp", "sequence")
+        sequences = self.found.column("rows") / self.found.column("cp")
+        for tp, sequence in np.unique(cuts[self.deferred], axis=0).tolist():
+            late, here = self.model.cells.late(tp, sequence), self.deferred & (cuts == (tp, sequence)).all(axis=1)
+            each = [layer * self.layers + ends for layer, ends in late]
+            found[here] = (sequences * (each[0] + (held - 2) * each[1]))[here]
         return found
 
     # --------------------------------------------------------------------------------------------------------- time
