@@ -11,9 +11,9 @@ plans share some two hundred cells.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from minidist.nn import GPTConfig
@@ -90,9 +90,14 @@ class Cell:
         """Bytes that a layer keeps if backward computes it again."""
         return self.kept[1] - self.kept[0]
 
+    @cached_property
+    def _busy(self) -> list[list[float]]:
+        """Seconds of each segment of both traces: wherever the groups lie, kernels take as long."""
+        return [[self.rates.segment(segment) for segment in trace.segments] for trace in self.traces]
+
     def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
         """Forward and backward of a layer, and of the ends."""
-        one, two = (walk(trace, self.rates, price) for trace in self.traces)
+        one, two = (walk(trace, busy, price) for trace, busy in zip(self.traces, self._busy, strict=True))
         layer = {phase: _difference(two[phase], one[phase]) for phase in PHASES}
         return layer, {phase: _difference(one[phase], layer[phase]) for phase in PHASES}
 
@@ -201,8 +206,11 @@ def working(trace: RankTrace) -> int:
     return most
 
 
-def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds]:
-    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like."""
+def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, PhaseSeconds]:
+    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like.
+
+    Args:    seconds: of each of its segments.
+    """
     clock, phase, ends, free = 0.0, PHASES[0], dict[int, float](), dict[str, float]()
     axis_of: dict[int, str] = {}
     compute = dict.fromkeys(PHASES, 0.0)
@@ -211,7 +219,7 @@ def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds
         if isinstance(event, Busy):
             if event.name in PHASES:
                 phase = event.name
-                spent = rates.segment(trace.segments[event.work])           # type: ignore[call-overload]
+                spent = seconds[event.work]         # type: ignore[call-overload]
                 compute[phase] += spent
                 clock += spent
         elif isinstance(event, Start) and event.call.axis in INNER:

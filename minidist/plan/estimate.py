@@ -115,11 +115,17 @@ class Estimator:
         return np.asarray(fits if room is None else fits & (away * self.cluster.per_node <= room))
 
 
+def _parts(found: Candidates) -> np.ndarray:
+    """Ranks that share a copy of the state."""
+    shard = found.column("shard")
+    return np.where(shard > 0, shard, found.rows("dp", "ep", "cp").prod(axis=1))
+
+
 def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:
     """Bytes that last, by category: memory_formula.state_bytes for columns."""
-    copies, zero = found.rows("dp", "ep", "cp").prod(axis=1), found.column("zero")
+    parts, zero = _parts(found), found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
-    held = {name: numbers * getattr(each, name) / np.where(where, copies, 1) for name, where in divided.items()}
+    held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
     held["optimizer"] = np.where(found.column("offload") == 1, 0.0, held["optimizer"])
     return held
 
@@ -221,7 +227,7 @@ class Columns:
         found["pp"] = hop * (2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0))
         found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * np.where(pp == 1, 1.0, 0.5)
-        own = numbers / np.where(self.zero >= 1, self.copies, 1)
+        own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
         found["update"] = own * self.model.update_seconds
         away = self.found.column("offload") == 1
         found["offload"] = np.where(away, self._offload(own), 0.0) if away.any() else np.zeros(len(own))
@@ -247,7 +253,8 @@ class Columns:
         return np.asarray((self.pp - 1) * middle * share)
 
     def _once(self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather."""
+        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather, and copies
+        of the state are summed: the last layer's when nothing is left to compute."""
         layers, piped = self.layers, self.pp > 1
         half = np.where(piped, 0.5, 1.0)
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
@@ -255,7 +262,9 @@ class Columns:
         once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where((self.zero == 1) | (self.zero == 2), np.maximum(dp["ends gather"] / 2, gathers - forward), 0.0)
-        return np.where(self.copies > 1, once + late, 0.0)
+        copies = np.maximum(dp["copies"] + half * dp["ends copies"],
+                            layers * dp["copies"] + half * dp["ends copies"] - hidden)
+        return np.where(self.copies > 1, once + late + copies, 0.0)
 
     def _offload(self, numbers: np.ndarray) -> np.ndarray:
         """Gradients to the host and weights back, and the host's pass over its state."""

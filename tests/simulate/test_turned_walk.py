@@ -5,6 +5,7 @@ import pytest
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import ConfigError
+from minidist.simulate import turned_walk
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.messages import Operands, RecordingCall, record, record_turned
 from minidist.simulate.program import TurnedProgram
@@ -80,7 +81,8 @@ def test_ranks_that_did_not_run_do_the_same(verb, algorithm, size):
 def test_one_rank_that_differs_is_seen(monkeypatch):
     """The last rank sends twice as much: no program stands for all."""
     def exchange(self, dst, outgoing, src, into, reduce=None, **told):
-        more = outgoing if self.rank < self.size - 1 else RecordingCall.workspace(self, 2 * len(outgoing), outgoing.dtype)
+        twice = RecordingCall.workspace(self, 2 * len(outgoing), outgoing.dtype)
+        more = outgoing if self.rank < self.size - 1 else twice
         Call.exchange(self, dst, more, src, into, reduce, **told)
 
     assert isinstance(record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8), TurnedProgram)
@@ -95,6 +97,28 @@ def test_a_planted_bug_is_seen(monkeypatch):
     right = walk(program, range(6), cluster).seconds
     monkeypatch.setattr("minidist.simulate.turned_walk._Crossing._in_turn", lambda *_: None)
     assert TurnedWalk(program, range(6), cluster).run() < right
+
+
+def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
+    """Routes that meet at spines: the first rounds differ. All of them played, or most left out: the same."""
+    cluster, program = clusters(24)[3], record_turned("all_gather", "ring", Operands(3000), 24)
+    short = walk(program, range(24), cluster)
+    rounds = played(monkeypatch)
+    walk(program, range(24), cluster)
+    assert 1 < len(rounds) < 23
+    monkeypatch.setattr(turned_walk, "EVEN", -1.0)
+    rounds.clear()
+    assert short == (pytest.approx(walk(program, range(24), cluster).seconds, rel=1e-12), *short[1:])
+    assert len(rounds) == 23
+    monkeypatch.setattr(turned_walk, "EVEN", 1e9)       # planted: after one round, whatever it did
+    assert walk(program, range(24), cluster).seconds != pytest.approx(short.seconds, rel=1e-3)
+
+
+def played(monkeypatch):
+    """A list that each round which is played adds to."""
+    rounds, play = [], turned_walk._Play
+    monkeypatch.setattr(turned_walk, "_Play", lambda *given: rounds.append(play(*given)))
+    return rounds
 
 
 def test_unknown_algorithms_are_refused():
