@@ -38,7 +38,8 @@ def options_of(plan: Plan) -> dict[str, Any]:
     """The options of minidist train that name this plan; those of other plans are the defaults."""
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
     parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
-             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "offload", "servers")
+             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "keep_activations",
+             "activation_memory", "offload", "servers")
     defaults = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return {"plan": cut, "replicas": None, **{name: defaults[name] for name in parts}}
 

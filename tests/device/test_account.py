@@ -150,3 +150,13 @@ def test_a_limit_refuses_what_passes_it_and_counts_on():
     memory.hold(np.zeros(25), "activations")        # exactly full, and gone at once
     del held
     assert memory.now["total"] == 0 and memory.peak["total"] == 1000
+
+
+def test_peaks_of_a_part_of_the_time_are_put_together():
+    memory = MemoryAccount()
+    memory.hold(np.zeros(100), "workspace")                          # dies at once
+    before = memory.peak
+    memory.reset_peak()
+    memory.hold(np.zeros(10), "gradients")
+    memory.raise_peak(before)
+    assert (memory.peak["workspace"], memory.peak["gradients"], memory.peak["total"]) == (800, 80, 800)

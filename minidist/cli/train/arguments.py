@@ -61,14 +61,25 @@ def save_steps(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
+def bucket_size(text: str) -> int | str:
+    """The value of --bucket-bytes. Raises: ArgumentTypeError."""
+    if text == AUTO:
+        return AUTO
+    size = number_of_bytes(text)
+    if not size:
+        raise argparse.ArgumentTypeError("a bucket holds at least one byte; write 1MiB, or auto")
+    return size
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
         parser.register("action", kind, _Given)
     parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
-              "device memory": memory, "the data": _data, "the model": _model, "a mixture of experts": experts,
-              "the training": _training, "checkpoints": _checkpoints, "the result": _result}
+              "device memory": memory, "activations": activations, "the data": _data, "the model": _model,
+              "a mixture of experts": experts, "the training": _training, "checkpoints": _checkpoints,
+              "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
@@ -78,6 +89,9 @@ def _job(add: Add) -> None:
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
+    add("--bucket-bytes", type=bucket_size, metavar="SIZE|auto",
+        help="largest size of a bucket of gradients (default: 2MiB); auto: of the least exposed seconds, by the link's "
+             "latency and bandwidth that `minidist bench calibrate` measured")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--graph", action="store_true",
         help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
@@ -165,6 +179,16 @@ def memory(add: Add) -> None:
         help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
 
 
+def activations(add: Add) -> None:
+    """How checkpointed blocks keep their inputs, and which blocks these are."""
+    add("--keep-activations", default="whole", metavar="8bit|shard|offload",
+        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks of tp, or on the host; "
+             "several joined by commas (default: whole)")
+    add("--activation-memory", type=number_of_bytes, metavar="SIZE",
+        help="choose the blocks to recompute by measured time and bytes, so that a rank's activations take at most "
+             "SIZE, as 64MiB (default: as --checkpoint-blocks says)")
+
+
 def _data(add: Add) -> None:
     add("--data", default="python", metavar="PATH",
         help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
@@ -243,4 +267,7 @@ def _result(add: Add) -> None:
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
+    add("--why", action="store_true",
+        help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
+             "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
     add("--quiet", action="store_true", help="print nothing")

@@ -39,7 +39,7 @@ def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Sav
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
             "memory_limit_bytes": limit_here(), "device": args.device, "parameters": count,
             "parameter_bytes": count * itemsize, "formula": gradient_formula(trainer, settings.training_batch(0)),
-            **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
+            **expert_record(trainer), **budget_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
             "losses": course.losses, "validation_loss": validation_loss, "step_seconds": course.step_seconds,
             "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
@@ -63,7 +63,12 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
                                                   if axis == "dp" or trainer.mesh.shape[axis] > 1},
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
         "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
-        **offload_record(trainer)})
+        **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
+
+
+def budget_record(trainer: Trainer) -> dict[str, Any]:
+    """What an activation budget made of each layer: "none", "scores" or "all"; None before it chose."""
+    return {} if trainer.budget is None else {"activation_choice": trainer.budget.chosen}
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:

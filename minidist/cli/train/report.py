@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from minidist.cli.train import axis_traffic, central_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
+from minidist.observe.why_report import causes_line, foresight_line, headline, why_table
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
 Metrics = dict[str, Any]
@@ -32,8 +33,16 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     _print_memory(console, metrics)
     if metrics["steps"] and metrics["plan"]["offload"] != "none":
         _print_offload(console, metrics)
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
-                  markup=False, soft_wrap=True)
+    _print_activations(console, metrics)
+    if "why" in metrics:
+        _rule(console, f"why step {metrics['why']['step']} took as long as it did")
+        console.print(headline(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(why_table(metrics["why"], title=""))
+        console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
+    pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
+    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), {pictures}, "
+                  "model.safetensors", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
 
 
@@ -118,6 +127,19 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
     console.print(table)
     told = ", ".join(f"{name} {now['peak']:,}" for name, now in first["host_memory"].items() if now["peak"])
     console.print(f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n", markup=False)
+
+
+def _print_activations(console: Console, metrics: Metrics) -> None:
+    """A line on the inputs that blocks kept, and one on the choice of an activation budget."""
+    kept, choice = metrics["ranks"][0].get("kept_inputs"), metrics.get("activation_choice")
+    if kept is not None and metrics["steps"]:
+        console.print(f"inputs of blocks kept by rank 0 in a step: {kept['input_bytes'] // metrics['steps']:,} bytes, "
+                      f"as {kept['kept_bytes'] // metrics['steps']:,} ({metrics['plan']['keep_activations']})\n",
+                      markup=False, soft_wrap=True)
+    if choice is not None:
+        console.print(f"activation memory {metrics['plan']['activation_memory']:,} bytes: computed again are "
+                      f"{choice.count('all')} of {len(choice)} blocks, of {choice.count('scores')} the scores\n",
+                      markup=False, soft_wrap=True)
 
 
 def short(number: float) -> str:

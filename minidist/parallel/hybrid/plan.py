@@ -17,6 +17,7 @@ from minidist.parallel.hybrid.plan_checks import (
     STRATEGIES,
     ZERO_STAGES,
 )
+from minidist.parallel.memory.activations import ways_of
 
 __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 
@@ -37,6 +38,9 @@ class Plan:
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
+                keep_activations    how their inputs are kept: "whole", or words of WAYS (memory/kept_inputs.py)
+                activation_memory   choose those blocks by measured times, so that a rank's activations take at most so
+                              many bytes (memory/activation_budget.py); None: as checkpoint_blocks says
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
                 schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
@@ -68,6 +72,8 @@ class Plan:
     accumulate: int = 1
     precision: str = "fp32"
     checkpoint_blocks: str = "none"
+    keep_activations: str = "whole"
+    activation_memory: int | None = None
     offload: str = "none"
     device_memory: int | None = None
     strategy: str = "ddp"
@@ -119,6 +125,11 @@ class Plan:
     def stages(self) -> int:
         """Stages of the pipeline: one a rank, interleaved two."""
         return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The words of keep_activations, in the order in which they are taken."""
+        return ways_of(self.keep_activations)
 
     @property
     def pieces(self) -> int:

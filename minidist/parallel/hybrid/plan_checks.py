@@ -10,7 +10,8 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
-from minidist.parallel.memory.activations import chosen
+from minidist.parallel.hybrid import activation_checks
+from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
 def savings(plan: "Plan") -> str:
     """Ways to take less of the device's memory that the plan does not use yet, for errors."""
     ways = ["take fewer sequences at once (accumulate)"]
-    if plan.checkpoint_blocks != "all":
+    if plan.checkpoint_blocks != ALL and plan.activation_memory is None:
         ways.append("keep less of them (checkpoint_blocks)")
     if plan.zero < 3 and plan.copies > 1:
         ways.append("divide more (zero)")
@@ -105,7 +106,8 @@ def check(plan: "Plan") -> None:
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     axis_order(plan.order)
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence,
+                 activation_checks.check):
         part(plan)
 
 
@@ -245,6 +247,7 @@ def _or(other: tuple["Plan", str] | None) -> str:
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
+    yield from activation_checks.misfits(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",

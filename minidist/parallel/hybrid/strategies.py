@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.device.backend import Array, dtype_name
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.parallel.hybrid.mesh import Mesh
@@ -23,6 +27,8 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
+    "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
+    "stage": "memory.activation_budget.Stage",
     "precision": "precision.mixed_precision.MixedPrecision",
 }
 """A plan's word -> module and name, inside parallel/."""
@@ -70,6 +76,30 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
     if plan.offload == "all":
         return store(folder, device=device, recorder=recorder)
     return store(recorder=recorder) if plan.offload == "optimizer" else store()
+
+
+def make_keeper(plan: Plan, mesh: Mesh, store: Any, *, recorder: Recorder) -> Any:
+    """What keeps the inputs of checkpointed blocks, or None: they stay as they are."""
+    if not plan.ways:
+        return None
+    tp = mesh["tp"]
+    own = partial(shard_of, group=tp) if plan.sequence_parallel else None
+    return load("kept")(plan.ways, tp=tp, own=own, host=store.host, recorder=recorder)
+
+
+def make_budget(plan: Plan, model: Any, mesh: Mesh, keeper: Any, pipeline: Any) -> Any:
+    """What chooses the blocks to compute again, or None where the plan says it; `pipeline`: that of the strategy."""
+    if plan.activation_memory is None:
+        return None
+    blocks = dict(model.blocks if isinstance(model.blocks, dict) else enumerate(model.blocks))
+    make, stages = load("budget"), [load("stage")(tuple(blocks))]
+    if pipeline is not None:
+        edges, schedule = [0, *accumulate(pipeline.layers)], pipeline.schedule
+        stages = [load("stage")(tuple(layer for stage in range(rank, schedule.stages, plan.pp)
+                                      for layer in range(edges[stage], edges[stage + 1])), schedule.held(rank))
+                  for rank in range(plan.pp)]
+    return make(blocks, keeper, plan.activation_memory, stages=stages, rank=mesh["pp"].rank, world=mesh.world,
+                memory=account.current())
 
 
 def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
