@@ -12,7 +12,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from minidist.errors import PlanError
@@ -109,13 +109,18 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
         alone: float = seconds[role_of[rank]][work]
         return alone * stragglers.get(rank, 1.0)
 
-    def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+    @cache
+    def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+        """Calls that differ in their names alone share one answer: fold.py reads what it loads once."""
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)
         if not found.seconds:
             return 0.0, {}
         links = cluster.links
         return found.seconds, {link: min(1.0, nbytes / (found.seconds * links[link].bandwidth))
                                for link, nbytes in found.link_bytes.items()}
+
+    def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+        return priced(call._replace(name=""), ranks)
 
     def members(axis: str, rank: int) -> tuple[int, ...]:
         return group_ranks(plan, config, axis, rank)
