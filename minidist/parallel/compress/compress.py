@@ -1,0 +1,97 @@
+"""Chapter 21 · Gradient compression: send fewer bytes, and keep what was not sent.
+
+The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a gradient in 16, 8 or
+4 bits, the largest hundredth of it, or its signs alone often train as well. What a scheme leaves out must not be lost:
+each rank keeps it as a *residual* and adds it to the next step's gradient (error feedback), so what is applied in the
+long run is the whole gradient, later.
+
+notes:   N2 §10.1, §11.2, N3 §4, N4
+Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient Compression";
+         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD".
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.errors import ConfigError
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.step.scheme import Scheme
+from minidist.parallel.step.step import Batch, part_of
+
+
+def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch],
+                         density: float) -> None:
+    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step (error feedback)."""
+    residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        for p, residual in zip(model.parameters(), residuals, strict=True):
+            residual += p.grad.reshape(-1)                              # 1 this gradient, and what was not sent before
+            k = max(1, round(density * p.size))
+            chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])            # 2 where it is largest
+            places = group.all_gather(chosen, algorithm="ring")                     # 3 send these alone
+            values = group.all_gather(residual[chosen], algorithm="ring")
+            residual[chosen] = 0                                                    # 4 the others stay here
+            p.grad[...] = 0
+            np.add.at(p.grad.reshape(-1), places, values)               # 5 the sum, in rank order: the same on all ranks
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# A `Scheme` (step/scheme.py) does this for a bucket at a time and while backward goes on; most share one exchange,
+# which sends each number twice instead of P - 1 times (two_phase.py). What a scheme sends and keeps: its module.
+
+SCHEMES = {
+    "none": "minidist.parallel.step.scheme.Scheme",
+    "fp16": "casts.make", "bf16": "casts.make",
+}
+"""A scheme's name -> who makes it: a module of this folder and a callable `make(name, **options)`."""
+
+
+def scheme_of(text: str) -> Scheme:
+    """The scheme that "NAME" or "NAME:option=value,option=value" says, not yet attached.
+
+    Raises:  ConfigError for another name, option or value.
+    """
+    name, _, rest = text.partition(":")
+    if name not in SCHEMES:
+        raise ConfigError(f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}")
+    if name == "none":
+        return Scheme()
+    module, _, function = SCHEMES[name].rpartition(".")
+    make = getattr(import_module(f"minidist.parallel.compress.{module}"), function)
+    scheme: Scheme = make(name, **_options(text, rest, make))
+    return scheme
+
+
+def _options(text: str, rest: str, make: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a text, each as the default of the maker's keyword of that name."""
+    known = {option: parameter.default for option, parameter in inspect.signature(make).parameters.items()
+             if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        option, equals, value = pair.partition("=")
+        option = option.replace("-", "_")
+        if option not in known or not equals:
+            takes = f"takes {', '.join(known)}" if known else "takes none"
+            raise ConfigError(f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}")
+        options[option] = _value(text, option, value, known[option])
+    return options
+
+
+def _value(text: str, option: str, value: str, default: Any) -> Any:
+    """An option's value, of its default's type."""
+    try:
+        if isinstance(default, bool):
+            return {"yes": True, "no": False}[value]
+        return value if default is None or isinstance(default, str) else type(default)(value)
+    except (KeyError, ValueError):
+        wanted = "yes or no" if isinstance(default, bool) else f"like {default}"
+        raise ConfigError(f"compress {text!r}: {option}={value!r}; write it {wanted}") from None
