@@ -28,16 +28,21 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 
 
 class Collective(NamedTuple):
-    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it.
+
+    `sent`: bytes that its ranks send together, where a scheme compresses them; -1: the numbers decide.
+    """
 
     verb: str
     nbytes: int
     group: Group
     once: bool = False
+    sent: int | None = None
 
 
 class Strategy(ABC):
@@ -45,6 +50,7 @@ class Strategy(ABC):
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
                 asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
+                scheme: how gradients travel, where a strategy lets one choose.
     """
 
     model: Module
@@ -53,6 +59,7 @@ class Strategy(ABC):
     recorder: Recorder
     parameters: list[Any]
     asynchronous = False
+    scheme: Scheme | None = None
 
     @property
     def data_axis(self) -> "Strategy":
@@ -155,6 +162,8 @@ class DataAxis(Strategy):
         """Forget the gradients of the previous step."""
         self._summed = False
         self.model.zero_grad()
+        if self.scheme is not None:
+            self.scheme.begin_step(self.precision.scale)
 
     def begin_pass(self) -> None:
         """A forward is about to run."""
