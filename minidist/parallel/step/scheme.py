@@ -13,6 +13,7 @@ from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
+from minidist.optim import Optimizer
 
 
 class Run(NamedTuple):
@@ -63,6 +64,12 @@ class Scheme:
     def attach(self, runs: Sequence[Run]) -> None:
         """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
         self.runs = runs
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Know the optimizer, once, before the first step; most schemes need not.
+
+        Raises:  ConfigError if the scheme works with another optimizer alone.
+        """
 
     def begin_step(self, scale: float = 1.0) -> None:
         """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and errors follow."""

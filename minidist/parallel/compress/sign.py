@@ -1,0 +1,97 @@
+"""sign: one bit a number, and a scale for each block of numbers.
+
+A number travels as its sign; all of a block get the block's mean size. That is far from the gradient in a single step,
+but what is lost is kept, and added to the next step's (error feedback).
+
+    block=4096     numbers that share a scale; 0: the whole chunk, as in the papers
+    majority=no    sums the ranks' numbers, each ± the scale of its block; errors of both phases are kept:
+                   n + n/P numbers a rank
+    majority=yes   the ranks vote: the sum gets the sign of most ranks, and as its size the sum of the ranks' scales.
+                   Nothing is kept (signSGD with majority vote has no error feedback)
+
+Cost: as two_phase.py's, with b(m) = 4 ceil(m / block) + ceil(m / 8) bytes for a chunk of m numbers.
+
+notes:   N3 §4
+Source:  Bernstein et al. 2018, "signSGD" (majority); Karimireddy et al. 2019 (scale and error feedback).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.device.backend import Array, array_module
+from minidist.errors import ConfigError
+from minidist.parallel.compress.two_phase import Codec, Draw, TwoPhase
+
+BLOCK = 4096
+
+
+class Sign(Codec):
+    """A bit a number and a float32 scale a block. Args: block: numbers that share a scale; 0: all of them."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        if block < 0 or block % 8:
+            raise ConfigError(f"compress: block={block} numbers share a scale; choose a multiple of 8, or 0 for all")
+        self.block = block
+
+    def encode(self, values: Array, draw: Draw) -> Array:
+        xp, count = array_module(values), len(values)
+        block, blocks = self._shape(count)
+        whole = count // block if block else 0
+        scales = xp.empty(blocks, np.float32)
+        size = xp.abs(values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales[:whole] = size[:whole * block].reshape(whole, -1).mean(axis=1) if whole else 0
+            if whole < blocks:
+                scales[whole] = size[whole * block:].mean()
+        return xp.concatenate([scales.view(np.uint8), xp.packbits(values >= 0)])
+
+    def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
+        xp = array_module(payload)
+        block, blocks = self._shape(count)
+        scales = payload[:4 * blocks].view(np.float32).astype(kind)
+        signs = xp.unpackbits(payload[4 * blocks:])         # whole bytes: of up to 7 numbers more
+        with np.errstate(invalid="ignore"):
+            both = xp.stack([-scales, scales], axis=1)      # what bit 0 and bit 1 stand for, in each block
+            whole = count // block if block else 0
+            values = xp.empty(count, kind)
+            inside = whole * block
+            values[:inside].reshape(whole, -1)[...] = _chosen(signs[:inside].reshape(whole, -1), both[:whole]) \
+                if whole else 0
+            if whole < blocks:
+                values[inside:] = _chosen(signs[None, inside:count], both[whole:])[0]
+        return values
+
+    def nbytes(self, count: int, kind: np.dtype) -> int:
+        return 4 * self._shape(count)[1] + -(-count // 8)
+
+    def _shape(self, count: int) -> tuple[int, int]:
+        """(numbers in a block, blocks) of `count` numbers."""
+        block = min(self.block, count) or count
+        return block, -(-count // block) if count else 0
+
+
+def _chosen(signs: Array, both: Array) -> Array:
+    """Of each row of `both` (blocks, 2) what the bits (blocks, m) say."""
+    return array_module(signs).where(signs.astype(bool), both[:, 1:], both[:, :1])
+
+
+class Vote(TwoPhase):
+    """The sign of most ranks, times the sum of the ranks' scales. Args: block: as Sign."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__("sign", Sign(block), feedback=False)
+
+    def add_up(self, index: int, payloads: Sequence[Array], count: int, kind: np.dtype) -> Array:
+        sizes, votes = 0, 0
+        for payload in payloads:
+            values = self.codec.decode(payload, count, kind)
+            xp = array_module(values)
+            votes, sizes = votes + xp.sign(values), sizes + xp.abs(values)
+        with np.errstate(invalid="ignore"):
+            return xp.sign(votes) * sizes
+
+
+def make(name: str, *, block: int = BLOCK, majority: bool = False) -> TwoPhase:
+    """The scheme."""
+    return Vote(block) if majority else TwoPhase(name, Sign(block), feedback=True)
