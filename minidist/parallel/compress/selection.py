@@ -15,14 +15,14 @@ SAMPLE = 1 << 14        # numbers from which a first threshold is guessed
 
 
 def largest(values: Array, k: int) -> Array:
-    """Positions of the k largest |value| of (n,), exactly.
+    """Positions of the k largest |value| of (n,), exactly; k at most n.
 
-    A sample guesses a threshold that a few more than k numbers pass, and only those are partitioned: of 3.3 million
-    numbers the largest hundredth in 7 ms on one core, where numpy.argpartition of all takes 50.
+    A sample guesses a threshold that a few more than k numbers pass, and only those are partitioned. That is as exact
+    as numpy.argpartition of all numbers; for a hundredth of 3.3 million it takes about a quarter of the time.
     """
     xp, n = array_module(values), len(values)
-    if k >= n:
-        return xp.arange(n)
+    if k in (0, n):
+        return xp.arange(k)
     launch = kernel("top_k", values)
     if launch is not None:
         return launch(values, k)[0]     # type: ignore[no-any-return]

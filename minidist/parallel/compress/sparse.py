@@ -7,8 +7,8 @@ ranks is exact for what was chosen.
     top-k       density=0.01      the largest n × density numbers of a bucket, at least one
     threshold   value=1e-3        all with |number| >= value (times the loss scale), at most half of the bucket
     both        feedback=yes      what was not sent is kept as the worker error: n numbers a rank
-                momentum=0        momentum correction: u = momentum u + g, and u is added up instead of g: n numbers more.
-                                  The optimizer must then be SGD without momentum
+                momentum=0        momentum correction: u = momentum u + g, and u is added up instead of g: n numbers
+                                  more. The optimizer must then be SGD without momentum
                 masking=yes       where a number was sent its momentum begins again at 0, or it would push the weight
                                   on in a direction that is old by now
                 warmup=0          over so many steps the density falls from 1/4 to its value, in equal ratios (top-k)

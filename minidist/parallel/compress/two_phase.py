@@ -142,18 +142,25 @@ class TwoPhase(Chained):
 
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
         """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it begins in the bucket."""
-        run, chunk = self.runs[index], values
-        stream = f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}"
         error = self.errors.get((kind, index))
         if error is None:
-            return self.codec.encode(chunk, Draw(stream, self.seed, 0))
-        kept = error[first:first + len(chunk)]
-        kept += chunk
-        payload = self.codec.encode(kept, Draw(stream, self.seed, 0))
+            return self.codec.encode(values, self.draw(kind, index, number))
+        kept = error[first:first + len(values)]
+        kept += values
+        payload = self.codec.encode(kept, self.draw(kind, index, number))
         with np.errstate(invalid="ignore"):
-            kept -= self.codec.decode(payload, len(chunk), chunk.dtype)
+            kept -= self.codec.decode(payload, len(values), values.dtype)
         kept[~array_module(kept).isfinite(kept)] = 0        # of an overflow nothing is kept: the step is skipped
         return payload
+
+    def restore(self, index: int, first: int, chunk: Array) -> Array:
+        """The sum of a chunk, which begins at `first`, from what phase 2 has brought of it."""
+        return chunk
+
+    def draw(self, kind: str, index: int, number: int) -> Draw:
+        """The random numbers for a chunk of this step."""
+        run = self.runs[index]
+        return Draw(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
 
 
 class _Exchange(Phased):
@@ -191,7 +198,8 @@ class _Exchange(Phased):
             stream, at = self._second.wait(), 0
             for start, stop in pairwise(self.edges):
                 size = self.codec.length(stream[at:], stop - start, self.kind)
-                chunk = self.codec.decode(stream[at:at + size], stop - start, self.kind)
+                chunk = self.scheme.restore(self.index, start, self.codec.decode(stream[at:at + size], stop - start,
+                                                                                 self.kind))
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
         self._first, self._second, self._finished = None, None, True

@@ -49,7 +49,8 @@ class Scheme:
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
                 of the bucket, or of the chunk that this rank sums up
-                private: further arrays that change from step to step; counters: numbers, equal on all ranks, as JSON
+                private: further arrays that change from step to step, in the gradients' units; counters: numbers, equal
+                on all ranks, as JSON
     """
 
     name = "none"
@@ -72,10 +73,10 @@ class Scheme:
         """
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and errors follow."""
+        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and the state follows."""
         if scale != self.counters["scale"]:
-            for error in self.errors.values():
-                error *= scale / self.counters["scale"]
+            for kept in (*self.errors.values(), *self.private.values()):
+                kept *= scale / self.counters["scale"]
         self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
