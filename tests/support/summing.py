@@ -9,7 +9,7 @@ import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.comm.chunks import bounds
 from minidist.parallel.compress.compress import scheme_of
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 
 SHAPES = ((12, 10), (7,), (10, 13))         # 257 numbers: no number of ranks divides them
 
@@ -47,7 +47,7 @@ def sum_by(text: str, size: int, *, verb: str = "all_reduce", steps: int = 3, sh
             parameter.name = f"p{number}"
         scheme, results = scheme_of(text), []
         prepare(scheme)
-        scheme.attach([Run.whole(parameters, world, verb)])
+        scheme.attach([GradientRun.whole(parameters, world, verb)])
         start, stop = bounds(count, size)[world.rank:world.rank + 2]
         with world.ledger.during("sums"):
             for gradient in make(world.rank):
@@ -80,7 +80,7 @@ def expected_bytes(text: str, size: int, verb: str, shapes: Sequence[tuple[int, 
                    kind: str = "float64") -> int | None:
     """What the scheme says of one sum."""
     def job(world: Any) -> int | None:
-        return scheme_of(text).sent_bytes(Run.whole([Parameter(np.zeros(shape, kind)) for shape in shapes], world, verb))
+        return scheme_of(text).sent_bytes(GradientRun.whole([Parameter(np.zeros(shape, kind)) for shape in shapes], world, verb))
 
     result: int | None = md.run(job, size=size)[0]
     return result

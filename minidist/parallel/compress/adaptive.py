@@ -34,7 +34,7 @@ from minidist.device.backend import Array, narrow, to_host, widen
 from minidist.errors import ConfigError
 from minidist.parallel.compress.sparse import TopK
 from minidist.parallel.compress.two_phase import WORKER, Then, widened
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 
 PROBE = 1 << 17         # bytes
 SAMPLE = 1 << 12        # numbers of a bucket whose spread is looked at
@@ -76,7 +76,7 @@ class Adaptive(TopK):
         self.hide, self.keep, self.least, self.period = hide, keep, least, period
         self._began = self._computed = 0.0
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         self._groups: list[Group] = []
         for run in runs:
@@ -92,7 +92,7 @@ class Adaptive(TopK):
                 self.counters[f"density.{number}"] = self._agree(group)
         self._began = self.clock()
 
-    def density_of(self, run: Run) -> float:
+    def density_of(self, run: GradientRun) -> float:
         """The present density of a bucket; 1: it travels whole."""
         return float(self.counters[f"density.{self._groups.index(run.group)}"])
 
@@ -116,7 +116,7 @@ class Adaptive(TopK):
         total = self._all_of(index, bucket)
         return Then(run.group.start_reduce_scatter(total, algorithm="ring"), partial(_into, out))
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         return -1 if run.group.size > 1 else 0
 
     def _look(self, index: int, bucket: Array) -> None:

@@ -36,7 +36,7 @@ from minidist.errors import ConfigError
 from minidist.optim import Adam, Optimizer
 from minidist.parallel.compress.sign import BLOCK, Sign
 from minidist.parallel.compress.two_phase import Alone, Then, TwoPhase
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 
 
 class OneBitAdam(TwoPhase):
@@ -50,7 +50,7 @@ class OneBitAdam(TwoPhase):
         self.warmup, self._slots = warmup, dict[str, Any]()
         self._b1 = 0.0
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         if any(run.verb != "all_reduce" for run in runs):
             raise ConfigError("compress 1-bit: every rank reads the whole momentum, and ZeRO divides it; use DDP "
                               "(zero=0), or another scheme")
@@ -79,7 +79,7 @@ class OneBitAdam(TwoPhase):
             wide += old / run.group.size
         return Then(super().start_all_reduce(index, wide), partial(self._gradient, bucket, slots, old))
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         slots = [self._slots[parameter.name] for parameter, _ in run.spans if parameter.name in self._slots]
         if not slots or min(slot.steps for slot in slots) < self.warmup:
             return 2 * (run.group.size - 1) * run.size * run.dtype.itemsize

@@ -36,7 +36,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, device_of, narrow, random_normal, to_device, widen
 from minidist.errors import ConfigError
 from minidist.parallel.compress.two_phase import WORKER, Chained, Phased, widened, zeros_for
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 
 
 class Matrix(NamedTuple):
@@ -77,7 +77,7 @@ class PowerSGD(Chained):
             raise ConfigError(f"compress powersgd: rank={rank}; choose 1 or more")
         self.rank, self.feedback, self.seed = rank, feedback, seed
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         self.matrices = [self.matrices_of(run) for run in runs]
         for index, run in enumerate(runs):
@@ -92,7 +92,7 @@ class PowerSGD(Chained):
                 q = to_device(drawn.reshape(matrix.columns, matrix.rank), device)
                 self.private[f"q.{index}.{number}"] = account.current().hold(q, "residuals")
 
-    def matrices_of(self, run: Run) -> list[Matrix]:
+    def matrices_of(self, run: GradientRun) -> list[Matrix]:
         """The matrices of a bucket that a product of rank `rank` makes smaller."""
         found, start = [], 0
         for parameter, part in run.spans:
@@ -114,7 +114,7 @@ class PowerSGD(Chained):
     def exchange(self, index: int, bucket: Array, out: Array | None) -> "_Products":
         return _Products(self, index, bucket, out)
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         matrices = self.matrices_of(run)
         saved = sum(m.rows * m.columns - m.rank * (m.rows + m.columns) for m in matrices)
         return 2 * (run.group.size - 1) * (run.size - saved) * widened(run.dtype).itemsize

@@ -35,8 +35,8 @@ from minidist.device.backend import Array, array_module, to_host
 from minidist.errors import ConfigError
 from minidist.parallel.compress.quantise import BITS, KERNEL_BLOCK, Quantiser
 from minidist.parallel.compress.sign import Sign
-from minidist.parallel.compress.two_phase import WORKER, Codec, Draw, TwoPhase, zeros_for
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.compress.two_phase import WORKER, Codec, RandomStream, TwoPhase, zeros_for
+from minidist.parallel.step.scheme import GradientRun
 
 CODECS = ("8bit", "4bit", "sign")
 SILENCE = b"\0"         # the whole payload of a chunk that is as predicted; another begins with 1
@@ -48,7 +48,7 @@ class OrNothing(Codec):
     def __init__(self, inner: Codec) -> None:
         self.inner = inner
 
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         xp = array_module(values)
         return xp.concatenate([xp.ones(min(1, len(values)), np.uint8), self.inner.encode(values, draw)])
 
@@ -76,7 +76,7 @@ class Predict(TwoPhase):
                               f"to below 1")
         self.rate, self.tolerance = rate, tolerance
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if run.group.size > 1:

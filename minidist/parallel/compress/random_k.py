@@ -28,7 +28,7 @@ from minidist.device.backend import Array, array_module, beside, narrow, widen
 from minidist.errors import ConfigError
 from minidist.parallel.compress import selection
 from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 
 
 class RandomK(Scheme):
@@ -42,7 +42,7 @@ class RandomK(Scheme):
             raise ConfigError(f"compress random-k: density={density:g}; choose it above 0 and up to 1")
         self.density, self.feedback, self.seed = density, feedback, seed
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if self.feedback and run.group.size > 1:
@@ -91,7 +91,7 @@ class RandomK(Scheme):
                 total[~array_module(total).isfinite(total)] = 0
         return positions, values
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         phases, ranks = 2 if run.verb == "all_reduce" else 1, run.group.size
         return phases * (ranks - 1) * self.count(run.size, ranks) * widened(run.dtype).itemsize
 

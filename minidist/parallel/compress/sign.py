@@ -21,7 +21,7 @@ import numpy as np
 
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.parallel.compress.two_phase import Codec, Draw, TwoPhase
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 
 BLOCK = 4096
 
@@ -34,7 +34,7 @@ class Sign(Codec):
             raise ConfigError(f"compress: block={block} numbers share a scale; choose a multiple of 8, or 0 for all")
         self.block = block
 
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         xp, (block, blocks) = array_module(values), self._shape(len(values))
         scales, size, inside = xp.empty(blocks, np.float32), xp.abs(values), len(values) // block * block
         with np.errstate(over="ignore", invalid="ignore"):

@@ -38,7 +38,7 @@ from minidist.device.backend import Array, array_module, beside, narrow, to_host
 from minidist.errors import CommError, ConfigError
 from minidist.parallel.compress import selection
 from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 
 FIRST_DENSITY = 0.25    # where a warm-up begins
 
@@ -81,7 +81,7 @@ class Sparse(Scheme):
             raise ConfigError(f"compress: momentum={momentum:g}; choose it from 0 to below 1, and with feedback=yes")
         self.feedback, self.momentum, self.masking = feedback, momentum, masking
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if run.group.size == 1:
@@ -176,7 +176,7 @@ class TopK(Sparse):
     def choose(self, index: int, values: Array) -> Array:
         return selection.largest(values, count_of(self.present_density(), len(values)))
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         if run.verb != "all_reduce" or self.warmup:
             return -1 if run.group.size > 1 else 0
         ranks = run.group.size
@@ -197,7 +197,7 @@ class Threshold(Sparse):
     def choose(self, index: int, values: Array) -> Array:
         return selection.at_least(values, self.value * self.counters["scale"], -(-len(values) // 2))
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         return -1 if run.group.size > 1 else 0
 
 

@@ -31,12 +31,12 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 
 WORKER, SERVER = "worker", "server"     # which error
 
 
-class Draw(NamedTuple):
+class RandomStream(NamedTuple):
     """Where random numbers come from: a stream for each rank, bucket, phase and step, and a position in it."""
 
     stream: str
@@ -50,7 +50,7 @@ class Codec(ABC):
     lossless = False
 
     @abstractmethod
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         """The bytes (uint8) of `values` (m,) float32 or float64; m may be 0."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class TwoPhase(Chained):
         super().__init__()
         self.name, self.codec, self.feedback, self.seed = name, codec, feedback, seed
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if not self.feedback or run.group.size == 1:
@@ -123,7 +123,7 @@ class TwoPhase(Chained):
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
         return self.chain(index, bucket, out)
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         sizes = [self.codec.nbytes(stop - start, widened(run.dtype))
                  for start, stop in pairwise(bounds(run.size, run.group.size))]
         phases = 2 if run.verb == "all_reduce" else 1
@@ -157,10 +157,10 @@ class TwoPhase(Chained):
         """The sum of a chunk, which begins at `first`, from what phase 2 has brought of it."""
         return chunk
 
-    def draw(self, kind: str, index: int, number: int) -> Draw:
+    def draw(self, kind: str, index: int, number: int) -> RandomStream:
         """The random numbers for a chunk of this step."""
         run = self.runs[index]
-        return Draw(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
+        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
 
 
 class _Exchange(Phased):
@@ -249,7 +249,7 @@ def widened(kind: np.dtype) -> np.dtype:
     return widen(np.empty(0, kind)).dtype
 
 
-def zeros_for(run: Run, size: int) -> Array:
+def zeros_for(run: GradientRun, size: int) -> Array:
     """New numbers of a scheme's state, in the dtype in which the bucket is added up."""
     xp = array_module(run.spans[0][0].data)
     return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")

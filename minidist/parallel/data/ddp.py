@@ -57,7 +57,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -106,8 +106,8 @@ class DDP(DataAxis):
                  scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         if scheme is not None and static:
-            raise ConfigError("DDP with static=True makes its buckets anew after the first step, and a scheme keeps state "
-                              "for each; leave one of the two out")
+            raise ConfigError("DDP: static=True makes buckets anew after the first step, and a scheme keeps state for "
+                              "each; leave one of the two out")
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
@@ -155,7 +155,7 @@ class DDP(DataAxis):
         self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
 
     def _attach(self) -> None:
-        self.scheme.attach([Run.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
+        self.scheme.attach([GradientRun.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
                             for bucket in self.buckets])
 
     def _follow(self, completed: list[Parameter]) -> None:

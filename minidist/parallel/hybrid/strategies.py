@@ -23,7 +23,7 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
-    "precision": "precision.mixed_precision.MixedPrecision",
+    "precision": "precision.mixed_precision.MixedPrecision", "compress": "compress.compress.scheme_of",
 }
 """A plan's word -> module and name, inside parallel/."""
 
@@ -80,6 +80,8 @@ def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: s
              store: where ZeRO's chunks lie; options: further ones of the strategy.
     """
     options["algorithm"] = plan.algorithm
+    if plan.compress != "none":
+        options["scheme"] = load("compress")(plan.compress)
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
     if stage:
         options |= {"shard": plan.shard, "store": store}

@@ -1,7 +1,6 @@
-"""How gradients travel between the ranks that sum them: as they are here, or compressed (chapter 21).
+"""How gradients travel between the ranks that sum them: as they are, or by a scheme of parallel/compress/ (chapter 21).
 
-A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call under way. A scheme
-of parallel/compress/ sends fewer bytes, and keeps state of its own for each bucket.
+A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call under way.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from minidist.device.backend import Array
 from minidist.optim import Optimizer
 
 
-class Run(NamedTuple):
+class GradientRun(NamedTuple):
     """What a scheme knows of a bucket, from the first step to the last.
 
     Attributes: spans: (parameter, which elements of it when flattened), one after another in the bucket.
@@ -28,9 +27,9 @@ class Run(NamedTuple):
     verb: str
 
     @classmethod
-    def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "Run":
+    def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "GradientRun":
         """The bucket of some whole parameters."""
-        return cls(tuple((parameter, range(parameter.size)) for parameter in parameters), group, verb)
+        return cls(tuple((p, range(p.size)) for p in parameters), group, verb)
 
     @property
     def size(self) -> int:
@@ -43,9 +42,8 @@ class Run(NamedTuple):
 
 
 class Scheme:
-    """Gradients travel as they are.
+    """Gradients travel as they are, by collectives of the given algorithm.
 
-    Args:    algorithm: of the collectives.
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
                 of the bucket, or of the chunk that this rank sums up
@@ -54,7 +52,7 @@ class Scheme:
     """
 
     name = "none"
-    runs: Sequence[Run] = ()
+    runs: Sequence[GradientRun] = ()
 
     def __init__(self, algorithm: str = "ring") -> None:
         self.algorithm = algorithm
@@ -62,7 +60,7 @@ class Scheme:
         self.private: dict[str, Array] = {}
         self.counters: dict[str, Any] = {"steps": 0, "scale": 1.0}
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
         self.runs = runs
 
@@ -73,7 +71,7 @@ class Scheme:
         """
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and the state follows."""
+        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the state follows."""
         if scale != self.counters["scale"]:
             for kept in (*self.errors.values(), *self.private.values()):
                 kept *= scale / self.counters["scale"]
@@ -84,12 +82,9 @@ class Scheme:
         return self.runs[index].group.start_all_reduce(bucket, out=bucket, algorithm=self.algorithm)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        """Begin to sum a bucket (n,); after wait() `out` holds the sum of this rank's chunk, in array_split order.
-
-        `out` may be that chunk of the bucket.
-        """
+        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's chunk of the sum."""
         return self.runs[index].group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1: the numbers decide."""
         return None

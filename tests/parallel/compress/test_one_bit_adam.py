@@ -14,16 +14,21 @@ from minidist.nn import GPT
 from minidist.optim import SGD, Adam, AdamW
 from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 from minidist.parallel.zero.zero1 import Zero1
 
 N, WARMUP = 41, 4
 
 
+def drawn_model(seed: int) -> GPT:
+    model = GPT(tiny())
+    model.initialize(seed)
+    return model
+
+
 def train(world: Any, text: str | None, steps: int, **options: Any) -> dict[str, np.ndarray]:
     """A tiny GPT after some steps of DDP."""
-    config = tiny()
-    model = GPT(config, seed=3)
+    config, model = tiny(), drawn_model(3)
     scheme = scheme_of(text) if text else None
     strategy = DDP(model, world, bucket_bytes=2048, scheme=scheme)
     optimizer = AdamW(strategy.parameters, 1e-2)
@@ -73,7 +78,7 @@ def sum_and_update(world: Any, given: np.ndarray, *, scales: tuple[float, ...] =
     for number, parameter in enumerate(parameters):
         parameter.name = f"p{number}"
     scheme, optimizer = scheme_of(f"1-bit:warmup={WARMUP},block=0"), Adam(parameters, 0.1)
-    scheme.attach([Run.whole(parameters, world, "all_reduce")])
+    scheme.attach([GradientRun.whole(parameters, world, "all_reduce")])
     scheme.take_optimizer(optimizer)
     for step, gradient in enumerate(given[world.rank]):
         scale = scales[step] if scales else 1.0
@@ -134,13 +139,13 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match="optimizer is SGD; choose adam or adamw"):
         scheme.take_optimizer(SGD([parameter], 0.1))
     with pytest.raises(ConfigError, match="use DDP"):
-        md.run(lambda world: Zero1(GPT(tiny(), seed=1), world, scheme=scheme_of("1-bit")), size=2)
+        md.run(lambda world: Zero1(drawn_model(1), world, scheme=scheme_of("1-bit")), size=2)
     with pytest.raises(ConfigError, match="take_optimizer"):
         md.run(lambda world: train_without_optimizer(world), size=2)
 
 
 def train_without_optimizer(world: Any) -> None:
     scheme = scheme_of("1-bit")
-    scheme.attach([Run.whole([Parameter(np.zeros(4))], world, "all_reduce")])
+    scheme.attach([GradientRun.whole([Parameter(np.zeros(4))], world, "all_reduce")])
     scheme.begin_step()
     scheme.start_all_reduce(0, np.zeros(4))

@@ -6,7 +6,7 @@ from summing import gradients, sum_by
 
 from minidist.parallel.compress.predict import OrNothing
 from minidist.parallel.compress.quantise import Quantiser
-from minidist.parallel.compress.two_phase import Draw
+from minidist.parallel.compress.two_phase import RandomStream
 
 N = 257
 
@@ -24,7 +24,7 @@ def test_owners_know_what_the_ranks_predict(text: str) -> None:
 
 def test_equals_a_plain_reference() -> None:
     """One rank of two phases in plain NumPy: DIANA's differences with the errors fed back, by 8-bit codes."""
-    codec, rate, draw = Quantiser(8, block=128, book="linear", rounding="nearest"), 0.1, Draw("", 0, 0)
+    codec, rate, draw = Quantiser(8, block=128, book="linear", rounding="nearest"), 0.1, RandomStream("", 0, 0)
 
     def coded(values: np.ndarray) -> np.ndarray:
         return codec.decode(codec.encode(values, draw), len(values), values.dtype)
@@ -61,7 +61,7 @@ def test_silence_keeps_the_sum_near() -> None:
 def test_one_byte_for_nothing() -> None:
     codec = OrNothing(Quantiser(4, block=128, book="linear", rounding="nearest"))
     numbers = np.random.default_rng(0).normal(size=100).astype(np.float32)
-    payload = codec.encode(numbers, Draw("", 0, 0))
+    payload = codec.encode(numbers, RandomStream("", 0, 0))
     silence = np.zeros(1, np.uint8)
     stream = np.concatenate([silence, payload])
     assert (payload.size, codec.length(stream, 100, numbers.dtype), codec.length(payload, 100, numbers.dtype)) == (55, 1, 55)

@@ -8,9 +8,9 @@ from summing import gradients, sum_by
 
 from minidist.comm.chunks import bounds
 from minidist.parallel.compress.sign import Sign
-from minidist.parallel.compress.two_phase import Draw
+from minidist.parallel.compress.two_phase import RandomStream
 
-DRAW = Draw("", 0, 0)
+DRAW = RandomStream("", 0, 0)
 
 
 @settings(max_examples=60, deadline=None)

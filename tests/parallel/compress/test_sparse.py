@@ -10,7 +10,7 @@ import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.errors import CommError
 from minidist.parallel.compress.sparse import TopK, count_of, pack, unpack
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 
 N = 257
 
@@ -90,7 +90,7 @@ def test_errors_follow_the_loss_scale() -> None:
         results, scales = [], (1.0, 8.0, 8.0, 2.0)
         for scaled in (False, True):
             scheme, parameter = TopK(0.1, momentum=0.5), Parameter(np.zeros(40))
-            scheme.attach([Run.whole([parameter], world, "all_reduce")])   # type: ignore[arg-type]
+            scheme.attach([GradientRun.whole([parameter], world, "all_reduce")])   # type: ignore[arg-type]
             for step, scale in enumerate(scales):
                 scale = scale if scaled else 1.0
                 bucket = gradients(world.rank, 4, 40)[step] * scale        # type: ignore[attr-defined]
