@@ -171,7 +171,7 @@ class TopK(Sparse):
     def present_density(self) -> float:
         """The density of this step."""
         done = min(1.0, (max(self.counters["steps"], 1) - 1) / self.warmup) if self.warmup else 1.0
-        return max(self.density, FIRST_DENSITY) ** (1 - done) * self.density ** done
+        return float(max(self.density, FIRST_DENSITY) ** (1 - done) * self.density ** done)
 
     def choose(self, index: int, values: Array) -> Array:
         return selection.largest(values, count_of(self.present_density(), len(values)))
