@@ -61,7 +61,7 @@ def unpack(stream: Array, at: int, kind: np.dtype, size: int) -> tuple[Array, Ar
     stop = middle + count * 4
     if count > size or stop > len(stream):
         raise CommError(f"a payload of {count} pairs for {size} numbers, {len(stream) - at} bytes; the ranks disagree")
-    return stream[middle:stop].view(np.uint32), stream[at + 4:middle].view(kind), stop
+    return stream[middle:stop].view(np.uint32), stream[at + 4:middle].copy().view(kind), stop       # copied: aligned
 
 
 def payload_bytes(count: int, kind: np.dtype) -> int:

@@ -246,7 +246,8 @@ class Alone(Pending):
 
 def widened(kind: np.dtype) -> np.dtype:
     """The dtype in which a bucket of dtype `kind` is added up."""
-    return np.dtype(widen(np.empty(0, kind)).dtype)
+    found: np.dtype = widen(np.empty(0, kind)).dtype
+    return found
 
 
 def zeros_for(run: GradientRun, size: int) -> Array:
