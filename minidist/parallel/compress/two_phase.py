@@ -165,8 +165,8 @@ class TwoPhase(Chained):
 
     def draw(self, kind: str, index: int, number: int) -> RandomStream:
         """The random numbers for a chunk of this step."""
-        run = self.runs[index]
-        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
+        run, step = self.runs[index], self.counters["steps"]
+        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0)
 
 
 class _Exchange(Phased):
@@ -253,7 +253,8 @@ class Alone(Pending):
 
 def widened(kind: np.dtype) -> np.dtype:
     """The dtype in which a bucket of dtype `kind` is added up."""
-    return widen(np.empty(0, kind)).dtype
+    found: np.dtype = widen(np.empty(0, kind)).dtype
+    return found
 
 
 def zeros_for(run: GradientRun, size: int) -> Array:
