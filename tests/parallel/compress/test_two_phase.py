@@ -29,7 +29,8 @@ OTHERS = ["fp16", "bf16", "8bit:rounding=stochastic", "4bit:feedback=no"]
 VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
 BYTES = {"fp16": lambda m: 2 * m, "bf16:feedback=yes": lambda m: 2 * m, "8bit": lambda m: 4 * math.ceil(m / 128) + m,
-         "4bit": lambda m: 4 * math.ceil(m / 128) + math.ceil(m / 2), "8bit:block=6": lambda m: 4 * math.ceil(m / 6) + m,
+         "4bit": lambda m: 4 * math.ceil(m / 128) + math.ceil(m / 2),
+         "8bit:block=6": lambda m: 4 * math.ceil(m / 6) + m,
          "4bit:block=10,rounding=stochastic": lambda m: 4 * math.ceil(m / 10) + math.ceil(m / 2)}
 
 
