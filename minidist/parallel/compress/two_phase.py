@@ -29,6 +29,7 @@ import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.parallel.step.scheme import GradientRun, Scheme
@@ -95,6 +96,11 @@ class Chained(Scheme):
         if previous is not None:
             previous.advance()
         return exchange
+
+    def ended(self, exchange: Phased, group: Group) -> None:
+        """Nothing of this exchange is needed any more."""
+        if self._previous.get(group.id) is exchange:
+            del self._previous[group.id]
 
 
 class TwoPhase(Chained):
@@ -203,6 +209,7 @@ class _Exchange(Phased):
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
         self._first, self._second, self._finished = None, None, True
+        self.scheme.ended(self, self.group)
         return self.bucket if self.out is None else self.out
 
     def done(self) -> bool:
