@@ -24,7 +24,8 @@ from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError, MemoryLimitError
 
 SomeArray = TypeVar("SomeArray")
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")
+CATEGORIES = ("parameters", "gradients", "residuals", "optimizer", "activations",
+              "communication", "workspace")
 
 
 def owner_of(array: Array) -> Array:

@@ -7,8 +7,8 @@ Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devic
 the pipeline's schedule, what is computed again, offload of the optimizer, which axis lies inside nodes, and for ZeRO-3
 a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses (plan_checks.py), and
 divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not enumerated: offload=all,
-parameter servers, other hybrid sharding, tensor parallelism wider than a node, recomputation of scores alone, context
-parallelism with under LEAST_TOKENS a rank.
+parameter servers, other hybrid sharding, compressed gradients, tensor parallelism wider than a node, recomputation of
+scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -74,6 +74,8 @@ class Settings:
         given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
+        if args.elastic and plan.copies == 1:
+            given["compress"] = "none"      # of all ranks one is left on the data axis
         return replace(plan, **{**plan_options(args), **given})
 
     def plan_on(self, world: Group) -> Plan:
@@ -146,6 +148,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.compress != "none" and args.verify:
+        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.asynchronous and args.save_every:

@@ -137,6 +137,8 @@ class Trainer:
                 zero3: Any = self.strategy.data_axis
                 require_memory(plan.device_memory, zero3.units, zero3.root)
             self.optimizer: Optimizer = self._make_optimizer(self.strategy.parameters)
+            if self.strategy.data_axis.scheme is not None:
+                self.strategy.data_axis.scheme.take_optimizer(self.optimizer)
         except BaseException:
             self.store.close()
             self.account.limit = None

@@ -37,6 +37,8 @@ class Plan:
                 keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory, less traffic)
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
+                compress      how gradients travel along the data axis: "none", or a scheme with its options, as
+                              "top-k:density=0.01" (compress/compress.py)
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
                 keep_activations    how their inputs are kept: "whole", or words of WAYS (memory/kept_inputs.py)
                 activation_memory   choose those blocks by measured times, so that a rank's activations take at most so
@@ -71,6 +73,7 @@ class Plan:
     keep_gathered: bool = False
     accumulate: int = 1
     precision: str = "fp32"
+    compress: str = "none"
     checkpoint_blocks: str = "none"
     keep_activations: str = "whole"
     activation_memory: int | None = None

@@ -28,7 +28,7 @@ PLACES = {
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
     "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
-    "stage": "memory.activation_budget.Stage",
+    "stage": "memory.activation_budget.Stage", "compress": "compress.compress.scheme_of",
     "precision": "precision.mixed_precision.MixedPrecision",
 }
 """A plan's word -> module and name, inside parallel/."""
@@ -110,6 +110,8 @@ def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: s
              store: where ZeRO's chunks lie; options: further ones of the strategy.
     """
     options["algorithm"] = plan.algorithm
+    if plan.compress != "none":
+        options["scheme"] = load("compress")(plan.compress)
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
     if stage:
         options |= {"shard": plan.shard, "store": store}
