@@ -45,6 +45,7 @@ class Strategy(ABC):
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
                 asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
+                diverged: of ranks with weights and state of their own (local steps): what they have in common.
     """
 
     model: Module
@@ -53,6 +54,7 @@ class Strategy(ABC):
     recorder: Recorder
     parameters: list[Any]
     asynchronous = False
+    diverged: Any = None
 
     @property
     def data_axis(self) -> "Strategy":
