@@ -129,7 +129,7 @@ class LocalSteps(Strategy):
         self.own = join(self.weights)
         self.common = account.current().hold(self.own.copy(), "parameters")
         self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
-        self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme()
+        self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
         self.scheme.attach([fragment.run for fragment in self.fragments])
         self.scalars = group.split(0, axis=group.axis)      # losses do not queue behind outer gradients
         self.diverged = self
@@ -225,8 +225,9 @@ class LocalSteps(Strategy):
             super().check_replicas(group, when=when)
 
     def traffic(self, passes: int) -> list[Collective]:
-        """The collectives of `every` steps; a scheme that compresses sends less (Scheme.sent_bytes)."""
-        return [Collective("all_reduce", fragment.data.nbytes, self.group) for fragment in self.fragments]
+        """The collectives of `every` steps, whatever the number of passes."""
+        return [Collective("all_reduce", fragment.data.nbytes, self.group, sent=self.scheme.sent_bytes(fragment.run))
+                for fragment in self.fragments]
 
     def sends(self, first: int, last: int) -> list[int]:
         """How often each fragment has set out in the steps after step `first` up to step `last`."""

@@ -70,33 +70,22 @@ class TwoPhase(Scheme):
     """Sums buckets by the exchange above.
 
     Args:    name: of the scheme; codec; feedback: keep errors; seed: of random numbers.
-    Attributes: errors: (WORKER or SERVER, index of the bucket) -> what was lost, (n,) or this rank's chunk
-                steps: how many have begun
     """
 
     def __init__(self, name: str, codec: Codec, *, feedback: bool, seed: int = 0) -> None:
         super().__init__()
-        self.name, self.codec, self.biased, self.seed = name, codec, feedback, seed
-        self.errors: dict[tuple[str, int], Array] = {}
-        self.steps, self.scale = 0, 1.0
+        self.name, self.codec, self.feedback, self.seed = name, codec, feedback, seed
         self._previous: dict[int, _Exchange] = {}        # by group: the last exchange that set out
 
     def attach(self, runs: Sequence[Run]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
-            if not self.biased or run.group.size == 1:
+            if not self.feedback or run.group.size == 1:
                 continue
             self.errors[WORKER, index] = _zeros(run, run.size)
             if run.verb == "all_reduce":
                 start, stop = bounds(run.size, run.group.size)[run.group.rank:run.group.rank + 2]
                 self.errors[SERVER, index] = _zeros(run, stop - start)
-
-    def begin_step(self, scale: float = 1.0) -> None:
-        """Errors are in the unit of the gradients, so they follow the loss scale."""
-        if scale != self.scale:
-            for error in self.errors.values():
-                error *= scale / self.scale
-        self.steps, self.scale = self.steps + 1, scale
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
         return self._start(index, bucket, None)
@@ -104,8 +93,7 @@ class TwoPhase(Scheme):
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
         return self._start(index, bucket, out)
 
-    def sent_bytes(self, index: int) -> int | None:
-        run = self.runs[index]
+    def sent_bytes(self, run: Run) -> int | None:
         sizes = [self.codec.nbytes(stop - start, widened(run.dtype))
                  for start, stop in pairwise(bounds(run.size, run.group.size))]
         phases = 2 if run.verb == "all_reduce" else 1
@@ -124,7 +112,7 @@ class TwoPhase(Scheme):
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
         """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it begins in the bucket."""
         run, chunk = self.runs[index], values
-        stream = f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.steps}"
+        stream = f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}"
         error = self.errors.get((kind, index))
         if error is None:
             return self.codec.encode(chunk, Draw(stream, self.seed, 0))

@@ -56,10 +56,14 @@ class Flat:
 
     def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
         """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
-        start, begin = 0, self.chunk.start
+        return self.spans_of(self.chunk)
+
+    def spans_of(self, chunk: slice) -> Iterator[tuple[Parameter, slice, range]]:
+        """As chunk_spans, of any chunk."""
+        start, begin = 0, chunk.start
         for parameter in self.parameters:
-            first = min(max(start, begin), self.chunk.stop)
-            last = max(first, min(start + parameter.size, self.chunk.stop))
+            first = min(max(start, begin), chunk.stop)
+            last = max(first, min(start + parameter.size, chunk.stop))
             yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
             start += parameter.size
 

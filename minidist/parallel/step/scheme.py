@@ -45,22 +45,31 @@ class Scheme:
     """Gradients travel as they are.
 
     Args:    algorithm: of the collectives.
-    Attributes: name; runs: the buckets, by index; biased: what is not sent is kept, and added to the next step's.
+    Attributes: name; runs: the buckets, by index
+                errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
+                of the bucket, or of the chunk that this rank sums up
+                private: further arrays that change from step to step; counters: numbers, equal on all ranks, as JSON
     """
 
     name = "none"
-    biased = False
     runs: Sequence[Run] = ()
 
     def __init__(self, algorithm: str = "ring") -> None:
         self.algorithm = algorithm
+        self.errors: dict[tuple[str, int], Array] = {}
+        self.private: dict[str, Array] = {}
+        self.counters: dict[str, Any] = {"steps": 0, "scale": 1.0}
 
     def attach(self, runs: Sequence[Run]) -> None:
         """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
         self.runs = runs
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16)."""
+        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and errors follow."""
+        if scale != self.counters["scale"]:
+            for error in self.errors.values():
+                error *= scale / self.counters["scale"]
+        self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
         """Begin to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits on every rank."""
@@ -73,10 +82,6 @@ class Scheme:
         """
         return self.runs[index].group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
 
-    def sent_bytes(self, index: int) -> int | None:
-        """Bytes that the ranks of the group send together for one sum; None: as the algorithm; -1: not known before."""
-        return None
-
-    def state(self) -> Any:
-        """What changes from step to step; None: nothing (compress/state.py)."""
+    def sent_bytes(self, run: Run) -> int | None:
+        """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1: the numbers decide."""
         return None

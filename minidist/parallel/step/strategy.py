@@ -28,16 +28,21 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 
 
 class Collective(NamedTuple):
-    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it.
+
+    `sent`: bytes that its ranks send together, where a scheme compresses them; -1: the numbers decide.
+    """
 
     verb: str
     nbytes: int
     group: Group
     once: bool = False
+    sent: int | None = None
 
 
 class Strategy(ABC):
@@ -46,6 +51,7 @@ class Strategy(ABC):
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
                 asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
                 diverged: of ranks with weights and state of their own (local steps): what they have in common.
+                scheme: how gradients travel, where a strategy lets one choose.
     """
 
     model: Module
@@ -55,6 +61,7 @@ class Strategy(ABC):
     parameters: list[Any]
     asynchronous = False
     diverged: Any = None
+    scheme: Scheme | None = None
 
     @property
     def data_axis(self) -> "Strategy":
@@ -157,6 +164,8 @@ class DataAxis(Strategy):
         """Forget the gradients of the previous step."""
         self._summed = False
         self.model.zero_grad()
+        if self.scheme is not None:
+            self.scheme.begin_step(self.precision.scale)
 
     def begin_pass(self) -> None:
         """A forward is about to run."""

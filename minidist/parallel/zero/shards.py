@@ -38,6 +38,7 @@ from minidist.optim.clip import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.scheme import Run, Scheme
 from minidist.parallel.step.step import Loss
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -46,31 +47,54 @@ class HybridSharding:
     """The ranks that share a copy with this rank, and those that hold the same shard of other copies.
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
-             algorithm: of the all-reduce between copies.
+             scheme: how gradients travel between copies, too.
     Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
              replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
-    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder) -> None:
+    def __init__(self, group: Group, shard: int | None, *, scheme: Scheme, recorder: Recorder) -> None:
         size = group.size if shard is None else shard
         if size not in divisors(group.size):
             raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
                               f"{', '.join(map(str, divisors(group.size)))}")
-        self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
+        self.group, self.copies, self.scheme, self.recorder = group, group.size // size, scheme, recorder
         one = self.copies == 1
         self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
         self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
+        self._numbers: dict[int, int] = {}      # of a flat -> of its chunk among the scheme's runs
 
-    def start_sum(self, chunk: Array, what: str) -> None:
-        """Begin to sum a shard's gradients, already summed within this copy, over all copies, in place.
+    def attach(self, flats: Sequence[Flat]) -> None:
+        """Tell the scheme what it sums: all flats over the ranks of a copy, and then chunks over the copies."""
+        runs = [Run.whole(flat.parameters, flat.group, "reduce_scatter") for flat in flats]
+        for index, flat in enumerate(flats):
+            if self.replicas is not None and flat.group is self.shard:
+                self._numbers[index] = len(runs)
+                runs.append(self._run(flat, flat.chunk))
+        self.scheme.attach(runs)
+
+    def _run(self, flat: Flat, chunk: slice) -> Run:
+        assert self.replicas is not None
+        return Run(tuple((p, part) for p, _, part in flat.spans_of(chunk)), self.replicas, "all_reduce")
+
+    def sums(self, flats: Sequence[Flat]) -> list[Collective]:
+        """The all-reduces of every chunk of one copy over the copies, once a step."""
+        if self.replicas is None:
+            return []
+        return [Collective("all_reduce", (stop - start) * flat.dtype.itemsize, self.replicas, once=True,
+                           sent=self.scheme.sent_bytes(self._run(flat, slice(start, stop))))
+                for flat in flats if flat.group is self.shard
+                for start, stop in pairwise(bounds(flat.size, self.shard.size))]
+
+    def start_sum(self, index: int, chunk: Array, what: str) -> None:
+        """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all copies, in place.
 
         Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
         """
         if self.replicas is not None:
             self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
-            self._pending.append(self.replicas.start_all_reduce(chunk, out=chunk, algorithm=self.algorithm))
+            self._pending.append(self.scheme.start_all_reduce(self._numbers[index], chunk))
 
     def settle(self) -> None:
         """Return when all sums are there."""
@@ -202,6 +226,7 @@ class ZeroAxis(DataAxis):
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
              on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
+             scheme: how gradients travel (default: as they are; chapter 21). Weights always travel as they are.
     Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
@@ -210,9 +235,11 @@ class ZeroAxis(DataAxis):
     stored: Sequence[Flat]
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
-                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None) -> None:
+                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None,
+                 scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
-        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder)
+        self.scheme: Scheme = scheme or Scheme(algorithm)
+        self.sharing = HybridSharding(group, shard, scheme=self.scheme, recorder=self.recorder)
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
@@ -240,10 +267,3 @@ class ZeroAxis(DataAxis):
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
-
-    def sums_of_copies(self) -> list[Collective]:
-        """The all-reduces of every shard of one copy over the copies, once a step."""
-        ranks, replicas = self.sharing.shard, self.sharing.replicas
-        return [] if replicas is None else [
-            Collective("all_reduce", (stop - start) * flat.dtype.itemsize, replicas, once=True)
-            for flat in self.flats if flat.group is ranks for start, stop in pairwise(bounds(flat.size, ranks.size))]
