@@ -89,6 +89,8 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
         console.print(axis_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
+        if (every := metrics["plan"]["local_steps"]) is not None:
+            what = f"outer gradients (each {every} steps)"
         _rule(console, f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
 
@@ -142,7 +144,10 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     elsewhere = {"none": (), "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
                  "all": STATE}[plan["offload"]]
-    if plan["strategy"] == "parameter-server":
+    if plan["local_steps"] is not None:     # its own and the common weights; servers have the outer momentum
+        momentum = plan["strategy"] == "ddp" and (plan["outer"] == "nesterov" or bool(plan["outer_momentum"]))
+        held |= {"parameters": 2 * each.parameters, "optimizer": each.optimizer + momentum * each.parameters}
+    elif plan["strategy"] == "parameter-server":
         elsewhere = ("optimizer",)      # rank 0 is a worker
     return {category: 0.0 if category in elsewhere else held[category] for category in STATE}
 

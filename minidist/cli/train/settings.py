@@ -72,7 +72,11 @@ class Settings:
         given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
-        return replace(plan, **{**plan_options(args), **given})
+        plan = replace(plan, **{**plan_options(args), **given})
+        if plan.local_steps is not None and args.batch < plan.workers:
+            fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
+                 f"give at least {plan.workers}")
+        return plan
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
@@ -128,6 +132,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.local_steps is not None:
+        check_local_steps(args)
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.asynchronous and args.save_every:
@@ -147,6 +153,19 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
+
+
+def check_local_steps(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with --local-steps."""
+    every, rest = args.local_steps, args.steps % args.local_steps
+    if args.verify:
+        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+    if args.elastic:
+        fail("--elastic: with --local-steps a lost rank takes weights of its own with it; leave out one of the two")
+    if rest:
+        ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
+        fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
+             f"come of the last {rest}; choose {ways}")
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:

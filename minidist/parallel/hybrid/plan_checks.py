@@ -10,6 +10,7 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
+from minidist.parallel.hybrid.local_step_checks import check_local_steps
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -90,7 +91,8 @@ def check(plan: "Plan") -> None:
     for option, choices in CHOICES.items():
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence,
+                 check_local_steps):
         part(plan)
 
 
@@ -260,5 +262,7 @@ def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, 
                f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
     if plan.strategy != "ddp":
         yield f"strategy={plan.strategy}: no rank there adds up the experts' loads", "strategy=ddp"
+    if plan.local_steps is not None:
+        yield f"local_steps={plan.local_steps}: no rank there adds up the experts' loads", "local_steps=None"
     if plan.precision == "fp8":
         yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

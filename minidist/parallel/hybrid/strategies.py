@@ -13,6 +13,7 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.strategy import DataAxis, Strategy
 
@@ -23,7 +24,9 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
-    "precision": "precision.mixed_precision.MixedPrecision",
+    "local-steps": "compress.local_steps.LocalSteps", "streaming": "compress.streaming.StreamingLocalSteps",
+    "asynchronous": "compress.async_local_steps.AsyncLocalSteps", "outers": "compress.outer.OUTERS",
+    "scheme": "compress.compress.scheme_of", "precision": "precision.mixed_precision.MixedPrecision",
 }
 """A plan's word -> module and name, inside parallel/."""
 
@@ -56,12 +59,30 @@ def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: st
         return load("data-parallel")(   # type: ignore[no-any-return]
             model, plan.replicas, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
             forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
+    if plan.local_steps is not None:
+        return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
         return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
                                         asynchronous=plan.asynchronous, staleness=plan.staleness, **options)
     if plan.dp == 1 and not plan.zero and plan.offload == "none":
         return Single(model, precision=precision, **options)
     return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
+
+
+def make_local_steps(model: GPT, group: Group, plan: Plan, **options: Any) -> Strategy:
+    """The strategy of ranks that meet seldom."""
+    outer: Any = load("outers")[plan.outer]
+    given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
+    options |= {"every": plan.local_steps,
+                "outer": outer._replace(**{name: value for name, value in given.items() if value is not None})}
+    if plan.asynchronous:
+        return load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,   # type: ignore
+                                    **options)
+    options["scheme"] = Scheme(plan.algorithm) if plan.outer_compress == "none" else load("scheme")(plan.outer_compress)
+    streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
+    if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
+        return load("local-steps")(model, group, **options)   # type: ignore[no-any-return]
+    return load("streaming")(model, group, **streaming, **options)   # type: ignore[no-any-return]
 
 
 def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
