@@ -195,10 +195,12 @@ class LocalSteps(Strategy):
     def settle(self) -> None:
         """Wait for outer gradients on their way, and take their outer steps. Every rank calls it.
 
-        It changes no number of the run: nothing reads the common weights of a fragment before it is merged.
+        It changes no number of the run: nothing reads the common weights of a fragment before it is merged. A scheme
+        may send its second phase here, which belongs to the step that has sent the first.
         """
-        for fragment in self.fragments:
-            self._take_outer_step(fragment)
+        with self.group.ledger.during("step"):
+            for fragment in self.fragments:
+                self._take_outer_step(fragment)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
