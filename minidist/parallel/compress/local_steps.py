@@ -113,6 +113,8 @@ class LocalSteps(Strategy):
     Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start equal.
     """
 
+    scheme: Scheme
+
     def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"],
                  scheme: Scheme | None = None, loss: Loss | None = None, recorder: Recorder | None = None,
                  fragments: int = 1) -> None:

@@ -158,7 +158,7 @@ def test_memory_is_the_formula() -> None:
 # --------------------------------------------------------------------------------------- which weights are the run's
 
 def test_the_weights_of_a_run_are_the_common_ones() -> None:
-    """Between two meetings evaluation, digest and copies are of the last meeting; then the rank goes on with its own."""
+    """Between two meetings evaluation, digest and copies are of the last meeting; then a rank goes on with its own."""
     def rank(world: Any) -> None:
         trainer = Trainer(Plan(dp=2, local_steps=2), tiny(), world, seed=3, lr=1e-2)
         held_out = [global_batch(77, 4, tiny())]

