@@ -27,6 +27,7 @@ FLOORS = [
     ["minidist.parallel.experts", "minidist.parallel.context"],
     ["minidist.parallel.tensor"],
     ["minidist.parallel.memory"],
+    ["minidist.parallel.compress"],
     ["minidist.parallel.zero"],
     ["minidist.parallel.data"],
     ["minidist.parallel.precision"],

@@ -42,6 +42,8 @@ TABLE = {
     "ring_add":            ("ring_add", "ring_add"),
     "to_float8":           ("casts", "cast"),
     "from_float8":         ("casts", "restore"),
+    "quantise":            ("quantise", "quantise"),
+    "restore_quantised":   ("quantise", "restore"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

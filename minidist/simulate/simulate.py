@@ -82,6 +82,9 @@ def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None
         raise PlanError(f"{cut} are {plan.size} ranks, {cluster.spec} has {cluster.size} devices; choose {near}, or "
                         f"the cluster {other}")
     plan.require(plan.size, config)
+    if plan.compress != "none":
+        raise PlanError(f"plan compress={plan.compress}: a simulated rank has shapes, and no numbers to compress; use "
+                        f"compress=none, and measure what the scheme gains")
     least = plan.dp * plan.ep * plan.pieces * plan.accumulate
     if batch < least:
         raise PlanError(f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} "

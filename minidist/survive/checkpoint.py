@@ -38,6 +38,7 @@ from minidist.errors import CheckpointError
 from minidist.files import scratch
 from minidist.observe.records import share_records
 from minidist.optim import Optimizer
+from minidist.parallel.hybrid.scheme_state import is_schemes
 from minidist.parallel.hybrid.state_map import (
     Place,
     merged_state,
@@ -132,24 +133,24 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     """
     problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     try:
-        places = state_places(strategy, optimizer)
         manifest = read_manifest(folder)
         about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")
+        places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
         if (apart := ranks_apart(there)) != (0 if strategy.diverged is None else group.size):
             raise CheckpointError(_apart(folder, apart))
-        arrays = state_arrays(strategy, optimizer, changes=True)
+        arrays = state_arrays(strategy, optimizer, changes=True, saved=state)
         read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
-        set_small_state(strategy, optimizer, state)
+        set_small_state(strategy, optimizer, state, group.rank)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
     told = share_records(group, [problem, sorted({place.key for place in places if place.size})])
     if problems := [text for text, _ in told if text]:
         raise CheckpointError(problems[0])
-    if unknown := sorted(there.difference(*(keys for _, keys in told))):
+    if unknown := sorted(key for key in there.difference(*(keys for _, keys in told)) if not is_schemes(key)):
         raise CheckpointError(f"{folder}: has {unknown[0]} and {len(unknown) - 1} other tensors that this training has "
                               f"not; it is of another model")
     strategy.state_replaced()

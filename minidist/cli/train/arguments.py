@@ -20,6 +20,7 @@ from minidist.console import (
 )
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
+from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
 from minidist.parallel.hybrid.local_step_checks import OUTER_OPTIMIZERS
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
@@ -122,6 +123,11 @@ def division(add: Add) -> None:
         help="with cp=2 or more: pass keys and values around, or exchange heads for tokens (default: ring)")
     add("--sequence-parallel", action="store_true",
         help="with tp=2 or more: divide tokens outside the tensor-parallel regions")
+
+
+    add("--compress", default="none", metavar="NAME[:OPTION=VALUE,…]",
+        help=f"send fewer bytes of gradients, with --zero 0 to 2: {', '.join(SCHEMES)}; with options, as "
+             "8bit:block=64,rounding=stochastic (default: none)")
 
 
 def _strategy(add: Add) -> None:

@@ -25,7 +25,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
-    Cost:    two all-gathers of one or two integers a rank, under `control`.
+    Cost:    two all-gathers of a few integers a rank, under `control`.
     """
     plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
     strategy = cast(Hybrid, trainer.strategy)
@@ -37,15 +37,19 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
             for axis, count in elements.items()}
     with trainer.world.ledger.control():
         shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
-        own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
-        each = strategy.cut.all_gather(own).reshape(-1, len(own))
+        own = np.array([[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64)
+        each = strategy.cut.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
         rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
             (layer, 6 if layer in again else 4) for layer in range(config.layers))], np.int64))
-    axes = {**dict(zip(shared, map(int, each.sum(axis=0)), strict=True)), **axes}
+    sent, plain = (dict(zip(shared, map(int, counts), strict=True)) for counts in each)
+    unknown = data["plain"].keys() - data["axes"].keys()
+    axes = {**sent, **axes}
     if plan.ep > 1:
         axes["ep"] = int(rows.sum()) * config.width * itemsize
-    axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
-    return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
+    axes = {axis: nbytes for axis, nbytes in axes.items()
+            if axis not in unknown and math.prod(plan.axes[name] for name in axis.split(",")) > 1}
+    return {"sent_bytes": None if unknown else sum(axes.values()), "messages": None, "buckets": data["buckets"],
+            "axes": axes, **({"plain": plain} if plan.compress != "none" else {}),
             "held": sum(p.size for p in strategy.model.parameters()),
             "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None)}
 

@@ -103,18 +103,29 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if plan.composed:
         return axis_traffic.formula(trainer, _data_formula(trainer, axis_traffic.collectives(trainer)), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
-    return {name: data[name] for name in ("sent_bytes", "messages", "buckets")}
+    return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (
+        {"plain": data["plain"]} if plan.compress != "none" else {})
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis."""
+    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis.
+
+    "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as the numbers decide.
+    """
     plan, steps, axes, messages = trainer.plan, trainer.steps_here, dict[str, int](), 0
+    plain, unknown, compressed = dict[str, int](), set[str](), False
     for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
         formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
-        axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
+        sent = formula.bytes_of(case) if call.sent is None else call.sent
+        plain[axis] = plain.get(axis, 0) + steps * times * formula.bytes_of(case)
+        axes[axis] = axes.get(axis, 0) + steps * times * sent
+        compressed |= call.sent is not None
+        unknown |= {axis} if sent < 0 else set()
         messages += steps * times * formula.messages_of(case)
     kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
-    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+    axes = {axis: nbytes for axis, nbytes in axes.items() if axis not in unknown}
+    return {"sent_bytes": None if unknown else sum(axes.values()), "axes": axes, "plain": plain,
+            "messages": None if compressed else messages,
             "buckets": sum(call.verb in kinds and not call.once for call in calls)}

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train import axis_traffic, central_traffic, compressed_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
@@ -87,12 +87,17 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
     elif "axes" in metrics["formula"]:
         _rule(console, "what all ranks sent in a step along each axis, in bytes, measured and by formula")
         console.print(axis_traffic.traffic_table(metrics))
+    elif metrics["plan"]["compress"] != "none":
+        _rule(console, "what each rank sent in a step, in bytes and messages, measured and by the scheme's formula")
+        console.print(compressed_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
         if (every := metrics["plan"]["local_steps"]) is not None:
             what = f"outer gradients in {plural(every, 'step')}"
         _rule(console, f"what each rank sent for {what}, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
+    if metrics["plan"]["compress"] != "none":
+        console.print(compressed_traffic.saving(metrics), markup=False, soft_wrap=True)
 
 
 def _print_memory(console: Console, metrics: Metrics) -> None:

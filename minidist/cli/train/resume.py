@@ -34,8 +34,8 @@ OF_THE_PLAN = ("plan", "zero", "shard", "keep_gathered", "schedule", "microbatch
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "device", "graph", "threads", "cores",
               "memory_limit", "patience", "accumulate", "checkpoint_blocks", "offload", "offload_dir",
-              "device_memory", "data", "steps", "save_every", "interruptions_per_day", "save_async", "keep", "resume",
-              "out", "json", "quiet")
+              "device_memory", "compress", "data", "steps", "save_every", "interruptions_per_day", "save_async", "keep",
+              "resume", "out", "json", "quiet")
 
 
 @dataclass

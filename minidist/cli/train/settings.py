@@ -72,6 +72,8 @@ class Settings:
         given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
+        if args.elastic and plan.copies == 1:
+            given["compress"] = "none"      # of all ranks one is left on the data axis
         plan = replace(plan, **{**plan_options(args), **given})
         if plan.local_steps is not None and args.batch < plan.workers:
             fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
@@ -134,6 +136,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
     if args.local_steps is not None:
         check_local_steps(args)
+    if args.compress != "none" and args.verify:
+        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.asynchronous and args.save_every:

@@ -40,7 +40,7 @@ def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches
             values = group.all_gather(residual[chosen], algorithm="ring")
             residual[chosen] = 0                                                    # 4 the others stay here
             p.grad[...] = 0
-            np.add.at(p.grad.reshape(-1), places, values)               # 5 the sum, in rank order: the same on all ranks
+            np.add.at(p.grad.reshape(-1), places, values)               # 5 the sum, in rank order: alike on all
         optimizer.step()
         optimizer.zero_grad()
 
@@ -50,7 +50,7 @@ def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches
 
 SCHEMES = {
     "none": "minidist.parallel.step.scheme.Scheme",
-    "fp16": "casts.make", "bf16": "casts.make",
+    "fp16": "casts.make", "bf16": "casts.make", "8bit": "quantise.make", "4bit": "quantise.make",
 }
 """A scheme's name -> who makes it: a module of this folder and a callable `make(name, **options)`."""
 

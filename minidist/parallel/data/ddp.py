@@ -106,8 +106,8 @@ class DDP(DataAxis):
                  scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         if scheme is not None and static:
-            raise ConfigError("DDP with static=True makes its buckets anew after the first step, and a scheme keeps state "
-                              "for each; leave one of the two out")
+            raise ConfigError("DDP: static=True makes buckets anew after the first step, and a scheme keeps state for "
+                              "each; leave one of the two out")
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from minidist.errors import PlanError
+from minidist.errors import ConfigError, PlanError
+from minidist.parallel.compress.compress import scheme_of
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -35,6 +36,11 @@ def check_local_steps(plan: "Plan") -> None:
     if not 0 <= plan.mix < 1:
         raise PlanError(f"plan mix={plan.mix}: of a rank's own weights a part from 0 to less than 1 stays")
     _check_outer(plan)
+    if plan.outer_compress != "none":
+        try:
+            scheme_of(plan.outer_compress)
+        except ConfigError as error:
+            raise PlanError(f"plan outer_{error}") from None
 
 
 def check_change(plan: "Plan", other: "Plan") -> None:
@@ -63,6 +69,8 @@ def _check_company(plan: "Plan", given: list[str]) -> None:
         axis = next(axis for axis, size in plan.axes.items() if axis != "dp" and size > 1)
         raise PlanError(f"{local} with {axis}={plan.axes[axis]}: each rank trains a whole model by itself; use "
                         f"dp={plan.size}")
+    if plan.compress != "none":
+        raise PlanError(f"{local} with compress={plan.compress}: no gradient travels; use outer_compress")
     if (plan.zero, plan.precision, plan.offload, plan.device_memory) != (0, "fp32", "none", None):
         raise PlanError(f"{local}: zero, precision, offload and device_memory are for ranks that make each step "
                         f"together; leave them out")

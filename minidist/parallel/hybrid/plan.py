@@ -25,6 +25,8 @@ class Plan:
                 keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory, less traffic)
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
+                compress      how gradients travel along the data axis: "none", or a scheme with its options, as
+                              "top-k:density=0.01" (compress/compress.py)
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
@@ -59,6 +61,7 @@ class Plan:
     keep_gathered: bool = False
     accumulate: int = 1
     precision: str = "fp32"
+    compress: str = "none"
     checkpoint_blocks: str = "none"
     offload: str = "none"
     device_memory: int | None = None

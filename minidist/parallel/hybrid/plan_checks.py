@@ -6,10 +6,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.collectives.select import ALGORITHMS
-from minidist.errors import PlanError
+from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
+from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.hybrid.local_step_checks import check_local_steps
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.pipeline.schedules import ORDERS
@@ -91,8 +92,8 @@ def check(plan: "Plan") -> None:
     for option, choices in CHOICES.items():
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence,
-                 check_local_steps):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_compress, _check_pipeline,
+                 _check_sequence, check_local_steps):
         part(plan)
 
 
@@ -164,6 +165,22 @@ def _check_strategy(plan: "Plan") -> None:
                         f"least one is a server and one a worker; start {max(2, plan.servers + 1)} or more")
     if plan.staleness is not None and plan.staleness < 0:
         raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
+
+
+def _check_compress(plan: "Plan") -> None:
+    """A scheme that there is, and gradients that are summed by one."""
+    if plan.compress == "none":
+        return
+    try:
+        scheme_of(plan.compress)
+    except ConfigError as error:
+        raise PlanError(f"plan {error}") from None
+    why = {"sums gradients otherwise; use strategy=ddp": plan.strategy != "ddp",
+           "sends weights in every pass, and they must not lose digits; use zero=2": plan.zero == 3,
+           "has no ranks that sum gradients; use dp=2": plan.copies == 1}
+    for reason in (reason for reason, wrong in why.items() if wrong):
+        other = f"strategy={plan.strategy}" if plan.strategy != "ddp" else f"zero={plan.zero} on {words(plan.axes)}"
+        raise PlanError(f"plan compress={plan.compress} with {other}, which {reason}, or compress=none")
 
 
 def _check_pipeline(plan: "Plan") -> None:

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.device.backend import Array
+from minidist.comm.health.failure import say_line
+from minidist.device.backend import Array, array_module
 from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
+from minidist.parallel.hybrid.scheme_state import Entry, described, own_entries, take_counters, wanted_entries
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.strategy import Strategy
 
@@ -60,9 +62,10 @@ class Place(NamedTuple):
         return len(self.runs) == 1 and self.size == int(np.prod(self.shape, dtype=np.int64))
 
 
-def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
+def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None) -> list[Place]:
     """What this rank has of the state, in the order of `state_arrays`.
 
+    Args:    saved: the small state of a training of perhaps another plan: then what this rank takes of its state.
     Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
     """
     if strategy.asynchronous:
@@ -77,11 +80,24 @@ def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
         places += [Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()]
     places += [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
                for p, part, _ in strategy.frozen(changes=False)]
-    return places + [Place(kind, name, array.shape, np.array([[0, array.size]], np.int64), array.dtype)
-                     for kind, name, array in _in_common(strategy)]
+    places += [Place(kind, name, array.shape, np.array([[0, array.size]], np.int64), array.dtype)
+               for kind, name, array in _in_common(strategy)]
+    return places + [_place_of(entry, names) for entry in _entries(strategy, saved)]
 
 
-def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> Iterator[Array]:
+def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[Entry]:
+    return own_entries(strategy) if saved is None else wanted_entries(strategy, saved, whole_names(strategy))
+
+
+def _place_of(entry: Entry, names: dict[int, str]) -> Place:
+    p, dtype = entry.parameter, entry.array.dtype
+    if p is None:
+        return Place(entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype)
+    return Place(entry.kind, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, entry.part), dtype)
+
+
+def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool,
+                 saved: dict[str, Any] | None = None) -> Iterator[Array]:
     """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is written is kept.
 
     After changes call strategy.state_replaced().
@@ -96,6 +112,13 @@ def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> 
         yield array
     for _, _, array in _in_common(strategy):
         yield array.reshape(-1)
+    for entry in _entries(strategy, saved):
+        if entry.adds:
+            owed = array_module(entry.array).zeros_like(entry.array)
+            yield owed
+            entry.array[...] += owed
+        else:
+            yield entry.array
 
 
 def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:
@@ -113,7 +136,7 @@ def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
     small = {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
                          if slot.weights.data.size},
-             "precision": strategy.precision.state()}
+             "precision": strategy.precision.state(), "scheme": described(strategy, whole_names(strategy))}
     return small if strategy.diverged is None else {**small, "local steps": strategy.diverged.steps}
 
 
@@ -126,13 +149,21 @@ def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Take over a merged small_state."""
+def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:
+    """Take over a merged small_state. Rank 0 says what is left out."""
     for name, slot in _slots_by_name(strategy, optimizer):
         slot.steps = state["updates"].get(name, 0)
     strategy.precision.load_state(state["precision"])
     if strategy.diverged is not None:
         strategy.diverged.steps = state["local steps"]
+    left_out = take_counters(strategy, state.get("scheme", {}))
+    if left_out and rank == 0:
+        say_line(f"minidist: {left_out}")
+
+
+def whole_names(strategy: Strategy) -> dict[int, str]:
+    """The dotted path of each parameter, by its id, as in the whole model."""
+    return {id(p): _whole_name(name, p) for name, p in strategy.model.named_parameters()}
 
 
 def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ PLACES = {
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
     "local-steps": "compress.local_steps.LocalSteps", "streaming": "compress.streaming.StreamingLocalSteps",
     "asynchronous": "compress.async_local_steps.AsyncLocalSteps", "outers": "compress.outer.OUTERS",
-    "scheme": "compress.compress.scheme_of", "precision": "precision.mixed_precision.MixedPrecision",
+    "precision": "precision.mixed_precision.MixedPrecision", "compress": "compress.compress.scheme_of",
 }
 """A plan's word -> module and name, inside parallel/."""
 
@@ -78,7 +78,8 @@ def make_local_steps(model: GPT, group: Group, plan: Plan, **options: Any) -> St
     if plan.asynchronous:
         return load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,   # type: ignore
                                     **options)
-    options["scheme"] = Scheme(plan.algorithm) if plan.outer_compress == "none" else load("scheme")(plan.outer_compress)
+    named = plan.outer_compress
+    options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
     streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
     if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
         return load("local-steps")(model, group, **options)   # type: ignore[no-any-return]
@@ -101,6 +102,8 @@ def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: s
              store: where ZeRO's chunks lie; options: further ones of the strategy.
     """
     options["algorithm"] = plan.algorithm
+    if plan.compress != "none":
+        options["scheme"] = load("compress")(plan.compress)
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
     if stage:
         options |= {"shard": plan.shard, "store": store}

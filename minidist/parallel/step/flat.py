@@ -54,18 +54,9 @@ class Flat:
         self.chunk = slice(edges[self.group.rank], edges[self.group.rank + 1])
         self.chunk_size, self.nbytes = self.chunk.stop - self.chunk.start, self.size * self.dtype.itemsize
 
-    def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
-        """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
-        return self.spans_of(self.chunk)
-
-    def spans_of(self, chunk: slice) -> Iterator[tuple[Parameter, slice, range]]:
-        """As chunk_spans, of any chunk."""
-        start, begin = 0, chunk.start
-        for parameter in self.parameters:
-            first = min(max(start, begin), chunk.stop)
-            last = max(first, min(start + parameter.size, chunk.stop))
-            yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
-            start += parameter.size
+    def chunk_spans(self, chunk: slice | None = None) -> Iterator[tuple[Parameter, slice, range]]:
+        """(parameter, its piece's place in a chunk, the piece's positions in the flattened parameter): this rank's."""
+        return spans_within([(parameter, range(parameter.size)) for parameter in self.parameters], chunk or self.chunk)
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""
@@ -78,6 +69,16 @@ class Flat:
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
         return join(self.parameters, copy=copy)
+
+
+def spans_within(spans: Iterable[tuple[Parameter, range]], chunk: slice) -> Iterator[tuple[Parameter, slice, range]]:
+    """As Flat.chunk_spans, of any chunk, and of `spans` of parameters that lie one after another."""
+    start = 0
+    for parameter, part in spans:
+        first = min(max(start, chunk.start), chunk.stop)
+        last = max(first, min(start + len(part), chunk.stop))
+        yield parameter, slice(first - chunk.start, last - chunk.start), part[first - start:last - start]
+        start += len(part)
 
 
 def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, Array]]:

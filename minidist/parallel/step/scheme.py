@@ -1,7 +1,6 @@
-"""How gradients travel between the ranks that sum them: as they are here, or compressed (chapter 21).
+"""How gradients travel between the ranks that sum them: as they are, or by a scheme of parallel/compress/ (chapter 21).
 
-A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call under way. A scheme
-of parallel/compress/ sends fewer bytes, and keeps state of its own for each bucket.
+A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call under way.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ class Run(NamedTuple):
     @classmethod
     def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "Run":
         """The bucket of some whole parameters."""
-        return cls(tuple((parameter, range(parameter.size)) for parameter in parameters), group, verb)
+        return cls(tuple((p, range(p.size)) for p in parameters), group, verb)
 
     @property
     def size(self) -> int:
@@ -42,9 +41,8 @@ class Run(NamedTuple):
 
 
 class Scheme:
-    """Gradients travel as they are.
+    """Gradients travel as they are, by collectives of the given algorithm.
 
-    Args:    algorithm: of the collectives.
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
                 of the bucket, or of the chunk that this rank sums up
@@ -65,7 +63,7 @@ class Scheme:
         self.runs = runs
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (the loss scale of float16), and errors follow."""
+        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and errors follow."""
         if scale != self.counters["scale"]:
             for error in self.errors.values():
                 error *= scale / self.counters["scale"]
@@ -76,10 +74,7 @@ class Scheme:
         return self.runs[index].group.start_all_reduce(bucket, out=bucket, algorithm=self.algorithm)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        """Begin to sum a bucket (n,); after wait() `out` holds the sum of this rank's chunk, in array_split order.
-
-        `out` may be that chunk of the bucket.
-        """
+        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's chunk of the sum."""
         return self.runs[index].group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
 
     def sent_bytes(self, run: Run) -> int | None:

@@ -33,16 +33,13 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class Collective(NamedTuple):
-    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it.
-
-    `sent`: bytes that its ranks send together, where a scheme compresses them; -1: the numbers decide.
-    """
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
 
     verb: str
     nbytes: int
     group: Group
     once: bool = False
-    sent: int | None = None
+    sent: int | None = None     # bytes of all its ranks, if a scheme compresses; -1: the numbers decide
 
 
 class Strategy(ABC):
@@ -100,6 +97,10 @@ class Strategy(ABC):
 
         Every rank calls it.
         """
+
+    def summand_of(self, parameter: Parameter) -> tuple[int, int]:
+        """(which, of how many): beside the data axis, over whose ranks the gradient of a parameter is summed."""
+        return 0, 1
 
     def traffic(self, passes: int) -> list[Collective]:
         """The collectives of gradients and weights in a step of so many backward passes; none on one rank."""

@@ -30,7 +30,7 @@ class GradientShards:
     """
 
     def __init__(self, axis: ZeroAxis, what: str) -> None:
-        self.flats, self.sharing, self.store, self.scheme = axis.flats, axis.sharing, axis.store, axis.scheme
+        self.flats, self.sharing, self.store = axis.flats, axis.sharing, axis.store
         self.recorder, self.what = axis.recorder, what
         self._last = True                               # this is the step's last backward
         self._empty = [True] * len(self.flats)          # nothing has been added to the shard yet
@@ -70,7 +70,7 @@ class GradientShards:
         buffer = self._buffers[index]
         room = self.store.gradient_room(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
-        pending = self.scheme.start_reduce_scatter(index, buffer, buffer[flat.chunk] if room is None else room)
+        pending = self.sharing.start_scatter(index, flat, buffer, buffer[flat.chunk] if room is None else room)
         self.settle()
         self._in_flight = index, pending, room is None
 

@@ -83,7 +83,7 @@ class ShardedReplica(ZeroAxis):
         runs = cut(trainable(model.parameters()), bucket_bytes)
         self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
-        self.sharing.attach(self.flats)
+        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
@@ -108,14 +108,13 @@ class ShardedReplica(ZeroAxis):
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
 
-    def scatters(self) -> list[Collective]:
-        """The reduce-scatters of a pass."""
-        return [Collective("reduce_scatter", flat.nbytes, flat.group, sent=self.scheme.sent_bytes(run))
-                for flat, run in zip(self.flats, self.scheme.runs, strict=False)]
-
-    def gathers(self) -> list[Collective]:
-        """The all-gathers of a step."""
-        return [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats]
+    def collectives(self, scatters: int) -> list[Collective]:
+        """So many reduce-scatters of every bucket, its all-gather, and sums over copies."""
+        sent = [None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
+                for flat, run in zip(self.flats, self.scheme.runs, strict=True)]
+        return ([Collective("reduce_scatter", flat.nbytes, flat.group, sent=count)
+                 for flat, count in zip(self.flats, sent, strict=True)] * scatters
+                + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats] + self.sums_of_copies())
 
     def state_replaced(self) -> None:
         self.arrivals.start()

@@ -19,8 +19,7 @@ sum of its gradients, the optimizer's state. ShardStore keeps all on the device,
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +31,7 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, to_host, widen
+from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import ConfigError
 from minidist.nn import Module, divisors
 from minidist.optim.clip import sum_of_squares
@@ -47,45 +47,40 @@ class HybridSharding:
     """The ranks that share a copy with this rank, and those that hold the same shard of other copies.
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
-             scheme: how gradients travel between copies, too.
+             algorithm: of the all-reduce between copies; scheme: how gradients travel, several copies': between them.
     Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
              replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
-    def __init__(self, group: Group, shard: int | None, *, scheme: Scheme, recorder: Recorder) -> None:
+    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder,
+                 scheme: Scheme | None = None) -> None:
         size = group.size if shard is None else shard
         if size not in divisors(group.size):
             raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
                               f"{', '.join(map(str, divisors(group.size)))}")
-        self.group, self.copies, self.scheme, self.recorder = group, group.size // size, scheme, recorder
+        self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
+        self.scheme = scheme or Scheme(algorithm)
         one = self.copies == 1
         self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
         self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
-        self._numbers: dict[int, int] = {}      # of a flat -> of its chunk among the scheme's runs
 
-    def attach(self, flats: Sequence[Flat]) -> None:
-        """Tell the scheme what it sums: all flats over the ranks of a copy, and then chunks over the copies."""
-        runs = [Run.whole(flat.parameters, flat.group, "reduce_scatter") for flat in flats]
-        for index, flat in enumerate(flats):
-            if self.replicas is not None and flat.group is self.shard:
-                self._numbers[index] = len(runs)
-                runs.append(self._run(flat, flat.chunk))
-        self.scheme.attach(runs)
+    def divides(self, flat: Flat) -> bool:
+        """Whether a flat has several copies."""
+        return self.copies > 1 and flat.group is self.shard
 
-    def _run(self, flat: Flat, chunk: slice) -> Run:
-        assert self.replicas is not None
-        return Run(tuple((p, part) for p, _, part in flat.spans_of(chunk)), self.replicas, "all_reduce")
+    def run(self, flat: Flat, chunk: slice | None = None) -> Run:
+        """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over them."""
+        if self.replicas is None or not self.divides(flat):
+            return Run.whole(flat.parameters, flat.group, "reduce_scatter")
+        return Run(tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce")
 
-    def sums(self, flats: Sequence[Flat]) -> list[Collective]:
-        """The all-reduces of every chunk of one copy over the copies, once a step."""
-        if self.replicas is None:
-            return []
-        return [Collective("all_reduce", (stop - start) * flat.dtype.itemsize, self.replicas, once=True,
-                           sent=self.scheme.sent_bytes(self._run(flat, slice(start, stop))))
-                for flat in flats if flat.group is self.shard
-                for start, stop in pairwise(bounds(flat.size, self.shard.size))]
+    def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
+        """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
+        if not self.divides(flat):
+            return self.scheme.start_reduce_scatter(index, gradients, out)
+        return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
     def start_sum(self, index: int, chunk: Array, what: str) -> None:
         """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all copies, in place.
@@ -94,38 +89,13 @@ class HybridSharding:
         """
         if self.replicas is not None:
             self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
-            self._pending.append(self.scheme.start_all_reduce(self._numbers[index], chunk))
+            self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
     def settle(self) -> None:
         """Return when all sums are there."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
-
-
-class MemoryTraffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
-
-    Attributes: step, other: direction -> bytes
-    """
-
-    def __init__(self) -> None:
-        self.step, self.other = dict[str, int](), dict[str, int]()
-        self._counted = self.other
-
-    def count(self, source: str, target: str, nbytes: int) -> None:
-        """`nbytes` set out from one memory to the other."""
-        way = f"{source} to {target}"
-        self._counted[way] = self._counted.get(way, 0) + nbytes
-
-    @contextmanager
-    def during_step(self) -> Iterator[None]:
-        """Moves that begin inside count as a training step's."""
-        before, self._counted = self._counted, self.step
-        try:
-            yield
-        finally:
-            self._counted = before
 
 
 class ShardStore:
@@ -238,8 +208,8 @@ class ZeroAxis(DataAxis):
                  precision: Precision | None, store: ShardStore | None, recorder: Recorder | None,
                  scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
-        self.scheme: Scheme = scheme or Scheme(algorithm)
-        self.sharing = HybridSharding(group, shard, scheme=self.scheme, recorder=self.recorder)
+        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder, scheme=scheme)
+        self.scheme: Scheme = self.sharing.scheme
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
@@ -267,3 +237,10 @@ class ZeroAxis(DataAxis):
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
+
+    def sums_of_copies(self) -> list[Collective]:
+        """The all-reduces of every shard of one copy over the copies, once a step."""
+        runs = [self.sharing.run(flat, slice(*edges)) for flat in self.flats if self.sharing.divides(flat)
+                for edges in pairwise(bounds(flat.size, flat.group.size))]
+        return [Collective(run.verb, run.size * run.dtype.itemsize, run.group, True, self.scheme.sent_bytes(run))
+                for run in runs]

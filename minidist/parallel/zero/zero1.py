@@ -111,7 +111,7 @@ class Zero1(ShardedReplica):
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
         gradients, flat = self.buckets[index].data, self.flats[index]
         self.recorder.announce(flat.group.axis, f"reduce_scatter bucket {index}")
-        self._pending.append((index, self.scheme.start_reduce_scatter(index, gradients, gradients[flat.chunk])))
+        self._pending.append((index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk])))
         self._take_sums(wait=False)
 
     def _take_sums(self, *, wait: bool) -> None:
@@ -127,4 +127,4 @@ class Zero1(ShardedReplica):
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""
-        return self.scatters() + self.gathers() + self.sharing.sums(self.flats)
+        return self.collectives(scatters=1)

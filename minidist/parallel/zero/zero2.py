@@ -139,4 +139,4 @@ class Zero2(ShardedReplica):
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter a bucket and pass, an all-gather a bucket."""
-        return self.scatters() * passes + self.gathers() + self.sharing.sums(self.flats)
+        return self.collectives(scatters=passes)

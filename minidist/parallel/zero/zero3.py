@@ -137,7 +137,7 @@ class Zero3(ZeroAxis):
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
-        self.sharing.attach(self.flats)
+        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
         self._reduced = set[Unit]()             # whose gradients have set out in this backward
@@ -306,4 +306,4 @@ class Zero3(ZeroAxis):
         calls += [("reduce_scatter", flat, passes if fetches is None or flat not in self.root.flats else 1)
                   for flat in self.flats]
         return [Collective(verb, flat.nbytes, flat.group) for verb, flat, times in calls
-                for _ in range(times)] + self.sharing.sums(self.flats)
+                for _ in range(times)] + self.sums_of_copies()

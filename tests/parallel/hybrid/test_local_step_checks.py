@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from training import tiny
 
-from minidist.errors import ConfigError, PlanError
+from minidist.errors import PlanError
 from minidist.nn import MixtureConfig
 from minidist.parallel.compress.outer import OUTERS
 from minidist.parallel.hybrid.local_step_checks import OF_LOCAL_STEPS, OUTER_OPTIMIZERS
@@ -31,6 +31,8 @@ from minidist.parallel.hybrid.plan import Plan
     ({"local_steps": 25, "mix": 1.0}, "a part from 0 to less than 1 stays"),
     ({"local_steps": 25, "mix": float("nan")}, "a part from 0 to less than 1 stays"),
     ({"local_steps": 25, "outer": "adam"}, "plan outer='adam': choose one of sgd, nesterov"),
+    ({"local_steps": 25, "outer_compress": "3bit"}, "plan outer_compress '3bit': there is no scheme '3bit'; choose"),
+    ({"local_steps": 25, "compress": "8bit", "dp": 2}, "no gradient travels; use outer_compress"),
     ({"local_steps": 25, "outer_lr": 0.0}, "the outer rate is above 0"),
     ({"local_steps": 25, "outer_momentum": 1.0}, "choose from 0 to less than 1"),
     ({"local_steps": 25, "outer_momentum": 0.0}, "choose outer=sgd")])
@@ -38,11 +40,6 @@ def test_plan_refuses(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**options)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_refuses_a_scheme_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="there is no scheme '3bit'"):
-        Plan(local_steps=25, outer_compress="3bit")
 
 
 def test_refuses_a_mixture() -> None:
