@@ -23,6 +23,7 @@ FLOORS = [
     ["minidist.survive.save_async"],
     ["minidist.survive.checkpoint", "minidist.parallel.hybrid.state_exchange"],
     ["minidist.parallel.hybrid.state_map", "minidist.survive.manifest", "minidist.survive.shard_file"],
+    ["minidist.parallel.hybrid.scheme_state"],
     ["minidist.parallel.pipeline"],
     ["minidist.parallel.experts", "minidist.parallel.context"],
     ["minidist.parallel.tensor"],

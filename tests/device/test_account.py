@@ -22,7 +22,7 @@ def test_distinct_buffers_until_they_die():
     memory.hold(a.reshape(10, 10).T[2:], "activations")
     b = memory.hold(np.zeros(50, "float32"), "gradients")
     assert memory.now == {"parameters": 0, "gradients": 200, "optimizer": 0, "activations": 0, "communication": 0,
-                          "workspace": 800, "total": 1000}
+                          "residuals": 0, "workspace": 800, "total": 1000}
     del a
     assert memory.now["workspace"] == 0 and memory.now["total"] == 200
     assert memory.peak["total"] == 1000

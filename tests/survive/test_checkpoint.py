@@ -35,7 +35,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "zero": 3, "offload": "all"}, {**HARD, "layers": 1}, {"clip": None}),
     ({"pp": 2, "precision": "fp8", "microbatches": 2}, HALF, {}),
     ({"dp": 3, "servers": 2, "strategy": "parameter-server"}, HARD, {}),
+    ({"dp": 3, "compress": "4bit:block=16"}, HARD, {}),
     # the soak takes what follows, too
+    ({"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "compress": "8bit:book=dynamic"}, HARD, {}),
+    ({"dp": 2, "pp": 2, "zero": 1, "compress": "8bit:rounding=stochastic"}, HARD, {}),
+    ({"dp": 4, "zero": 1, "shard": 2, "compress": "4bit", "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
+    ({"dp": 3, "compress": "fp16:feedback=yes", "precision": "bf16"}, HALF, {}),
     ({}, HARD, {"optimizer": "adam", "optimizer_options": {"weight_decay": 0.1}}),
     ({}, {**HARD, "dtype": "float32"}, {"optimizer": "rmsprop"}),
     ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),

@@ -1,18 +1,19 @@
 """fp16 and bf16: numbers are rounded to two bytes before they travel, and added in float32.
 
 Half the bytes of float32, and no state. float16 keeps 11 significant bits of numbers up to 65,504; bfloat16 keeps 8 of
-any float32. Finite numbers beyond float16's range are sent as its largest; infinity and NaN stay what they are.
+any float32. Finite numbers beyond the range are sent as its largest; infinity and NaN stay what they are.
 
     scheme   bytes of m numbers     relative error       range
     fp16     2m                     2^-11                6e-8 … 65,504
     bf16     2m                     2^-8                 as float32
 """
 
+import ml_dtypes
 import numpy as np
 
 from minidist.device import backend
 from minidist.device.backend import Array, array_module, narrow, widen
-from minidist.parallel.compress.two_phase import Codec, Draw, TwoPhase
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -22,9 +23,9 @@ class Cast(Codec):
 
     def __init__(self, name: str) -> None:
         self.kind = backend.dtype(DTYPES[name])
-        self.most = 65504.0 if name == "fp16" else float(np.finfo(np.float32).max)
+        self.most = float(ml_dtypes.finfo(self.kind).max)
 
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         xp = array_module(values)
         with np.errstate(over="ignore", invalid="ignore"):
             inside = xp.where(xp.isfinite(values), xp.clip(values, -self.most, self.most), values)

@@ -10,7 +10,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.optim import SGD
-from minidist.parallel.step.scheme import Run
+from minidist.parallel.step.scheme import GradientRun
 
 
 class Outer(NamedTuple):
@@ -37,7 +37,7 @@ class Fragment:
                 run: what a scheme knows of it.
     """
 
-    def __init__(self, number: int, own: Array, common: Array, run: Run) -> None:
+    def __init__(self, number: int, own: Array, common: Array, run: GradientRun) -> None:
         self.name, self.number, self.own, self.data, self.run = f"fragment {number}", number, own, common, run
         self.grad: Array | None = None
         self.pending: Pending | None = None
@@ -47,7 +47,7 @@ class Fragment:
 def cut_fragments(count: int, own: Array, common: Array, weights: Sequence[Parameter], group: Group) -> list[Fragment]:
     """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one element."""
     return [Fragment(number, own[start:stop], common[start:stop],
-                     Run(tuple(_spans(weights, start, stop)), group, "all_reduce"))
+                     GradientRun(tuple(_spans(weights, start, stop)), group, "all_reduce"))
             for number, (start, stop) in enumerate(pairwise(bounds(len(own), count)))]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from minidist.device.backend import Array, array_module, narrow, random_uniform
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ConfigError
-from minidist.parallel.compress.two_phase import Codec, Draw, TwoPhase
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 
 BITS = {"8bit": 8, "4bit": 4}
 LARGEST = {8: 127, 4: 7}                # code of the linear book
@@ -42,7 +42,7 @@ class Quantiser(Codec):
     def __init__(self, bits: int, *, block: int, book: str, rounding: str) -> None:
         self.bits, self.block, self.book, self.stochastic = bits, block, book, rounding == "stochastic"
 
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         """Scales, then codes."""
         xp = array_module(values)
         if self._by_kernel and kernel("quantise", values) is not None:

@@ -31,12 +31,12 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 
 WORKER, SERVER = "worker", "server"     # which error
 
 
-class Draw(NamedTuple):
+class RandomStream(NamedTuple):
     """Where random numbers come from: a stream for each rank, bucket, phase and step, and a position in it."""
 
     stream: str
@@ -50,7 +50,7 @@ class Codec(ABC):
     lossless = False
 
     @abstractmethod
-    def encode(self, values: Array, draw: Draw) -> Array:
+    def encode(self, values: Array, draw: RandomStream) -> Array:
         """The bytes (uint8) of `values` (m,) float32 or float64; m may be 0."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class TwoPhase(Scheme):
         self.name, self.codec, self.feedback, self.seed = name, codec, feedback, seed
         self._previous: dict[int, _Exchange] = {}        # by group: the last exchange that set out
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if not self.feedback or run.group.size == 1:
@@ -93,7 +93,7 @@ class TwoPhase(Scheme):
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
         return self._start(index, bucket, out)
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         sizes = [self.codec.nbytes(stop - start, widened(run.dtype))
                  for start, stop in pairwise(bounds(run.size, run.group.size))]
         phases = 2 if run.verb == "all_reduce" else 1
@@ -115,10 +115,10 @@ class TwoPhase(Scheme):
         stream = f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}"
         error = self.errors.get((kind, index))
         if error is None:
-            return self.codec.encode(chunk, Draw(stream, self.seed, 0))
+            return self.codec.encode(chunk, RandomStream(stream, self.seed, 0))
         kept = error[first:first + len(chunk)]
         kept += chunk
-        payload = self.codec.encode(kept, Draw(stream, self.seed, 0))
+        payload = self.codec.encode(kept, RandomStream(stream, self.seed, 0))
         with np.errstate(invalid="ignore"):
             kept -= self.codec.decode(payload, len(chunk), chunk.dtype)
         kept[~array_module(kept).isfinite(kept)] = 0        # of an overflow nothing is kept: the step is skipped
@@ -198,6 +198,6 @@ def widened(kind: np.dtype) -> np.dtype:
     return widen(np.empty(0, kind)).dtype
 
 
-def _zeros(run: Run, size: int) -> Array:
+def _zeros(run: GradientRun, size: int) -> Array:
     xp = array_module(run.spans[0][0].data)
     return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")

@@ -57,7 +57,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -155,7 +155,7 @@ class DDP(DataAxis):
         self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
 
     def _attach(self) -> None:
-        self.scheme.attach([Run.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
+        self.scheme.attach([GradientRun.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
                             for bucket in self.buckets])
 
     def _follow(self, completed: list[Parameter]) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import ConfigError, PlanError
-from minidist.parallel.compress.compress import scheme_of
+from minidist.parallel.hybrid.strategies import load
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -38,7 +38,7 @@ def check_local_steps(plan: "Plan") -> None:
     _check_outer(plan)
     if plan.outer_compress != "none":
         try:
-            scheme_of(plan.outer_compress)
+            load("compress")(plan.outer_compress)
         except ConfigError as error:
             raise PlanError(f"plan outer_{error}") from None
 

@@ -10,8 +10,8 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
-from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.hybrid.local_step_checks import check_local_steps
+from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -172,7 +172,7 @@ def _check_compress(plan: "Plan") -> None:
     if plan.compress == "none":
         return
     try:
-        scheme_of(plan.compress)
+        load("compress")(plan.compress)
     except ConfigError as error:
         raise PlanError(f"plan {error}") from None
     why = {"sums gradients otherwise; use strategy=ddp": plan.strategy != "ddp",

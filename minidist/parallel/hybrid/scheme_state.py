@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from minidist.autograd.tensor import Parameter
-from minidist.comm.chunks import bounds
+from minidist.comm.chunks import bounds, spans_within
 from minidist.device.backend import Array
-from minidist.parallel.step.flat import spans_within
 from minidist.parallel.step.replicas import sharers
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.strategy import Strategy
@@ -28,7 +27,7 @@ from minidist.parallel.step.strategy import Strategy
 WORKER, SERVER, PRIVATE = KINDS = ("worker", "server", "scheme")
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """An array of the state: `part` of a parameter's flat numbers, or (None) a private array; `adds`: to what is there.
     """
 
@@ -44,18 +43,18 @@ def is_schemes(key: str) -> bool:
     return key.partition(".")[0] in KINDS
 
 
-def own_entries(strategy: Strategy) -> list[Entry]:
+def own_entries(strategy: Strategy) -> list[StateEntry]:
     """What this rank has."""
     scheme = strategy.data_axis.scheme
     if scheme is None:
         return []
-    found = [Entry(f"{base}.{number}", parameter, part, array)
+    found = [StateEntry(f"{base}.{number}", parameter, part, array)
              for base, number, _, parameter, part, array in _errors(strategy, scheme)]
-    return found + [Entry(f"{PRIVATE}.{_world_rank(scheme)}.{key}", None, range(array.size), array.reshape(-1))
+    return found + [StateEntry(f"{PRIVATE}.{_world_rank(scheme)}.{key}", None, range(array.size), array.reshape(-1))
                     for key, array in sorted(scheme.private.items())]
 
 
-def wanted_entries(strategy: Strategy, saved: dict[str, Any], names: dict[int, str]) -> list[Entry]:
+def wanted_entries(strategy: Strategy, saved: dict[str, Any], names: dict[int, str]) -> list[StateEntry]:
     """What this rank takes of a state that was saved; its errors are zero from here on, unless all come back.
 
     Args:    saved: the small state; names: of parameters, by id, whole.
@@ -67,14 +66,14 @@ def wanted_entries(strategy: Strategy, saved: dict[str, Any], names: dict[int, s
         return own_entries(strategy)
     for error in scheme.errors.values():
         error[...] = 0
-    wanted, seen = list[Entry](), set[int]()
+    wanted, seen = list[StateEntry](), set[int]()
     for base, number, count, parameter, part, array in _errors(strategy, scheme):
         if not told or not base.startswith(WORKER) or id(parameter) in seen:    # the first has all of the parameter
             continue
         seen.add(id(parameter))
         kinds = [f"{kind}.{each}" for kind, many in sorted(told["owed"].get(names[id(parameter)], {}).items())
                  for each in range(many)]
-        wanted += [Entry(kind, parameter, part, array, adds=True) for kind in kinds[number::count]]
+        wanted += [StateEntry(kind, parameter, part, array, adds=True) for kind in kinds[number::count]]
     return wanted
 
 

@@ -25,7 +25,7 @@ from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.scheme_state import Entry, described, own_entries, take_counters, wanted_entries
+from minidist.parallel.hybrid.scheme_state import StateEntry, described, own_entries, take_counters, wanted_entries
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.strategy import Strategy
 
@@ -85,11 +85,11 @@ def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any]
     return places + [_place_of(entry, names) for entry in _entries(strategy, saved)]
 
 
-def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[Entry]:
+def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[StateEntry]:
     return own_entries(strategy) if saved is None else wanted_entries(strategy, saved, whole_names(strategy))
 
 
-def _place_of(entry: Entry, names: dict[int, str]) -> Place:
+def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
     p, dtype = entry.parameter, entry.array.dtype
     if p is None:
         return Place(entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype)
@@ -134,10 +134,11 @@ def ranks_apart(keys: Iterable[str]) -> int:
 
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
-    small = {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
-                         if slot.weights.data.size},
-             "precision": strategy.precision.state(), "scheme": described(strategy, whole_names(strategy))}
-    return small if strategy.diverged is None else {**small, "local steps": strategy.diverged.steps}
+    kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged
+    return {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
+                        if slot.weights.data.size},
+            "precision": strategy.precision.state(), **({"scheme": kept} if kept else {}),
+            **({} if diverged is None else {"local steps": diverged.steps})}
 
 
 def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -4,18 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minidist.comm.group import Group
 from minidist.device.backend import Array, dtype_name
 from minidist.nn import GPT, DropoutKey, GPTConfig
-from minidist.parallel.hybrid.mesh import Mesh
-from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.strategy import DataAxis, Strategy
+
+if TYPE_CHECKING:
+    from minidist.parallel.hybrid.mesh import Mesh
+    from minidist.parallel.hybrid.plan import Plan
 
 PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
@@ -37,7 +39,7 @@ def load(name: str) -> Any:
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 
 
-def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GPT]:
+def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision, GPT]:
     """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh` share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
@@ -48,7 +50,7 @@ def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GP
     return precision, model
 
 
-def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any, precision: Precision,
+def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any, precision: Precision,
                   key: Callable[[Array, int], DropoutKey | None], recorder: Recorder,
                   loss: Callable[..., Any]) -> Strategy:
     """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
@@ -69,7 +71,7 @@ def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: st
     return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
 
 
-def make_local_steps(model: GPT, group: Group, plan: Plan, **options: Any) -> Strategy:
+def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> Strategy:
     """The strategy of ranks that meet seldom."""
     outer: Any = load("outers")[plan.outer]
     given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
@@ -86,7 +88,7 @@ def make_local_steps(model: GPT, group: Group, plan: Plan, **options: Any) -> St
     return load("streaming")(model, group, **streaming, **options)   # type: ignore[no-any-return]
 
 
-def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
+def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
     """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all"."""
     store = load(f"offload={plan.offload}")
     if plan.offload == "all":
@@ -94,7 +96,7 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
     return store(recorder=recorder) if plan.offload == "optimizer" else store()
 
 
-def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
+def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any = None,
                    **options: Any) -> DataAxis:
     """DDP or ZeRO, to train the replicas of a model or of a part of it.
 

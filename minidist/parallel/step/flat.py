@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.comm.chunks import bounds
+from minidist.comm.chunks import bounds, spans_within
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module
@@ -69,16 +69,6 @@ class Flat:
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
         return join(self.parameters, copy=copy)
-
-
-def spans_within(spans: Iterable[tuple[Parameter, range]], chunk: slice) -> Iterator[tuple[Parameter, slice, range]]:
-    """As Flat.chunk_spans, of any chunk, and of `spans` of parameters that lie one after another."""
-    start = 0
-    for parameter, part in spans:
-        first = min(max(start, chunk.start), chunk.stop)
-        last = max(first, min(start + len(part), chunk.stop))
-        yield parameter, slice(first - chunk.start, last - chunk.start), part[first - start:last - start]
-        start += len(part)
 
 
 def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, Array]]:

@@ -14,7 +14,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 
 
-class Run(NamedTuple):
+class GradientRun(NamedTuple):
     """What a scheme knows of a bucket, from the first step to the last.
 
     Attributes: spans: (parameter, which elements of it when flattened), one after another in the bucket.
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     verb: str
 
     @classmethod
-    def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "Run":
+    def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "GradientRun":
         """The bucket of some whole parameters."""
         return cls(tuple((p, range(p.size)) for p in parameters), group, verb)
 
@@ -50,7 +50,7 @@ class Scheme:
     """
 
     name = "none"
-    runs: Sequence[Run] = ()
+    runs: Sequence[GradientRun] = ()
 
     def __init__(self, algorithm: str = "ring") -> None:
         self.algorithm = algorithm
@@ -58,7 +58,7 @@ class Scheme:
         self.private: dict[str, Array] = {}
         self.counters: dict[str, Any] = {"steps": 0, "scale": 1.0}
 
-    def attach(self, runs: Sequence[Run]) -> None:
+    def attach(self, runs: Sequence[GradientRun]) -> None:
         """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
         self.runs = runs
 
@@ -77,6 +77,6 @@ class Scheme:
         """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's chunk of the sum."""
         return self.runs[index].group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
 
-    def sent_bytes(self, run: Run) -> int | None:
+    def sent_bytes(self, run: GradientRun) -> int | None:
         """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1: the numbers decide."""
         return None

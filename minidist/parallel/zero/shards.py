@@ -38,7 +38,7 @@ from minidist.optim.clip import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.scheme import Run, Scheme
+from minidist.parallel.step.scheme import GradientRun, Scheme
 from minidist.parallel.step.step import Loss
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -70,11 +70,11 @@ class HybridSharding:
         """Whether a flat has several copies."""
         return self.copies > 1 and flat.group is self.shard
 
-    def run(self, flat: Flat, chunk: slice | None = None) -> Run:
+    def run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
         """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over them."""
         if self.replicas is None or not self.divides(flat):
-            return Run.whole(flat.parameters, flat.group, "reduce_scatter")
-        return Run(tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce")
+            return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
+        return GradientRun(tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce")
 
     def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
