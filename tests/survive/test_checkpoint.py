@@ -100,7 +100,7 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("plan", "changes", "options"), [
-    pytest.param(*case, marks=[pytest.mark.soak] if number >= 7 else []) for number, case in enumerate(CASES)],
+    pytest.param(*case, marks=[pytest.mark.soak] if number >= 8 else []) for number, case in enumerate(CASES)],
     ids=[name_of(plan) + "".join(f" {key}" for key in options) for plan, _, options in CASES])
 def test_the_same_bits_as_undisturbed(plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any],
                                       tmp_path: Path) -> None:

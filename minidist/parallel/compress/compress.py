@@ -51,6 +51,9 @@ def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches
 SCHEMES = {
     "none": "minidist.parallel.step.scheme.Scheme",
     "fp16": "casts.make", "bf16": "casts.make", "8bit": "quantise.make", "4bit": "quantise.make",
+    "top-k": "sparse.make_top_k", "threshold": "sparse.make_threshold", "random-k": "random_k.make",
+    "sign": "sign.make", "1-bit": "one_bit_adam.make", "powersgd": "powersgd.make",
+    "predict": "predict.make", "adaptive": "adaptive.make",
 }
 """A scheme's name -> who makes it: a module of this folder and a callable `make(name, **options)`."""
 

@@ -21,9 +21,9 @@ Source:  Tang et al. 2021, "1-bit Adam", figure 3.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,38 @@ class Codec(ABC):
         return self.nbytes(count, kind)
 
 
-class TwoPhase(Scheme):
+class Phased(Pending):
+    """A sum on its way in two phases."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Wait for phase 1, and begin phase 2; nothing, if that is done."""
+
+
+class Chained(Scheme):
+    """Phase 2 of a bucket sets out when the next bucket of its group does, or in wait()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._previous: dict[int, Phased] = {}          # by group: the last exchange that set out
+
+    @abstractmethod
+    def exchange(self, index: int, bucket: Array, out: Array | None) -> Phased:
+        """Begin phase 1; `out`: of a reduce-scatter."""
+
+    def chain(self, index: int, bucket: Array, out: Array | None) -> Pending:
+        """Begin phase 1 of this bucket, then phase 2 of the one before; on one rank nothing."""
+        group = self.runs[index].group
+        if group.size == 1:
+            return Alone(bucket, out)
+        exchange = self.exchange(index, bucket, out)
+        previous, self._previous[group.id] = self._previous.get(group.id), exchange
+        if previous is not None:
+            previous.advance()
+        return exchange
+
+
+class TwoPhase(Chained):
     """Sums buckets by the exchange above.
 
     Args:    name: of the scheme; codec; feedback: keep errors; seed: of random numbers.
@@ -75,23 +106,22 @@ class TwoPhase(Scheme):
     def __init__(self, name: str, codec: Codec, *, feedback: bool, seed: int = 0) -> None:
         super().__init__()
         self.name, self.codec, self.feedback, self.seed = name, codec, feedback, seed
-        self._previous: dict[int, _Exchange] = {}        # by group: the last exchange that set out
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if not self.feedback or run.group.size == 1:
                 continue
-            self.errors[WORKER, index] = _zeros(run, run.size)
+            self.errors[WORKER, index] = zeros_for(run, run.size)
             if run.verb == "all_reduce":
                 start, stop = bounds(run.size, run.group.size)[run.group.rank:run.group.rank + 2]
-                self.errors[SERVER, index] = _zeros(run, stop - start)
+                self.errors[SERVER, index] = zeros_for(run, stop - start)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
-        return self._start(index, bucket, None)
+        return self.chain(index, bucket, None)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        return self._start(index, bucket, out)
+        return self.chain(index, bucket, out)
 
     def sent_bytes(self, run: GradientRun) -> int | None:
         sizes = [self.codec.nbytes(stop - start, widened(run.dtype))
@@ -99,33 +129,41 @@ class TwoPhase(Scheme):
         phases = 2 if run.verb == "all_reduce" else 1
         return -1 if min(sizes) < 0 else phases * (run.group.size - 1) * sum(sizes)
 
-    def _start(self, index: int, bucket: Array, out: Array | None) -> Pending:
-        group = self.runs[index].group
-        if group.size == 1:
-            return _Alone(bucket, out)
-        exchange = _Exchange(self, index, bucket, out)
-        previous, self._previous[group.id] = self._previous.get(group.id), exchange
-        if previous is not None:
-            previous.advance()
-        return exchange
+    def exchange(self, index: int, bucket: Array, out: Array | None) -> Phased:
+        return _Exchange(self, index, bucket, out)
+
+    def add_up(self, index: int, payloads: Sequence[Array], count: int, kind: np.dtype) -> Array:
+        """The sum of what the ranks sent of this rank's chunk, in rank order."""
+        total = self.codec.decode(payloads[0], count, kind)
+        for payload in payloads[1:]:
+            with np.errstate(over="ignore", invalid="ignore"):
+                total += self.codec.decode(payload, count, kind)
+        return total
 
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
         """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it begins in the bucket."""
-        run, chunk = self.runs[index], values
-        stream = f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}"
         error = self.errors.get((kind, index))
         if error is None:
-            return self.codec.encode(chunk, RandomStream(stream, self.seed, 0))
-        kept = error[first:first + len(chunk)]
-        kept += chunk
-        payload = self.codec.encode(kept, RandomStream(stream, self.seed, 0))
+            return self.codec.encode(values, self.draw(kind, index, number))
+        kept = error[first:first + len(values)]
+        kept += values
+        payload = self.codec.encode(kept, self.draw(kind, index, number))
         with np.errstate(invalid="ignore"):
-            kept -= self.codec.decode(payload, len(chunk), chunk.dtype)
+            kept -= self.codec.decode(payload, len(values), values.dtype)
         kept[~array_module(kept).isfinite(kept)] = 0        # of an overflow nothing is kept: the step is skipped
         return payload
 
+    def restore(self, index: int, first: int, chunk: Array) -> Array:
+        """The sum of a chunk, which begins at `first`, from what phase 2 has brought of it."""
+        return chunk
 
-class _Exchange(Pending):
+    def draw(self, kind: str, index: int, number: int) -> RandomStream:
+        """The random numbers for a chunk of this step."""
+        run = self.runs[index]
+        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
+
+
+class _Exchange(Phased):
     """The sum of one bucket on its way. Its phases begin in the calling thread."""
 
     def __init__(self, scheme: TwoPhase, index: int, bucket: Array, out: Array | None) -> None:
@@ -141,15 +179,11 @@ class _Exchange(Pending):
         self._finished = False
 
     def advance(self) -> None:
-        """Wait for phase 1; add; begin phase 2."""
         if self._first is None:
             return
         payloads, self._first = self._first.wait(), None
         start, stop = self.edges[self.group.rank:self.group.rank + 2]
-        total = self.codec.decode(payloads[0], stop - start, self.kind)
-        for payload in payloads[1:]:
-            with np.errstate(over="ignore", invalid="ignore"):
-                total += self.codec.decode(payload, stop - start, self.kind)
+        total = self.scheme.add_up(self.index, payloads, stop - start, self.kind)
         if self.out is None:
             payload = self.scheme.encode(SERVER, self.index, total, self.group.rank, 0)
             self._second = self.group.start_all_gather(payload, algorithm="ring")
@@ -164,7 +198,8 @@ class _Exchange(Pending):
             stream, at = self._second.wait(), 0
             for start, stop in pairwise(self.edges):
                 size = self.codec.length(stream[at:], stop - start, self.kind)
-                chunk = self.codec.decode(stream[at:at + size], stop - start, self.kind)
+                chunk = self.scheme.restore(self.index, start, self.codec.decode(stream[at:at + size], stop - start,
+                                                                                 self.kind))
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
         self._first, self._second, self._finished = None, None, True
@@ -177,7 +212,23 @@ class _Exchange(Pending):
         return self._first is None or self._first.done()
 
 
-class _Alone(Pending):
+class Then(Pending):
+    """A call under way, and what follows it once: `finish(its result)` returns the result of wait()."""
+
+    def __init__(self, call: Pending, finish: Callable[[Any], Array]) -> None:
+        self.call, self.finish = call, finish
+        self._result: Array | None = None
+
+    def wait(self) -> Array:
+        if self._result is None:
+            self._result = self.finish(self.call.wait())
+        return self._result
+
+    def done(self) -> bool:
+        return self.call.done()
+
+
+class Alone(Pending):
     """One rank has the sum already."""
 
     def __init__(self, bucket: Array, out: Array | None) -> None:
@@ -198,6 +249,7 @@ def widened(kind: np.dtype) -> np.dtype:
     return widen(np.empty(0, kind)).dtype
 
 
-def _zeros(run: GradientRun, size: int) -> Array:
+def zeros_for(run: GradientRun, size: int) -> Array:
+    """New numbers of a scheme's state, in the dtype in which the bucket is added up."""
     xp = array_module(run.spans[0][0].data)
     return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")

@@ -12,6 +12,7 @@ from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
+from minidist.optim import Optimizer
 
 
 class GradientRun(NamedTuple):
@@ -46,7 +47,8 @@ class Scheme:
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
                 of the bucket, or of the chunk that this rank sums up
-                private: further arrays that change from step to step; counters: numbers, equal on all ranks, as JSON
+                private: further arrays that change from step to step, in the gradients' units; counters: numbers, equal
+                on all ranks, as JSON
     """
 
     name = "none"
@@ -62,11 +64,17 @@ class Scheme:
         """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
         self.runs = runs
 
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Know the optimizer, once, before the first step; most schemes need not.
+
+        Raises:  ConfigError if the scheme works with another optimizer alone.
+        """
+
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and errors follow."""
+        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the state follows."""
         if scale != self.counters["scale"]:
-            for error in self.errors.values():
-                error *= scale / self.counters["scale"]
+            for kept in (*self.errors.values(), *self.private.values()):
+                kept *= scale / self.counters["scale"]
         self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:

@@ -22,7 +22,8 @@ def there_and_back(name: str, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@given(arrays.arrays(st.sampled_from(["float32", "float64"]), st.integers(0, 40), elements=st.floats(-6e4, 6e4, width=32)))
+@given(arrays.arrays(st.sampled_from(["float32", "float64"]), st.integers(0, 40),
+                     elements=st.floats(-6e4, 6e4, width=32)))
 def test_numbers_are_rounded_once(name: str, values: np.ndarray) -> None:
     result = there_and_back(name, values)
     assert result.dtype == values.dtype
