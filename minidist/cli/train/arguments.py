@@ -22,7 +22,7 @@ from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
-from minidist.parallel.hybrid.local_step_checks import OUTER_OPTIMIZERS
+from minidist.parallel.hybrid.local_step_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -160,7 +160,7 @@ def seldom(add: Add) -> None:
     add("--mix", type=fraction, default=0.0, metavar="A",
         help="what then stays of a rank's own weights: A × own + (1 - A) × common (default: 0)")
     add("--outer-compress", default="none", metavar="NAME",
-        help="how that way travels: a scheme of gradient compression, as 4bit (default: none)")
+        help=f"how that way travels: {', '.join(OUTER_SCHEMES)}, with options as those of --compress (default: none)")
 
 
 def memory(add: Add) -> None:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 OUTER_OPTIMIZERS = ("sgd", "nesterov")
 """What ranks that meet seldom make of the way that each has come (compress/outer.py)."""
 
+OUTER_SCHEMES = ("none", "fp16", "bf16", "8bit", "4bit")
+"""How the way that each has come travels: schemes that know nothing of gradients, layers or the inner optimizer."""
+
 OF_STREAMING: dict[str, Any] = {"fragments": 1, "delay": 0, "mix": 0.0, "outer_compress": "none"}
 OF_LOCAL_STEPS: dict[str, Any] = {"outer": "nesterov", "outer_lr": None, "outer_momentum": None, **OF_STREAMING}
 """Options of local steps alone, and what stands for none."""
@@ -36,6 +39,9 @@ def check_local_steps(plan: "Plan") -> None:
     if not 0 <= plan.mix < 1:
         raise PlanError(f"plan mix={plan.mix}: of a rank's own weights a part from 0 to less than 1 stays")
     _check_outer(plan)
+    if plan.outer_compress.partition(":")[0] not in OUTER_SCHEMES:
+        raise PlanError(f"plan outer_compress={plan.outer_compress}: choose one of {', '.join(OUTER_SCHEMES)}, with "
+                        f"its options")
     if plan.outer_compress != "none":
         try:
             load("compress")(plan.outer_compress)

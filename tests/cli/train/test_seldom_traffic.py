@@ -92,7 +92,7 @@ def test_stopped_and_resumed_it_has_the_same_bits(book: Path, tmp_path: Path, mo
     (["-n", "7", "--local-steps", "4"], "--batch 6: with --local-steps each of 7 ranks trains on its own sequences"),
     (["-n", "4", "--plan", "tp=2,dp=2", "--local-steps", "4"], "with tp=2: each rank trains a whole model by itself"),
     (["--fragments", "2"], "is for ranks that meet seldom; add local_steps=25"),
-    (["--local-steps", "4", "--outer-compress", "3bit"], "there is no scheme '3bit'"),
+    (["--local-steps", "4", "--outer-compress", "3bit"], "choose one of none, fp16"),
     (["--local-steps", "4", "--outer", "adam"], "--outer"), (["--local-steps", "4", "--mix", "1"], "--mix")])
 def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path,
                                monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

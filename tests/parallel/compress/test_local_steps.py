@@ -130,6 +130,7 @@ def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
     chunks = [len(chunk) for chunk in np.array_split(vector_of(new_model()), size)]
     once = sum(2 * m if name == "fp16" else 4 * -(-m // 64) + -(-m // 2) for m in chunks)
     assert sum(sum(rank["sent"]["dp"].values()) for rank in ranks) == 2 * 2 * (size - 1) * once
+    assert {rank["memory"]["communication"]["now"] for rank in ranks} == {0}
     assert len({rank["digest"] for rank in ranks}) == 1
 
 

@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from local_steps import new_model, reference, vector_of
 from training import global_batch, tiny, train
 
 import minidist as md
 from minidist.errors import ConfigError
 from minidist.optim import AdamW
+from minidist.parallel.compress import streaming
 from minidist.parallel.compress.local_steps import LocalSteps
 from minidist.parallel.compress.streaming import StreamingLocalSteps, fragment_sent
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -24,14 +27,17 @@ CASES = [{"every": 6, "fragments": 3}, {"every": 6, "fragments": 3, "delay": 1, 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_its_formula(size: int, case: dict[str, Any]) -> None:
-    """The common weights, each rank's own, and the losses, after two periods and a half."""
-    steps = case["every"] * 5 // 2
-    one = reference(size, steps=steps, **case)
+    check(size, case, steps=case["every"] * 5 // 2)
+
+
+def check(size: int, case: dict[str, Any], *, steps: int) -> None:
+    """The common weights, each rank's own, and the losses; the same bits on all ranks and in a second run."""
+    one = reference(size, steps=steps, sequences=9, **case)
 
     def rank(world: Any) -> tuple[np.ndarray, np.ndarray, list[float]]:
         plan = Plan(dp=size, local_steps=case["every"], **{name: case[name] for name in case if name != "every"})
         trainer = Trainer(plan, tiny(), world, seed=3, lr=1e-2, clip=0.5)
-        losses = [trainer.step(global_batch(step, 5, tiny())) for step in range(steps)]
+        losses = [trainer.step(global_batch(step, 9, tiny())) for step in range(steps)]
         own, common = vector_of(trainer.model), trainer.state_dict()
         trainer.close()
         return np.concatenate([np.ravel(common[name]) for name, _ in trainer.model.named_parameters()]), own, losses
@@ -41,9 +47,51 @@ def test_equals_its_formula(size: int, case: dict[str, Any]) -> None:
         np.testing.assert_allclose(common, one["common"], rtol=0, atol=BOUND)
         np.testing.assert_allclose(own, expected, rtol=0, atol=BOUND)
         np.testing.assert_allclose(losses, one["losses"], rtol=1e-12)
-        assert np.array_equal(common, ranks[0][0])          # the same bits on all ranks
+        assert np.array_equal(common, ranks[0][0])
         assert losses == ranks[0][2]
     assert np.array_equal(md.run(rank, size=size)[0][0], ranks[0][0])
+
+
+@st.composite
+def periods(draw: st.DrawFn) -> dict[str, Any]:
+    """H, F, τ and α."""
+    fragments, each = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    return {"every": fragments * each, "fragments": fragments, "delay": draw(st.integers(0, fragments * each - 1)),
+            "mix": draw(st.sampled_from([0.0, 0.3, 0.75]))}
+
+
+any_period = given(size=st.integers(1, 6), case=periods(), steps=st.integers(1, 20))
+
+
+@settings(max_examples=3)
+@any_period
+def test_any_period(size: int, case: dict[str, Any], steps: int) -> None:
+    check(size, case, steps=steps)
+
+
+@pytest.mark.soak
+@settings(max_examples=150)
+@any_period
+def test_very_many_periods(size: int, case: dict[str, Any], steps: int) -> None:
+    check(size, case, steps=steps)
+
+
+@pytest.mark.parametrize("bug", ["mixed the other way round", "mixed in a step late", "fragments change places"])
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = StreamingLocalSteps._merge
+    if bug == "mixed the other way round":
+        monkeypatch.setattr(StreamingLocalSteps, "_merge",
+                            lambda self, fragment, mix: merge(self, fragment, 1 - mix))
+    elif bug == "mixed in a step late":
+        init = StreamingLocalSteps.__init__
+        monkeypatch.setattr(StreamingLocalSteps, "__init__",
+                            lambda self, *args, delay, **options: init(self, *args, delay=delay + 1, **options))
+    else:
+        monkeypatch.setattr(streaming, "fragment_sent",
+                            lambda step, every, fragments: None if (sent := fragment_sent(step, every, fragments))
+                            is None else fragments - 1 - sent)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(2, {"every": 6, "fragments": 3, "delay": 1, "mix": 0.25}, steps=9)
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (25, 5), (100, 4)])
