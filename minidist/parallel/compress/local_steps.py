@@ -49,6 +49,7 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.compress.outer import OUTERS, Fragment, Outer, cut_fragments
+from minidist.parallel.compress.two_phase import Phased
 from minidist.parallel.step.flat import join, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -170,6 +171,9 @@ class LocalSteps(Strategy):
         room = account.current().hold(fragment.data - fragment.own, "communication")
         room *= share
         self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
+        for other in self.fragments:
+            if isinstance(other.pending, Phased):
+                other.pending.advance()     # its second phase belongs to its own step of the scheme
         self.scheme.begin_step()
         fragment.pending, fragment.room = self.scheme.start_all_reduce(fragment.number, room), room
 

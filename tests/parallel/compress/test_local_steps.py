@@ -208,7 +208,8 @@ def test_common_weights_that_differ_are_seen() -> None:
 # --------------------------------------------------------------------------------------------------------- a restart
 
 RESTARTS = [{"local_steps": 3}, {"local_steps": 4, "fragments": 2, "delay": 2, "mix": 0.25},
-            {"local_steps": 3, "outer": "sgd"}, {"local_steps": 2, "outer_compress": "bf16:feedback=yes"}]
+            {"local_steps": 3, "outer": "sgd"}, {"local_steps": 2, "outer_compress": "bf16:feedback=yes"},
+            {"local_steps": 4, "fragments": 4, "delay": 3, "outer_compress": "4bit:rounding=stochastic"}]
 
 
 @pytest.mark.parametrize("options", RESTARTS)
