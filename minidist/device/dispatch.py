@@ -44,6 +44,8 @@ TABLE = {
     "from_float8":         ("casts", "restore"),
     "quantise":            ("quantise", "quantise"),
     "restore_quantised":   ("quantise", "restore"),
+    "top_k":               ("selection", "top_k"),
+    "at_least":            ("selection", "at_least"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

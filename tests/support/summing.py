@@ -34,8 +34,8 @@ def gradients(rank: int, steps: int, size: int, kind: str = "float64") -> np.nda
     return np.asarray((random.normal(size=(steps, size)) + steady) * 10.0 ** random.uniform(-2, 1, size), kind)
 
 
-def sum_by(text: str, size: int, *, verb: str = "all_reduce", steps: int = 3, shapes: Sequence[tuple[int, ...]] = SHAPES,
-           kind: str = "float64", given: Callable[[int], np.ndarray] | None = None,
+def sum_by(text: str, size: int, *, verb: str = "all_reduce", steps: int = 3, kind: str = "float64",
+           shapes: Sequence[tuple[int, ...]] = SHAPES, given: Callable[[int], np.ndarray] | None = None,
            prepare: Callable[[Scheme], Any] = lambda scheme: None) -> Sums:
     """`size` threads sum `given(rank)` (steps, n), one bucket a step. `prepare` gets each rank's scheme first."""
     count = sum(int(np.prod(shape)) for shape in shapes)
@@ -80,7 +80,8 @@ def expected_bytes(text: str, size: int, verb: str, shapes: Sequence[tuple[int, 
                    kind: str = "float64") -> int | None:
     """What the scheme says of one sum."""
     def job(world: Any) -> int | None:
-        return scheme_of(text).sent_bytes(GradientRun.whole([Parameter(np.zeros(shape, kind)) for shape in shapes], world, verb))
+        parameters = [Parameter(np.zeros(shape, kind)) for shape in shapes]
+        return scheme_of(text).sent_bytes(GradientRun.whole(parameters, world, verb))
 
     result: int | None = md.run(job, size=size)[0]
     return result

@@ -7,8 +7,8 @@ Every `period` steps, from the second on, the ranks of a group tell each other t
     spread      the smallest density whose numbers hold `keep` of the squared length of what waits to be sent
 
     density     = min(what the link moves while the rank computes, spread), at least `least`
-    all         if the link moves everything meanwhile, or pairs would be more bytes than all numbers: buckets travel
-                whole, by an ordinary all-reduce. That is the scheme's advice not to compress
+    all         if the link moves everything meanwhile, or pairs would be more bytes than all numbers: then buckets
+                travel whole, by an ordinary all-reduce. That is the scheme's advice not to compress
 
     hide=1  keep=0.9  least=0.001  period=25  start=0.01 (the density until the first agreement)
 
@@ -16,7 +16,7 @@ All ranks of a group get the same bits in a step, but a second run measures othe
 The densities are state: a resumed run begins with those of the saved one.
 
 State: worker error, n numbers a rank.
-Cost:  as sparse.py's top-k at the present density, or 2(P-1) × s n for buckets that travel whole (reduce-scatter: half);
+Cost:  as sparse.py's top-k at the present density, or 2(P-1) × s n for what travels whole (reduce-scatter: half);
        and at an agreement P(P-1) × (2^17 + 24) bytes under `control`.
 
 notes:   N2 §10.1, §11.2
@@ -133,7 +133,7 @@ class Adaptive(TopK):
         with np.errstate(over="ignore", invalid="ignore"):
             total = error + widen(bucket)
         error[...] = 0
-        return total    # type: ignore[no-any-return]
+        return total
 
     def _agree(self, group: Group) -> float:
         """The density of a group's buckets, the same on all its ranks."""

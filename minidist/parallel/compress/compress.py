@@ -67,6 +67,8 @@ def scheme_of(text: str) -> Scheme:
     if name not in SCHEMES:
         raise ConfigError(f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}")
     if name == "none":
+        if rest:
+            raise ConfigError(f"compress {text!r}: none takes no options")
         return Scheme()
     module, _, function = SCHEMES[name].rpartition(".")
     make = getattr(import_module(f"minidist.parallel.compress.{module}"), function)

@@ -80,10 +80,8 @@ class OneBitAdam(TwoPhase):
         return Then(super().start_all_reduce(index, wide), partial(self._gradient, bucket, slots, old))
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        slots = [self._slots[parameter.name] for parameter, _ in run.spans if parameter.name in self._slots]
-        if not slots or min(slot.steps for slot in slots) < self.warmup:
-            return 2 * (run.group.size - 1) * run.size * run.dtype.itemsize
-        return super().sent_bytes(run)
+        """Not one number for all steps of a run: the warm-up sends more."""
+        return -1 if run.group.size > 1 else 0
 
     def _gradient(self, bucket: Array, slots: list[Any], old: Array, momentum: Array) -> Array:
         """The gradient from which Adam makes this momentum, into the bucket; `old`: b1 times the momentum before."""

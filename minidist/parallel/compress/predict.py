@@ -118,7 +118,7 @@ class Predict(TwoPhase):
         predicted = self.private[f"q.{index}"][first:first + len(sent)]
         total = predicted + sent
         self._learn(predicted, sent)
-        return total        # type: ignore[no-any-return]
+        return total
 
     def _learn(self, predicted: Array, sent: Array) -> None:
         """predicted += rate × sent, but for an overflow."""

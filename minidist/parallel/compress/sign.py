@@ -53,7 +53,7 @@ class Sign(Codec):
             rows = values[:inside].reshape(-1, block)
             rows *= scales[:inside // block, None]
             values[inside:] *= scales[inside // block:]         # the last block has fewer numbers, or there is none
-        return values       # type: ignore[no-any-return]
+        return values
 
     def nbytes(self, count: int, kind: np.dtype) -> int:
         return 4 * self._shape(count)[1] + -(-count // 8)

@@ -61,7 +61,7 @@ def unpack(stream: Array, at: int, kind: np.dtype, size: int) -> tuple[Array, Ar
     stop = middle + count * 4
     if count > size or stop > len(stream):
         raise CommError(f"a payload of {count} pairs for {size} numbers, {len(stream) - at} bytes; the ranks disagree")
-    return stream[middle:stop].view(np.uint32), stream[at + 4:middle].view(kind), stop
+    return stream[middle:stop].view(np.uint32), stream[at + 4:middle].copy().view(kind), stop       # copied: aligned
 
 
 def payload_bytes(count: int, kind: np.dtype) -> int:
@@ -171,7 +171,7 @@ class TopK(Sparse):
     def present_density(self) -> float:
         """The density of this step."""
         done = min(1.0, (max(self.counters["steps"], 1) - 1) / self.warmup) if self.warmup else 1.0
-        return max(self.density, FIRST_DENSITY) ** (1 - done) * self.density ** done
+        return float(max(self.density, FIRST_DENSITY) ** (1 - done) * self.density ** done)
 
     def choose(self, index: int, values: Array) -> Array:
         return selection.largest(values, count_of(self.present_density(), len(values)))

@@ -29,6 +29,7 @@ import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.parallel.step.scheme import GradientRun, Scheme
@@ -96,6 +97,11 @@ class Chained(Scheme):
             previous.advance()
         return exchange
 
+    def ended(self, exchange: Phased, group: Group) -> None:
+        """Nothing of this exchange is needed any more."""
+        if self._previous.get(group.id) is exchange:
+            del self._previous[group.id]
+
 
 class TwoPhase(Chained):
     """Sums buckets by the exchange above.
@@ -159,8 +165,8 @@ class TwoPhase(Chained):
 
     def draw(self, kind: str, index: int, number: int) -> RandomStream:
         """The random numbers for a chunk of this step."""
-        run = self.runs[index]
-        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{self.counters['steps']}", self.seed, 0)
+        run, step = self.runs[index], self.counters["steps"]
+        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0)
 
 
 class _Exchange(Phased):
@@ -203,6 +209,7 @@ class _Exchange(Phased):
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
         self._first, self._second, self._finished = None, None, True
+        self.scheme.ended(self, self.group)
         return self.bucket if self.out is None else self.out
 
     def done(self) -> bool:
@@ -246,7 +253,8 @@ class Alone(Pending):
 
 def widened(kind: np.dtype) -> np.dtype:
     """The dtype in which a bucket of dtype `kind` is added up."""
-    return widen(np.empty(0, kind)).dtype
+    found: np.dtype = widen(np.empty(0, kind)).dtype
+    return found
 
 
 def zeros_for(run: GradientRun, size: int) -> Array:

@@ -49,7 +49,7 @@ def test_warm_up_is_adam_bit_for_bit() -> None:
 
 
 def reference(given: np.ndarray, lr: float, b1: float, b2: float, eps: float) -> np.ndarray:
-    """Algorithm 1 of the paper, with Adam's corrections for the start: weights from 0 after all steps. given: (P, T, n)."""
+    """Algorithm 1 of the paper, with Adam's corrections for the start: weights from 0. given: (ranks, steps, n)."""
     size, steps, n = given.shape
     m, v, weights, worker, server = (np.zeros(shape) for shape in (n, n, n, (size, n), n))
     for step in range(1, steps + 1):

@@ -17,7 +17,8 @@ from minidist.parallel.compress.compress import scheme_of
 FEEDBACK = ["top-k:density=0.05", "top-k:density=0.02,warmup=5", "threshold:value=0.5", "random-k:density=0.05", "sign",
             "sign:block=16", "powersgd:rank=2", "predict", "predict:codec=sign,tolerance=0.9",
             "predict:codec=8bit,tolerance=0", "adaptive:period=4"]
-OTHERS = ["top-k:momentum=0.9", "top-k:feedback=no", "random-k:feedback=no", "sign:majority=yes", "powersgd:feedback=no"]
+OTHERS = ["top-k:momentum=0.9", "top-k:feedback=no", "random-k:feedback=no", "sign:majority=yes",
+          "powersgd:feedback=no"]
 VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
 
