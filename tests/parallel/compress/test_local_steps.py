@@ -212,8 +212,9 @@ RESTARTS = [{"local_steps": 3}, {"local_steps": 4, "fragments": 2, "delay": 2, "
             {"local_steps": 4, "fragments": 4, "delay": 3, "outer_compress": "4bit:rounding=stochastic"}]
 
 
-@pytest.mark.parametrize("options", RESTARTS)
-@pytest.mark.parametrize("asynchronous_save", [False, True])
+@pytest.mark.parametrize(("options", "asynchronous_save"), [
+    *((options, number % 2 == 1) for number, options in enumerate(RESTARTS)),
+    *(pytest.param(options, number % 2 == 0, marks=pytest.mark.soak) for number, options in enumerate(RESTARTS))])
 def test_goes_on_with_the_same_bits(options: dict[str, Any], asynchronous_save: bool, tmp_path: Path) -> None:
     """Saved between two meetings, with a fragment on its way."""
     def rank(world: Any, *, until: int, save: int = 0, load: bool = False) -> tuple[list[float], str, str]:

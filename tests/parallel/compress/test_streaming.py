@@ -24,8 +24,7 @@ CASES = [{"every": 6, "fragments": 3}, {"every": 6, "fragments": 3, "delay": 1, 
          {"every": 4, "fragments": 1, "delay": 2}, {"every": 4, "fragments": 4, "mix": 0.5}]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("size", "case"), [*zip((2, 3, 5, 2, 3, 5), CASES, strict=True)])
 def test_equals_its_formula(size: int, case: dict[str, Any]) -> None:
     check(size, case, steps=case["every"] * 5 // 2)
 
