@@ -6,8 +6,8 @@
 Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
 the pipeline's schedule, what is computed again, offload of the optimizer, and which axis lies inside nodes. Left out
 from the beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because such a
-plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, tensor parallelism wider
-than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, compressed gradients,
+tensor parallelism wider than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence

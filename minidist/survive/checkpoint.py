@@ -44,6 +44,7 @@ from minidist.parallel.hybrid.state_map import (
     merged_state,
     overlap,
     ranks_apart,
+    require_together,
     runs_of,
     set_small_state,
     small_state,
@@ -133,6 +134,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     """
     problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     try:
+        require_together(strategy)
         manifest = read_manifest(folder)
         about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")

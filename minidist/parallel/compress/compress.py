@@ -2,8 +2,29 @@
 
 The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a gradient in 16, 8 or
 4 bits, the largest hundredth of it, or its signs alone often train as well. What a scheme leaves out must not be lost:
-each rank keeps it as a *residual* and adds it to the next step's gradient (error feedback), so what is applied in the
-long run is the whole gradient, later.
+each rank keeps it as a *residual*, and adds it to the next step's gradient (error feedback). So what is applied in the
+long run is the whole gradient, later:
+
+    gradients of all steps  =  what was applied  +  what the residuals of all ranks hold now
+
+Of n float32 numbers, for an all-reduce over P ranks (exact formulas: in each module):
+
+    scheme       bytes that a rank sends          numbers that it keeps     what is left out of a step
+    none         2(P-1)/P × 4n                    0                         nothing
+    fp16, bf16   2(P-1)/P × 2n                    0                         digits beyond 11, 8
+    8bit, 4bit   2(P-1)/P × 1.03n, 0.53n          n + n/P                   digits below the scale of a block
+    sign         2(P-1)/P × 0.126n                n + n/P                   all but the sign
+    1-bit        as sign, after its warm-up       n + n/P                   all but the sign, of Adam's momentum
+    top-k        (P-1) × 8k                       n                         all but the k largest
+    threshold    (P-1) × 8k, k varies             n                         all that is small
+    adaptive     as top-k, k follows the link     n                         all but the k largest
+    random-k     2(P-1)/P × 4k                    n                         all but k, drawn anew
+    powersgd     2(P-1)/P × 4r (a + b)            n + r b                   of (a, b) matrices all beyond rank r
+    predict      as its codec, or a byte          3n + 2n/P                 what a forecast has right
+
+DDP sends its buckets by a scheme; ZeRO-1 and ZeRO-2 the reduce-scatter of gradients, half of those bytes, and their
+all-gather of weights stays as it is, because a replica must not drift; so ZeRO gains at most a factor of two. With
+several copies of ZeRO's state the sums between them are compressed, and those within a copy are not.
 
 notes:   N2 §10.1, §11.2, N3 §4, N4
 Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient Compression";

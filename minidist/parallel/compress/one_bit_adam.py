@@ -16,7 +16,7 @@ without variance (a row of a table that no warm-up step used) stays still, becau
     block=4096   numbers that share a scale; 0: the whole chunk, as in the paper
 
 State: worker and server errors, n + n/P numbers a rank. ZeRO divides the momentum, which every rank must read whole
-here, so the scheme is DDP's; and the optimizer is Adam or AdamW.
+here, so the scheme is DDP's (and that of ZeRO's sums over copies); and the optimizer is Adam or AdamW.
 
 Cost, ranks together: 2(P-1) × s n bytes in warm-up, s bytes a number; then as sign.py.
 

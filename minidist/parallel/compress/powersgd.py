@@ -15,7 +15,8 @@ gradients over the steps. Both sums are ordinary all-reduces, so the bytes of a 
                    whose parts differ push each other's errors up, even where r is so large that nothing is lost.)
     seed=0         of the first Q
 
-State: worker errors, and Q of each matrix: r b numbers, the same on all ranks.
+State: worker errors, and Q of each matrix: r b numbers, the same on all ranks. Every rank multiplies P and Q itself, so
+the same bits on all ranks need processors of one kind with one library of matrix products.
 
 Cost, ranks together, s bytes a number, u numbers as they are, matrices (a_i, b_i):
 
@@ -189,7 +190,8 @@ class _Products(Phased):
             self._multiply(whole)
         start, stop = bounds(len(whole), self.group.size)[self.group.rank:self.group.rank + 2]
         narrow(whole if self.out is None else whole[start:stop], result.dtype, result)
-        self._finished = True
+        self._second, self._finished = None, True
+        self.scheme.ended(self, self.group)
         return result
 
     def _multiply(self, whole: Array) -> None:

@@ -62,15 +62,20 @@ class Place(NamedTuple):
         return len(self.runs) == 1 and self.size == int(np.prod(self.shape, dtype=np.int64))
 
 
+def require_together(strategy: Strategy) -> None:
+    """Raise CheckpointError for a strategy whose ranks are never together between two steps."""
+    if strategy.asynchronous:
+        raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
+                              f"of the whole job can be saved or loaded; take synchronous updates")
+
+
 def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None) -> list[Place]:
     """What this rank has of the state, in the order of `state_arrays`.
 
     Args:    saved: the small state of a training of perhaps another plan: then what this rank takes of its state.
     Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
     """
-    if strategy.asynchronous:
-        raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
-                              f"of the whole job can be saved or loaded; take synchronous updates")
+    require_together(strategy)
     names, diverged = _names(strategy), strategy.diverged
     places, mark = [], "" if diverged is None else f"{OF_RANK}{diverged.rank}"
     for slot in optimizer.slots:

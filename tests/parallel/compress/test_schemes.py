@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from summing import SHAPES, expected_bytes, gradients, not_applied, sum_by
 
 from minidist.comm.chunks import bounds
@@ -27,15 +29,40 @@ N = sum(math.prod(shape) for shape in SHAPES)
 @pytest.mark.parametrize("text", FEEDBACK)
 def test_nothing_is_lost(text: str, verb: str) -> None:
     """Fifty steps: what was applied and what is kept are together what was given."""
-    given = partial(gradients, steps=50, size=N)
-    assert not_applied(sum_by(text, 3, verb=verb, given=given), verb, given) < 1e-12
+    numbers = partial(gradients, steps=50, size=N)
+    assert not_applied(sum_by(text, 3, verb=verb, given=numbers), verb, numbers) < 1e-12
+
+
+any_sum = given(text=st.sampled_from(FEEDBACK), verb=st.sampled_from(VERBS), size=st.integers(2, 8),
+                shapes=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple), min_size=1,
+                                max_size=4))
+
+
+@settings(max_examples=5, deadline=None)
+@any_sum
+def test_nothing_is_lost_of_any_shape(text: str, verb: str, size: int, shapes: list[tuple[int, ...]]) -> None:
+    check_sum(text, verb, size, shapes)
+
+
+@pytest.mark.soak
+@settings(max_examples=500, deadline=None)
+@any_sum
+def test_nothing_is_lost_of_very_many_shapes(text: str, verb: str, size: int, shapes: list[tuple[int, ...]]) -> None:
+    """The same, more often."""
+    check_sum(text, verb, size, shapes)
+
+
+def check_sum(text: str, verb: str, size: int, shapes: list[tuple[int, ...]]) -> None:
+    """Ten steps of one bucket."""
+    numbers = partial(gradients, steps=10, size=sum(math.prod(shape) for shape in shapes))
+    assert not_applied(sum_by(text, size, verb=verb, shapes=shapes, given=numbers), verb, numbers) < 1e-12
 
 
 @pytest.mark.parametrize("text", ["top-k:feedback=no", "random-k:feedback=no", "powersgd:feedback=no"])
 def test_without_feedback_much_is_lost(text: str) -> None:
-    given = partial(gradients, steps=50, size=N)
-    sums = sum_by(text, 3, given=given)
-    total = sum(given(rank).sum(axis=0) for rank in range(3))
+    numbers = partial(gradients, steps=50, size=N)
+    sums = sum_by(text, 3, given=numbers)
+    total = sum(numbers(rank).sum(axis=0) for rank in range(3))
     assert np.abs(sums.results[0].sum(axis=0) - total).max() > 0.1 * np.abs(total).max()
 
 
@@ -57,10 +84,10 @@ def test_one_rank_has_its_sum(text: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_fewer_numbers_than_ranks(text: str, verb: str) -> None:
-    given = partial(gradients, steps=30, size=3)
-    sums = sum_by(text, 5, verb=verb, given=given, shapes=((3,),))
+    numbers = partial(gradients, steps=30, size=3)
+    sums = sum_by(text, 5, verb=verb, given=numbers, shapes=((3,),))
     if text in FEEDBACK:
-        assert not_applied(sums, verb, given) < 1e-12
+        assert not_applied(sums, verb, numbers) < 1e-12
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -68,13 +95,13 @@ def test_fewer_numbers_than_ranks(text: str, verb: str) -> None:
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_an_overflow_is_seen_on_every_rank_and_then_forgotten(text: str, wrong: float, verb: str) -> None:
     """One number of one rank, in the first of three steps."""
-    def given(rank: int) -> np.ndarray:
-        numbers = gradients(rank, 3, N, "float32")
+    def numbers(rank: int) -> np.ndarray:
+        drawn = gradients(rank, 3, N, "float32")
         if rank == 1:
-            numbers[0, 100] = wrong
-        return numbers
+            drawn[0, 100] = wrong
+        return drawn
 
-    sums = sum_by(text, 3, verb=verb, kind="float32", given=given)
+    sums = sum_by(text, 3, verb=verb, kind="float32", given=numbers)
     first = [np.isfinite(result[0]).all() for result in sums.results]
     assert not any(first) if verb == "all_reduce" else not all(first)
     assert all(np.isfinite(result[1:]).all() for result in sums.results)
@@ -117,13 +144,13 @@ def test_bytes_are_the_formula(text: str, verb: str, size: int, kind: str) -> No
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_bytes_that_the_numbers_decide(size: int) -> None:
     """threshold: of the pairs that pass; a pair of a rank's own chunk stays at home. value=1, one step, no history."""
-    given = [gradients(rank, 1, N) for rank in range(size)]
-    passed = [np.flatnonzero(np.abs(numbers[0]) >= 1) for numbers in given]
+    own = [gradients(rank, 1, N) for rank in range(size)]
+    passed = [np.flatnonzero(np.abs(one[0]) >= 1) for one in own]
     assert all(0 < len(places) < N / 2 for places in passed)
-    whole, edges = sum_by("threshold:value=1", size, given=given.__getitem__), bounds(N, size)
+    whole, edges = sum_by("threshold:value=1", size, given=own.__getitem__), bounds(N, size)
     assert whole.bytes_on() == (size - 1) * sum(4 + 12 * len(places) for places in passed)
     away = sum(np.sum((places < edges[rank]) | (places >= edges[rank + 1])) for rank, places in enumerate(passed))
-    parts = sum_by("threshold:value=1", size, verb="reduce_scatter", given=given.__getitem__)
+    parts = sum_by("threshold:value=1", size, verb="reduce_scatter", given=own.__getitem__)
     assert parts.bytes_on() == size * (size - 1) * 4 + 12 * away
     assert expected_bytes("threshold:value=1", size, "all_reduce") == -1
 
