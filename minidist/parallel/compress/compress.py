@@ -54,14 +54,15 @@ def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
         for p, residual in zip(model.parameters(), residuals, strict=True):
-            residual += p.grad.reshape(-1)                              # 1 this gradient, and what was not sent before
+            gradient: Any = p.grad
+            residual += gradient.reshape(-1)                            # 1 this gradient, and what was not sent before
             k = max(1, round(density * p.size))
             chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])            # 2 where it is largest
             places = group.all_gather(chosen, algorithm="ring")                     # 3 send these alone
             values = group.all_gather(residual[chosen], algorithm="ring")
             residual[chosen] = 0                                                    # 4 the others stay here
-            p.grad[...] = 0
-            np.add.at(p.grad.reshape(-1), places, values)               # 5 the sum, in rank order: alike on all
+            gradient[...] = 0
+            np.add.at(gradient.reshape(-1), places, values)             # 5 the sum, in rank order: alike on all
         optimizer.step()
         optimizer.zero_grad()
 

@@ -118,7 +118,7 @@ class DDP(DataAxis):
         self._to_record = static
         self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
         self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
-        self.scheme = scheme or Scheme(algorithm)
+        self.scheme: Scheme = scheme or Scheme(algorithm)
         self._attach()
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,

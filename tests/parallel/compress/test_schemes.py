@@ -16,11 +16,13 @@ from minidist.errors import ConfigError
 from minidist.parallel.compress.adaptive import PROBE
 from minidist.parallel.compress.compress import scheme_of
 
-FEEDBACK = ["top-k:density=0.05", "top-k:density=0.02,warmup=5", "threshold:value=0.5", "random-k:density=0.05", "sign",
+FEEDBACK = ["fp16:feedback=yes", "bf16:feedback=yes", "8bit", "4bit", "8bit:block=6", "4bit:book=dynamic",
+            "4bit:rounding=stochastic,feedback=yes", "8bit:book=dynamic,rounding=stochastic,feedback=yes",
+            "top-k:density=0.05", "top-k:density=0.02,warmup=5", "threshold:value=0.5", "random-k:density=0.05", "sign",
             "sign:block=16", "powersgd:rank=2", "predict", "predict:codec=sign,tolerance=0.9",
             "predict:codec=8bit,tolerance=0", "adaptive:period=4"]
-OTHERS = ["top-k:momentum=0.9", "top-k:feedback=no", "random-k:feedback=no", "sign:majority=yes",
-          "powersgd:feedback=no"]
+OTHERS = ["fp16", "bf16", "8bit:rounding=stochastic", "4bit:feedback=no", "top-k:momentum=0.9", "top-k:feedback=no",
+          "random-k:feedback=no", "sign:majority=yes", "powersgd:feedback=no"]
 VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
 
