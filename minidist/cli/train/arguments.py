@@ -63,6 +63,16 @@ def save_steps(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
+def bucket_size(text: str) -> int | str:
+    """The value of --bucket-bytes. Raises: ArgumentTypeError."""
+    if text == AUTO:
+        return AUTO
+    size = number_of_bytes(text)
+    if not size:
+        raise argparse.ArgumentTypeError("a bucket holds at least one byte; write 1MiB, or auto")
+    return size
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
@@ -81,6 +91,9 @@ def _job(add: Add) -> None:
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
+    add("--bucket-bytes", type=bucket_size, metavar="SIZE|auto",
+        help="largest size of a bucket of gradients (default: 2MiB); auto: of the least exposed seconds, by the link's "
+             "latency and bandwidth that `minidist bench calibrate` measured")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--graph", action="store_true",
         help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
@@ -271,4 +284,7 @@ def _result(add: Add) -> None:
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
+    add("--why", action="store_true",
+        help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
+             "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
     add("--quiet", action="store_true", help="print nothing")

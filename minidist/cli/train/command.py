@@ -36,7 +36,10 @@ from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
+from minidist.observe.foresight import foresight
+from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
+from minidist.observe.why import typical_step, why
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
 
@@ -112,8 +115,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
     if lives is None:
-        timeline.follow(world.ledger)
-    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
+        timeline.follow(world.ledger, waits=args.why)
+    trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
     if lives is not None:
@@ -154,6 +157,10 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
     problem = None
     if world.rank == 0:
         assert timelines is not None
+        if args.why:
+            step = typical_step(timelines)
+            metrics["why"] = {"step": step, **why(record_step(timelines, step)),
+                              "foresight": foresight(timelines, step)}
         try:
             write_folder(settings.out, metrics, timelines, weights)
             if args.json:

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from minidist.cli.train import axis_traffic, central_traffic, compressed_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
+from minidist.observe.why_report import causes_line, foresight_line, headline, why_table
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
 Metrics = dict[str, Any]
@@ -32,8 +33,15 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     _print_memory(console, metrics)
     if metrics["steps"] and metrics["plan"]["offload"] != "none":
         _print_offload(console, metrics)
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
-                  markup=False, soft_wrap=True)
+    if "why" in metrics:
+        _rule(console, f"why step {metrics['why']['step']} took as long as it did")
+        console.print(headline(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(why_table(metrics["why"], title=""))
+        console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
+    pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
+    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), {pictures}, "
+                  "model.safetensors", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
+from minidist.comm.cost.bucket_size import best_bucket_bytes
+from minidist.comm.group import Group
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
-from minidist.device.backend import module_for
+from minidist.device.backend import dtype, module_for
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.room import training_bytes
@@ -30,7 +32,7 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
 """Options that are fields of MixtureConfig, besides --experts."""
 
 AUTO = "auto"
-"""The value of --save-every that has the interval computed."""
+"""The value of --save-every and --bucket-bytes that has it computed."""
 
 OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
 """Options that the ranks which a launcher of ours starts do not get."""
@@ -80,6 +82,20 @@ class Settings:
                  f"give at least {plan.workers}")
         return plan
 
+    def plan_on(self, world: Group) -> Plan:
+        """The plan for the ranks of a job that has met. With --bucket-bytes auto their link decides.
+
+        Raises:  ConfigError if the link was not measured.
+        """
+        plan = self.plan(world.size)
+        if self.args.bucket_bytes != AUTO:
+            return plan
+        if world.link is None:
+            fail(f"--bucket-bytes auto: what messages over {world.transport.name} cost was not measured; run `minidist "
+                 f"bench calibrate` first, or give a size")
+        itemsize = dtype(self.args.dtype if self.args.precision == "fp32" else "float16").itemsize
+        return replace(plan, bucket_bytes=best_bucket_bytes(itemsize * self.config.numbers, world.size, world.link))
+
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
         args = self.args
@@ -100,7 +116,9 @@ class Settings:
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options that are named like a field of Plan, but for those whose default depends on others."""
     given = {each.name: getattr(args, each.name) for each in fields(Plan)
-             if each.name not in ("staleness", "replicas") and hasattr(args, each.name)}
+             if each.name not in ("staleness", "replicas", "bucket_bytes") and hasattr(args, each.name)}
+    if isinstance(getattr(args, "bucket_bytes", None), int):
+        given["bucket_bytes"] = args.bucket_bytes
     if args.zero is None:
         given["zero"] = 3 if args.offload == "all" else 0
     return given
@@ -150,6 +168,9 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
     if args.save_async and not args.save_every:
         fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
+    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
+        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
+             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
