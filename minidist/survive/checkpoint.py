@@ -43,6 +43,7 @@ from minidist.parallel.hybrid.state_map import (
     Place,
     merged_state,
     overlap,
+    ranks_apart,
     require_together,
     runs_of,
     set_small_state,
@@ -141,6 +142,8 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
+        if (apart := ranks_apart(there)) != (0 if strategy.diverged is None else group.size):
+            raise CheckpointError(_apart(folder, apart))
         arrays = state_arrays(strategy, optimizer, changes=True, saved=state)
         read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
         set_small_state(strategy, optimizer, state, group.rank)
@@ -244,6 +247,14 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
     return Path(_agreed(group, problem, draft, folder)[0])
+
+
+def _apart(folder: Path, ranks: int) -> str:
+    """Why a checkpoint does not fit whose ranks had a state of their own, or which had none such."""
+    if not ranks:
+        return f"{folder}: was saved without local steps, and so without a state of each rank's own; go on without them"
+    return (f"{folder}: was saved with local steps by {ranks} ranks, each with a state of its own; go on with local "
+            f"steps on {ranks}")
 
 
 def _agreed(group: Group, problem: str, value: Any, folder: Path) -> list[Any]:

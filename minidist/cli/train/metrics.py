@@ -6,7 +6,7 @@ from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
-from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train import axis_traffic, central_traffic, seldom_traffic
 from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
 from minidist.cli.train.steps import Course
@@ -103,6 +103,8 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     plan = trainer.plan
     if plan.strategy != "ddp":
         return central_traffic.formula(trainer, batch)
+    if plan.local_steps is not None:
+        return seldom_traffic.formula(trainer)
     if plan.composed:
         return axis_traffic.formula(trainer, _data_formula(trainer, axis_traffic.collectives(trainer)), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))

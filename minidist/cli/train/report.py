@@ -100,8 +100,10 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
         _rule(console, "what each rank sent in a step, in bytes and messages, measured and by the scheme's formula")
         console.print(compressed_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
-        what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
-        _rule(console, f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula")
+        what = "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
+        if (every := metrics["plan"]["local_steps"]) is not None:
+            what = f"outer gradients in {plural(every, 'step')}"
+        _rule(console, f"what each rank sent for {what}, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
     if metrics["plan"]["compress"] != "none":
         console.print(compressed_traffic.saving(metrics), markup=False, soft_wrap=True)
@@ -169,15 +171,23 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     elsewhere = {"none": (), "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
                  "all": STATE}[plan["offload"]]
-    if plan["strategy"] == "parameter-server":
+    if plan["local_steps"] is not None:     # its own and the common weights; servers have the outer momentum
+        momentum = plan["strategy"] == "ddp" and (plan["outer"] == "nesterov" or bool(plan["outer_momentum"]))
+        held |= {"parameters": 2 * each.parameters, "optimizer": each.optimizer + momentum * each.parameters}
+    elif plan["strategy"] == "parameter-server":
         elsewhere = ("optimizer",)      # rank 0 is a worker
     return {category: 0.0 if category in elsewhere else held[category] for category in STATE}
+
+
+def periods(metrics: Metrics) -> float:
+    """Steps; with local steps from meeting to meeting, and a resumed run may begin between two."""
+    return float(metrics["steps"] / (metrics["plan"]["local_steps"] or 1))
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
     """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
-    whole = formula["sent_bytes"] // metrics["steps"] // (size - 1)     # gathered or reduced: at least 2Ψ
+    whole = int(formula["sent_bytes"] / periods(metrics)) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
         copies = f"{size // plan['shard']} copies of {plan['shard']} ranks"
         return f"by formula, {copies}", f"by formula, {copies}"
@@ -188,17 +198,17 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
-    size, steps, formula = metrics["size"], metrics["steps"], metrics["formula"]
+    size, steps, formula = metrics["size"], periods(metrics), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
     table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
     sent, messages = ([sum(count for axis, verbs in rank[kind].items() if axis != "control" for count in verbs.values())
-                       // steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
+                       / steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
     for rank in range(size):
-        table.add_row(str(rank), f"{sent[rank]:,}", exactly(share), f"{messages[rank]:,}",
+        table.add_row(str(rank), exactly(sent[rank]), exactly(share), exactly(messages[rank]),
                       exactly(formula["messages"] / steps / size), end_section=rank == size - 1)
-    table.add_row("all", f"{sum(sent):,}", f"{formula['sent_bytes'] // steps:,}", f"{sum(messages):,}",
-                  f"{formula['messages'] // steps:,}")
+    table.add_row("all", exactly(sum(sent)), exactly(formula["sent_bytes"] / steps), exactly(sum(messages)),
+                  exactly(formula["messages"] / steps))
     return table
 
 

@@ -76,7 +76,11 @@ class Settings:
             given["staleness"] = None if args.staleness < 0 else args.staleness
         if args.elastic and plan.copies == 1:
             given["compress"] = "none"      # of all ranks one is left on the data axis
-        return replace(plan, **{**plan_options(args), **given})
+        plan = replace(plan, **{**plan_options(args), **given})
+        if plan.local_steps is not None and args.batch < plan.workers:
+            fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
+                 f"give at least {plan.workers}")
+        return plan
 
     def plan_on(self, world: Group) -> Plan:
         """The plan for the ranks of a job that has met. With --bucket-bytes auto their link decides.
@@ -148,6 +152,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.local_steps is not None:
+        check_local_steps(args)
     if args.compress != "none" and args.verify:
         fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
@@ -175,6 +181,19 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
+
+
+def check_local_steps(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with --local-steps."""
+    every, rest = args.local_steps, args.steps % args.local_steps
+    if args.verify:
+        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+    if args.elastic:
+        fail("--elastic: with --local-steps a lost rank takes weights of its own with it; leave out one of the two")
+    if rest:
+        ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
+        fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
+             f"come of the last {rest}; choose {ways}")
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:

@@ -6,10 +6,10 @@
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on follows from the plan. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
-2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
-single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep), context
-(cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of
-them blocks may be checkpointed (activations.py).
+2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of parameter_server.py, or with local_steps= of chapter 21; one
+rank alone takes the step of single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline
+(pp), experts (ep), context (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on
+with this chapter. With any of them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -248,6 +248,7 @@ class Trainer:
         """
         plan.require(self.world.size, self.config)
         plan.require_model(self.config)
+        self.plan.require_change(plan)
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
         self.mesh.close(world=self.world is not self._launched)

@@ -7,6 +7,7 @@ from typing import Any
 from minidist.errors import PlanError
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
+from minidist.parallel.hybrid.option_checks import check_change
 from minidist.parallel.hybrid.plan_checks import (
     ATTENTIONS,
     AXES,
@@ -55,6 +56,11 @@ class Plan:
                 servers       of parameter-server: how many ranks of the data axis, the last
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
+                local_steps   each rank trains alone for so many steps, then all meet once (None: every gradient is
+                              summed); outer, outer_lr, outer_momentum: of the outer optimizer, one of OUTER_OPTIMIZERS
+                              (None: as published); fragments: how many parts the weights travel in; delay: steps that
+                              one is on its way; mix: how much of a rank's own weights then stays; outer_compress: how
+                              they travel (chapter 21)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
     Raises:     PlanError for a size below 1, an unknown word, and for options that do not go together.
     """
@@ -89,12 +95,21 @@ class Plan:
     servers: int = 1
     asynchronous: bool = False
     staleness: int | None = 2
+    local_steps: int | None = None
+    outer: str = "nesterov"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    outer_compress: str = "none"
 
     def __post_init__(self) -> None:
         plan_checks.check(self)
 
     require_model = plan_checks.check_model
     require = plan_checks.check_ranks
+    require_change = check_change
     savings = property(plan_checks.savings)
 
     # --------------------------------------------------------------------------------------------------- counting

@@ -6,12 +6,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.collectives.select import ALGORITHMS
-from minidist.errors import ConfigError, PlanError
+from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
-from minidist.parallel.compress.compress import scheme_of
-from minidist.parallel.hybrid import activation_checks
+from minidist.parallel.hybrid.option_checks import (
+    budget_misfits,
+    check_compress,
+    check_kept_inputs,
+    check_local_steps,
+)
 from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -52,11 +56,6 @@ OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "att
 """Options that depend on the sizes of the axes, and what stands for none."""
 
 
-def words(axes: Mapping[str, int]) -> str:
-    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
-    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
-
-
 def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
     """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises: PlanError."""
     given = order.split(",") if isinstance(order, str) else list(order)
@@ -94,6 +93,11 @@ def savings(plan: "Plan") -> str:
     return ", ".join(("raise it", *ways[:-1])) + f", or {ways[-1]}"
 
 
+def words(axes: Mapping[str, int]) -> str:
+    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
+    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
+
+
 def check(plan: "Plan") -> None:
     """Raise PlanError unless the plan's fields go together, whatever the model."""
     for axis, size in plan.axes.items():
@@ -107,8 +111,8 @@ def check(plan: "Plan") -> None:
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     axis_order(plan.order)
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_compress, _check_pipeline,
-                 _check_sequence, activation_checks.check):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, check_compress, _check_pipeline,
+                 _check_sequence, check_kept_inputs, check_local_steps):
         part(plan)
 
 
@@ -182,21 +186,6 @@ def _check_strategy(plan: "Plan") -> None:
         raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
 
 
-def _check_compress(plan: "Plan") -> None:
-    """A scheme that there is, and gradients that are summed by one."""
-    if plan.compress == "none":
-        return
-    try:
-        scheme_of(plan.compress)
-    except ConfigError as error:
-        raise PlanError(f"plan {error}") from None
-    why = {"sums gradients otherwise; use strategy=ddp": plan.strategy != "ddp",
-           "sends weights in every pass, and they must not lose digits; use zero=2": plan.zero == 3,
-           "has no ranks that sum gradients; use dp=2": plan.copies == 1}
-    for reason in (reason for reason, wrong in why.items() if wrong):
-        other = f"strategy={plan.strategy}" if plan.strategy != "ddp" else f"zero={plan.zero} on {words(plan.axes)}"
-        raise PlanError(f"plan compress={plan.compress} with {other}, which {reason}, or compress=none")
-
 
 def _check_pipeline(plan: "Plan") -> None:
     numbers = layer_numbers(plan.stage_layers)
@@ -264,7 +253,7 @@ def _or(other: tuple["Plan", str] | None) -> str:
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
-    yield from activation_checks.misfits(plan, config)
+    yield from budget_misfits(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
@@ -295,5 +284,7 @@ def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, 
                f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
     if plan.strategy != "ddp":
         yield f"strategy={plan.strategy}: no rank there adds up the experts' loads", "strategy=ddp"
+    if plan.local_steps is not None:
+        yield f"local_steps={plan.local_steps}: no rank there adds up the experts' loads", "local_steps=None"
     if plan.precision == "fp8":
         yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

@@ -47,6 +47,7 @@ class Strategy(ABC):
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
                 asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
+                diverged: of ranks with weights and state of their own (local steps): what they have in common.
                 scheme: how gradients travel, where a strategy lets one choose.
     """
 
@@ -56,6 +57,7 @@ class Strategy(ABC):
     recorder: Recorder
     parameters: list[Any]
     asynchronous = False
+    diverged: Any = None
     scheme: Scheme | None = None
 
     @property
