@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from minidist.grading import Result, expect, load_module
+from minidist.observe.events import Busy
 from minidist.observe.step_bound import lower_bound, plain_critical_path
 from minidist.observe.step_record import StepRecord
 from minidist.observe.what_if import Change, predict
@@ -15,12 +16,9 @@ from minidist.observe.why import exposed_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "23")
 STEP = lab.Job()
-PATHS = {"a step whose last bucket is waited for": STEP, "a step whose link is too slow": replace(STEP, bandwidth=5e8),
-         "a step with a slower rank": replace(STEP, slow=1.5),
-         "ZeRO-3 without prefetch": replace(STEP, strategy="zero3", ahead=0, slow=1.1)}
 BOUNDS = {"the last bucket is late": STEP, "the link is too slow": replace(STEP, bandwidth=5e8),
-          "one bucket in the middle is late": replace(STEP, late={3: 0.030}), "one late bucket at the begin":
-          replace(STEP, late={0: 0.070})}
+          "one bucket in the middle is late": replace(STEP, late={3: 0.030}),
+          "the first bucket is late": replace(STEP, late={0: 0.070})}
 WHOLE = replace(STEP, bucket=STEP.layers * STEP.layer_bytes)
 
 CUT_FROM = (plain_critical_path,)
@@ -38,39 +36,57 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _priorities(exercise)
 
 
-def rounded(path: Any) -> list[tuple[Any, ...]]:
-    """The parts of a path in milliseconds; of what two ranks do alike, either may be named."""
-    return [(part[0], round(1e3 * part[2], 6), round(1e3 * part[3], 6)) for part in path]
+def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
+    """Name, record, the mistake and the advice of each path."""
+    yield ("a step whose last bucket is waited for", lab.run(STEP), "a path that misses the call",
+           "the rank stood still for a call that ended after its wait began: section 1 (holes 2 and 3)")
+    yield ("a step whose link is too slow", lab.run(replace(STEP, bandwidth=5e8)), "a path that misses the queue",
+           "the last call that was waited for, then those before it on the link: section 1 (holes 2 and 3)")
+    yield ("a step with a slower rank", lab.run(replace(STEP, slow=1.5)), "a path through the wrong rank",
+           "it begins at the last rank to end: section 1 (hole 1)")
+    yield ("backward slow on rank 1, the update on rank 0", two_slow(), "a path that stays on its rank",
+           "a call begins when its last rank has asked for it: section 1 (hole 4)")
+    yield ("ZeRO-1, whose later weights are there in time", lab.run(replace(STEP, strategy="zero1")),
+           "a path through a call that nobody stood still for",
+           "it had ended before the wait began: section 1 (hole 2)")
+    yield ("ZeRO-3 without prefetch", lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)), "a path with gaps",
+           "each part ends where the next one begins: section 1")
 
 
-def walked(exercise: ModuleType, record: StepRecord) -> Any:
-    """The student's path, given up where it turns in a circle."""
-    steps, before = 0, record.before
+def two_slow() -> StepRecord:
+    """Rank 1 comes to the buckets last, rank 0 ends last."""
+    programs = [lab.Program(STEP, 1.0), lab.Program(STEP, 1.5)]
+    for program in programs:
+        lab.ddp(program)
+    programs[0].events[-1] = Busy(0.010, "optimizer")
+    record: StepRecord = lab.play([program.events for program in programs], STEP)
+    return record
 
-    class Counted(StepRecord):
-        @property
-        def begin(self) -> float:
-            nonlocal steps
-            steps += 1
-            if steps > 1000:
-                raise RuntimeError("the path never reaches the begin of the step; `now` has to go back in each round")
-            return min(start for start, _ in self.windows)
 
-    assert before is not None
-    return exercise.plain_critical_path(Counted(record.windows, record.calls, record.waits, record.work))
+def rounded(path: Any, *, ranks: bool) -> list[tuple[Any, ...]]:
+    """The parts of a path in milliseconds; where ranks do alike, either may be named."""
+    return [(part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6)) for part in path]
+
+
+class Counted(StepRecord):
+    """A record that gives up a path that turns in a circle."""
+
+    asked = 0
+
+    @property
+    def begin(self) -> float:
+        self.asked += 1
+        if self.asked > 1000:
+            raise RuntimeError("the path never reaches the begin of the step; `now` has to go back in each round")
+        return super().begin
 
 
 def _paths(exercise: ModuleType) -> Iterator[Result]:
-    advice = {"a step whose last bucket is waited for": ("a path that misses the call", "the rank stood still for a "
-              "call that ended after its wait began: section 1 (holes 2 and 3)"),
-              "a step whose link is too slow": ("a path that misses the queue", "the last call that was waited for, "
-              "then those before it on the link: section 1 (holes 2 and 3)"),
-              "a step with a slower rank": ("a path through the wrong rank", "the last rank to end; and a call begins "
-              "when its last rank has asked for it: section 1 (holes 1 and 4)"),
-              "ZeRO-3 without prefetch": ("a path with gaps", "each part ends where the next one begins: section 1")}
-    for name, job in PATHS.items():
-        record = lab.run(job)
-        yield expect(name, rounded(plain_critical_path(record)), rounded(walked(exercise, record)), *advice[name])
+    for name, record, mistake, advice in paths():
+        counted = Counted(record.windows, record.calls, record.waits, record.work)
+        ranks = len(set(record.windows)) > 1
+        yield expect(name, rounded(plain_critical_path(record), ranks=ranks),
+                     rounded(exercise.plain_critical_path(counted), ranks=ranks), mistake, advice)
 
 
 def _bounds(exercise: ModuleType) -> Iterator[Result]:
@@ -88,8 +104,8 @@ def _causes(exercise: ModuleType) -> Iterator[Result]:
     """Of the wait for one bucket: the library's causes of the same wait."""
     cases = {"one bucket, a slower rank": (replace(WHOLE, slow=1.5), 0, "slower rank"),
              "one bucket, ranks alike": (WHOLE, 0, "late bucket"),
-             "two buckets, the first one large": (replace(STEP, layers=2, bucket=4_000_000, late={0: 0.002},
-                                                          bandwidth=5e8), 1, "link busy")}
+             "two buckets, over a slow link": (replace(STEP, layers=2, late={0: 0.002}, bandwidth=5e8), 1,
+                                               "link busy")}
     for name, (job, number, cause) in cases.items():
         record = lab.run(job)
         call = record.calls[number]

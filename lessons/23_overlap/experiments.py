@@ -232,11 +232,11 @@ def first_come(job: Job, slices: int) -> StepRecord:
     return play([events, events], job)
 
 
-# ------------------------------------------------------------------------------------------------- steps that really run
+# ------------------------------------------------------------------------------------------------ steps that really run
 
 CONFIG = GPTConfig(vocabulary=11, context=6, layers=5, width=16, heads=2, dtype="float64")
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)            # bytes of a block's gradients: a bucket each
-FORWARD, BACKWARD, REDUCE = 0.008, 0.016, 0.010     # seconds of a block, asleep, and of its all-reduce on two ranks
+FORWARD, BACKWARD, REDUCE = 0.010, 0.020, 0.012     # seconds of a block, asleep, and of its all-reduce on two ranks
 HELD = 2                                        # the bucket that is held back
 
 
@@ -247,19 +247,19 @@ class BackToFront(GPT):
         return reversed(list(super().parameters()))
 
 
-def recorded(group: Group, broken: Mapping[str, Any] | None = None) -> list[Timeline]:
-    """Four steps of DDP on every rank, on rank 0; else an empty list. Each block sleeps, so that ranks need no cores.
+def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: int = 4) -> list[Timeline]:
+    """Steps of DDP of every rank, on rank 0; else an empty list. Each block sleeps, so that ranks need no cores.
 
-    Args:    broken: "model": the class of the model. "bucket": its bytes. "hold": seconds for which rank 0 keeps the
-             first message of bucket HELD back, in every step.
+    Args:    broken: "model": its class. "hold": seconds for which rank 0 keeps the first message of bucket HELD back,
+             in every step.
     """
-    options: dict[str, Any] = {"model": GPT, "bucket": BLOCK, "hold": 0.0, **(broken or {})}
+    options: dict[str, Any] = {"model": GPT, "hold": 0.0, **(broken or {})}
     network, timeline = options["model"](CONFIG), Timeline(group.rank)
     network.initialize(seed=0)
     ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
     with delayed(group, alpha=50e-6, beta=REDUCE / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
-        strategy = DDP(network, slow, recorder=timeline, bucket_bytes=options["bucket"])
+        strategy = DDP(network, slow, recorder=timeline, bucket_bytes=BLOCK)
         for block in network.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
@@ -272,7 +272,7 @@ def recorded(group: Group, broken: Mapping[str, Any] | None = None) -> list[Time
             return send(*args, **named)
 
         slow.transport.start_send = held        # type: ignore[method-assign]
-        for step in range(4):
+        for step in range(steps):
             sent = itertools.count()
             with timeline.span("step", step=step):
                 strategy.step((ids[:, :-1], ids[:, 1:]), optimizer)

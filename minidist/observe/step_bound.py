@@ -1,7 +1,9 @@
 """Chapter 23 · How short a recorded step could be, and what made it as long as it was.
 
 The critical path is the chain of work and transfers that ends with the step, each waiting for the one before it:
-plain_critical_path walks it back over the record. The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in the way that need not:
+plain_critical_path walks it back over the record.
+
+The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in the way that need not:
 a call holds no other up, and weights set out as soon as they are there. Two things are left:
 
     the longest chain    work | transfer of the last bucket | work
