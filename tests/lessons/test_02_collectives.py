@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
 
+from minidist.comm.cost import volume
+
+STORY = find("02").part("README.md").read_text(encoding="utf-8")
 RIGHT = right("02")
 WRONG = {
     "root ignored": {1: "group.rank", 3: "place + distance", 4: "place - distance"},
@@ -20,6 +24,20 @@ WRONG = {
     "half of the way": {9: "levels * (alpha + nbytes * beta)"},
     "whole tensors round the ring": {10: "2 * (size - 1) * (alpha + nbytes * beta)"},
 }
+
+
+def test_what_pairwise_and_bruck_wait_for_on_64_ranks() -> None:
+    """Quiz 5's answer, by the formulas that lesson and ledgers are compared with."""
+    pairwise, bruck = (volume.FORMULAS["all_to_all", way] for way in ("pairwise", "bruck"))
+    assert (pairwise.steps, bruck.steps) == ("1", "ceil(log2 P)")
+    answer = " ".join(STORY[STORY.index("5. Bruck's"):].split())
+    assert "The library's waits for one, because" in answer and "Bruck's waits for 6." in answer
+    assert "with 64 ranks 6 instead of 63" in answer
+
+
+def test_the_letters_of_the_costs_are_told_before_they_are_used() -> None:
+    told = STORY.index("Letters, here and in all lessons: **P** ranks")
+    assert [use for use in ("`(P-1) n`", "waits one α", "β seconds") if STORY.index(use) < told] == []
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:
