@@ -1,13 +1,13 @@
 """Every figure of the lessons, drawn by one command; and the figures that are older than the code they show.
 
     python -m minidist.lessons.drawn                  # which are older, and what has changed since
-    python -m minidist.lessons.drawn --redraw 03 07   # record runs and draw in place, Mermaid blocks of stories too; or: all
+    python -m minidist.lessons.drawn --redraw 03 07   # record runs and draw in place, Mermaid blocks too; or: all
     python -m minidist.lessons.drawn --same 03        # looked at: the change does not show in the picture
     python -m minidist.lessons.drawn --later 07       # known to be older: to be redrawn on a quiet machine
 
-A figure shows the code of its script, of the files that the script loads from its lesson, and of the modules in the head
-of the story. Comments, docstrings and blank lines do not count. `drawn.json` keeps a digest of each of these files from
-the time of the drawing, and of each picture; a test compares them.
+A figure shows the code of its script, of the files that the script loads from its lesson, and of the modules in the
+head of the story. Comments, docstrings and blank lines do not count. `drawn.json` keeps a digest of each of these files
+from the time of the drawing, and of each picture; a test compares them.
 """
 
 import argparse

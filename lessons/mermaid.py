@@ -24,7 +24,8 @@ def _pie(lines: list[str]) -> list[str]:
     parts = [(name, float(value)) for line in lines[1:] for name, value in re.findall(r'"(.*)" *: *([\d.]+)', line)]
     width, total = max(len(name) for name, _ in parts), sum(value for _, value in parts)
     return [lines[0].removeprefix("pie title").strip(),
-            *(f"  {name:{width}} {100 * value / total:3.0f} % {'█' * round(40 * value / total)}" for name, value in parts)]
+            *(f"  {name:{width}} {100 * value / total:3.0f} % {'█' * round(40 * value / total)}".rstrip()
+              for name, value in parts)]
 
 
 def _sequence(lines: list[str]) -> list[str]:

@@ -20,7 +20,8 @@ from minidist.comm.transports.throttled import delayed
 from minidist.grading import load_module, sent_since, totals
 from minidist.observe.events import GroupCall
 from minidist.observe.records import gather_records
-from minidist.simulate.cluster import Cluster, Device
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.device import Device
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.walk import call_cost
 
@@ -181,13 +182,15 @@ def best_when(group: Group, page: Page) -> None:
         clock = {name: on_the_clock(group.size, name, 8 * length, **SMALL_LINK) for name in rows}
         for name, row in rows.items():
             took = seconds(group, name, length, **SMALL_LINK, repeats=1)
-            row += [f"{1e3 * clock[name]:.1f}{' *' * (clock[name] <= 1.001 * min(clock.values()))}", f"{1e3 * took:.0f}"]
+            star = " *" * (clock[name] <= 1.001 * min(clock.values()))
+            row += [f"{1e3 * clock[name]:.1f}{star}", f"{1e3 * took:.0f}"]
     page.table(f"all_reduce on {group.size} ranks, α = 2 ms, β = 2 ms / 64 KiB: milliseconds",
                ["", *(title for length in lengths for title in (length, "took"))],
                [[name, *row] for name, row in rows.items()],
-               note="first by a clock of its own, on which only α and β take time: the algorithm's own messages, walked by "
-                    "minidist/simulate/walk.py. took: wall time over delayed links, on this machine as busy as it is. * the "
-                    "fastest of its column by the clock: none is best at every length, nor is the optimum of N4:135")
+               note="first by a clock of its own, on which only α and β take time: the algorithm's own messages, "
+                    "walked by minidist/simulate/walk.py. took: wall time over delayed links, on this machine as busy as "
+                    "it is. * the fastest of its column by the clock: none is best at every length, nor is the optimum "
+                    "of N4:135")
 
 
 def on_the_clock(size: int, algorithm: str, nbytes: int, *, alpha: float, beta: float) -> float:

@@ -172,12 +172,13 @@ def no_bound() -> None:
         updates, ends = lab.on_a_clock(12, [1.0, 1.0, SLOW], bound)
         late = [number - update.versions[0] for number, update in enumerate(updates) if update.worker == 2]
         last = next(end for update, end in zip(updates, ends, strict=True) if (update.worker, update.step) == (0, 11))
-        print(f"staleness {bound if bound is not None else 'any'}, on a clock on which a step takes workers 0 and 1 one "
-              f"second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} s; the slow worker's updates "
-              f"are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}")
+        print(f"staleness {bound if bound is not None else 'any'}, on a clock on which a step takes workers 0 and 1 "
+              f"one second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} s; the slow worker's "
+              f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}")
         ranks = lab.job(3, steps=12, slow={2: NAP}, asynchronous=True, staleness=bound)
         late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
-        print(f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after {1e3 * ranks[0]['ends'][-1]:.0f} ms; late by {late}")
+        print(f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after {1e3 * ranks[0]['ends'][-1]:.0f} ms; "
+              f"late by {late}")
 
 
 def lose_a_worker() -> None:

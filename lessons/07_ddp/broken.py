@@ -73,7 +73,7 @@ def different_seeds() -> None:
 
 
 def one_bucket() -> None:
-    """Everything in one bucket: nothing can start before backward ends. Counted in bytes; then in milliseconds, here."""
+    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, and in milliseconds here."""
 
     def waited(group: Group, bucket_bytes: int) -> tuple[list[int], float]:
         timeline, model = Timeline(group.rank), lab.new_model(lab.TIMED)
@@ -87,8 +87,8 @@ def one_bucket() -> None:
     for name, bucket_bytes in (("one bucket for everything", 1 << 30),
                                (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
         sizes, waiting = md.run(waited, bucket_bytes, size=2, transport="tcp")[0]
-        print(f"{name}: {sizes[-1] / sum(sizes):.0%} of the gradients' bytes set out with backward's last gradient, when "
-              f"nothing is left to hide them; {waiting:.1f} ms of waiting after backward, on this machine as busy as it is")
+        print(f"{name}: {sizes[-1] / sum(sizes):.0%} of the gradients' bytes set out with backward's last gradient, "
+              f"when nothing is left to hide them; {waiting:.1f} ms of waiting after backward, on this machine")
 
 
 def step_early() -> None:

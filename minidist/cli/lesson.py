@@ -70,7 +70,7 @@ def _list(file: str | None) -> int:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: minidist check did\n"
+    console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: its check, when\n"
                   "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
                   style="dim")
     if file:

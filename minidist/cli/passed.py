@@ -1,4 +1,4 @@
-"""Which lessons' checks this user has passed, and when: passed.json beside the profile of `minidist bench calibrate`."""
+"""Which lessons' checks this user has passed, and when: passed.json beside the profile of `bench calibrate`."""
 
 import json
 import time
@@ -20,7 +20,7 @@ def when() -> dict[str, str]:
 
 
 def keep(lesson: str) -> None:
-    """Note that the lesson's check passed today. A home that cannot be written to keeps nothing, and grades all the same."""
+    """Note that the lesson's check passed today; a home that cannot be written to keeps nothing."""
     path = profile_path().with_name(FILE)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ def test_a_broken_run_from_the_command(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("out", [["--out", "new/folder"], []])
-def test_a_figure_goes_to_a_folder_of_the_users(out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_goes_to_a_folder_of_the_users(
+        out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is made; the lesson's own figure is never written over."""
     given: list[list[str]] = []
     monkeypatch.chdir(tmp_path)

@@ -33,7 +33,8 @@ def test_only_rank_0_prints_and_saves(tmp_path: Path) -> None:
 
 def test_headers_and_cells_break_between_words_at_80_columns() -> None:
     out = io.StringIO()
-    titles = ["rank and its neighbours", "messages measured", "messages predicted", "bytes measured", "bytes predicted", ""]
+    titles = ["rank and its neighbours", "messages measured", "messages predicted", "bytes measured",
+              "bytes predicted", ""]
     Page(SimpleNamespace(rank=0), Console(file=out, width=80)).table(
         "Title", titles, [["hierarchical all_reduce, with a long description of where it runs", 1, 2, 3, 4, "ok"]])
     for word in [*" ".join(titles).split(), "hierarchical", "description"]:
