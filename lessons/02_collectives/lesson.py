@@ -188,9 +188,8 @@ def best_when(group: Group, page: Page) -> None:
                ["", *(title for length in lengths for title in (length, "took"))],
                [[name, *row] for name, row in rows.items()],
                note="first by a clock of its own, on which only α and β take time: the algorithm's own messages, "
-                    "walked by minidist/simulate/walk.py. took: wall time over delayed links, on this machine as busy as "
-                    "it is. * the fastest of its column by the clock: none is best at every length, nor is the optimum "
-                    "of N4:135")
+                    "walked by minidist/simulate/walk.py. took: wall time over delayed links, on this machine as it is. "
+                    "* the fastest by the clock: none is best at every length, nor is the optimum of N4:135")
 
 
 def on_the_clock(size: int, algorithm: str, nbytes: int, *, alpha: float, beta: float) -> float:
