@@ -1,19 +1,19 @@
 """Energy counters of the hardware: RAPL's of processors, by the powercap tree, and NVML's of GPUs.
 
-    with_gpu = open_counters("cuda", gpu=bus_id)
-    with_gpu.read()                     # {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000}, microjoules since opened
+    counters = open_counters("cuda", gpu=bus_id)
+    counters.read()                     # {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000}, microjoules since opened
 
 /sys/class/powercap holds a folder a zone, here of a host with two sockets:
 
-    intel-rapl:0        package-0       a socket: its cores, caches and memory controller      counted
-    intel-rapl:0:0      core            inside package-0                                       not counted again
-    intel-rapl:0:1      dram            memory modules, outside the package                    counted
-    intel-rapl:1        package-1       the other socket                                       counted
-    intel-rapl:2        psys            the whole board, packages included                     not counted again
-    intel-rapl-mmio:0   package-0       the same counter by another register                   not counted again
+    intel-rapl:0        package-0   a socket: its cores, caches and memory controller   counted
+    intel-rapl:0:0      core        inside package-0                                    not counted again
+    intel-rapl:0:1      dram        memory modules, outside the package                 counted
+    intel-rapl:1        package-1   the other socket                                    counted
+    intel-rapl:2        psys        the whole board, packages included                  not counted again
+    intel-rapl-mmio:0   package-0   the same counter by another register                not counted again
 
-A counter of a zone is `energy_uj`. It runs up to `max_energy_range_uj` and begins again at 0, after some minutes at full
-power (65 kJ and 500 W: 131 s). So it has to be read at least once in that time: a rank reads it at the end of each step.
+The counter of a zone is `energy_uj`. It runs up to `max_energy_range_uj` and begins again at 0, after minutes at full
+power (65 kJ and 500 W: 131 s). A rank reads it at the end of each step, so a step must not last longer than that.
 
 Source: Khan et al. 2018, RAPL in Action (what each zone holds); Linux, Documentation/power/powercap/powercap.rst.
 """

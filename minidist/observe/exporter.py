@@ -33,7 +33,8 @@ class Exporter:
         try:
             self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
         except OSError as error:
-            raise ConfigError(f"--metrics-port {port}: {error.strerror}; choose another port, or leave it out") from error
+            raise ConfigError(f"--metrics-port {port}: {error.strerror}; choose another port, or leave it "
+                              "out") from error
 
     def show(self, state: StepState) -> None:
         """From now on a scrape sees this state."""

@@ -4,8 +4,8 @@
     log.write(StepState(step=1, …))             # one write() of less than MOST_BYTES
     read_step_log(run / "metrics.jsonl")        # while the run writes it, or after it was killed
 
-A killed run leaves whole lines, but for the last, which may be torn. A reader leaves a torn line out. A run that goes on
-from a checkpoint appends: it makes some steps again, and the later line of a step holds.
+A killed run leaves whole lines; only the last may be torn, and a reader leaves it out. A run that goes on from a
+checkpoint appends: it makes some steps again, and the later line of a step holds.
 """
 
 import json
@@ -25,9 +25,9 @@ MOST_BYTES = 1024
 class StepState:
     """What one rank knows after a step.
 
-    Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so far, by axis and verb;
-                memory: bytes that it holds now, by category, with "total"; joules: so far, from `energy_source`: of its
-                counters, or its estimate.
+    Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so far, by axis and
+                verb; memory: bytes that it holds now, by category, with "total"; joules: so far, from `energy_source`:
+                of its counters, or its estimate.
     """
 
     step: int

@@ -58,8 +58,9 @@ def test_two_packages_and_their_memory_are_counted_once(tree: Path) -> None:
                            ("intel-rapl-mmio:0", 50), ("intel-rapl:2", 90)):
         spend(tree, folder, joules)
     assert meter.read() == 77 and meter.source == "rapl" and meter.problem is None
-    assert meter.record()["microjoules"] == {f"{host_id()}/package-0": 50_000_000, f"{host_id()}/package-0/dram": 7_000_000,
-                                             f"{host_id()}/package-1": 20_000_000, f"{host_id()}/package-1/dram": 0}
+    host = host_id()
+    assert meter.record()["microjoules"] == {f"{host}/package-0": 50_000_000, f"{host}/package-0/dram": 7_000_000,
+                                             f"{host}/package-1": 20_000_000, f"{host}/package-1/dram": 0}
     meter.stop()
 
 

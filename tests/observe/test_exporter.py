@@ -52,8 +52,9 @@ def test_its_own_parser_reads_the_text(served: tuple[Exporter, int]) -> None:
         ("minidist_step",): 3, ("minidist_steps",): 9, ("minidist_loss",): 2.5, ("minidist_step_seconds",): 0.125,
         ("minidist_tokens_per_second",): 2048, ("minidist_sent_bytes_total", "dp", "0", "all_reduce"): 123,
         ("minidist_sent_bytes_total", "control", "0", "all_reduce"): 8,
-        ("minidist_sent_bytes_total", "control", "0", "gather"): 16, ("minidist_memory_bytes", "parameters", "0"): 4096,
-        ("minidist_memory_bytes", "total", "0"): 5000, ("minidist_energy_joules_total", "0", "rapl"): 1.25}
+        ("minidist_sent_bytes_total", "control", "0", "gather"): 16,
+        ("minidist_memory_bytes", "parameters", "0"): 4096, ("minidist_memory_bytes", "total", "0"): 5000,
+        ("minidist_energy_joules_total", "0", "rapl"): 1.25}
 
 
 def test_an_estimate_is_called_one(served: tuple[Exporter, int]) -> None:
@@ -69,8 +70,8 @@ def test_an_estimate_is_called_one(served: tuple[Exporter, int]) -> None:
 def test_a_port_that_is_taken_is_one_line(served: tuple[Exporter, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         Exporter(served[1])
-    assert str(caught.value) == (f"--metrics-port {served[1]}: Address already in use; choose another port, or leave it "
-                                 "out")
+    assert str(caught.value) == (f"--metrics-port {served[1]}: Address already in use; choose another port, or leave "
+                                 "it out")
 
 
 def test_it_listens_on_the_loopback_alone(served: tuple[Exporter, int]) -> None:

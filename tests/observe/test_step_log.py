@@ -26,8 +26,8 @@ def test_a_line_has_what_the_rank_knows() -> None:
 def test_a_line_is_small_and_json_whatever_the_plan() -> None:
     verbs = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "exchange", "send"),
                           10**15)
-    full = replace(STATE, step=10**9, loss=float("nan"), sent_bytes={axis: verbs for axis in
-                                                                    ("dp", "pp", "ep", "cp", "tp", "dp.shard", "control")},
+    axes = ("dp", "pp", "ep", "cp", "tp", "dp.shard", "control")
+    full = replace(STATE, step=10**9, loss=float("nan"), sent_bytes=dict.fromkeys(axes, verbs),
                    memory=dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "communication",
                                          "workspace", "total"), 10**15))
     line = full.line(1.7e9)

@@ -25,8 +25,8 @@ from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
-NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port", "out", "patience", "quiet", "ranks", "resume",
-              "verify", "why")
+NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port", "out", "patience", "quiet", "ranks",
+              "resume", "verify", "why")
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",

@@ -9,6 +9,7 @@ from minidist.cli.train.settings import Settings
 from minidist.comm.health.failure import say_line
 from minidist.launch.transports import THREADS
 from minidist.observe.energy import Meter, energy_of_run
+from minidist.observe.energy_counters import POWERCAP
 from minidist.observe.records import gather_records
 from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 from minidist.parallel.hybrid.hybrid import Trainer
@@ -28,11 +29,11 @@ class Telemetry(ProgressReport):
         self.log = StepLog(settings.out / STEP_LOG, goes_on=goes_on) if world.rank == 0 else None
         self.exporter = None
         if args.metrics_port and world.rank == 0:
-            from minidist.observe.exporter import Exporter      # here: runs without a port do without the library
+            from minidist.observe.exporter import Exporter  # here: runs without a port do without the library
 
             self.exporter = Exporter(args.metrics_port)
         self.meter = Meter(args.device, gpu=_bus_id() if args.device == "cuda" else None, watts=args.watts,
-                           is_thread=world.transport.name in THREADS)
+                           is_thread=world.transport.name in THREADS, powercap=POWERCAP)
         if self.meter.problem and world.rank == 0 and not args.quiet and not goes_on:
             say_line(f"minidist train: {self.meter.problem}"
                      + ("; energy is an estimate" if self.meter.source == "estimate" else ""))
