@@ -18,7 +18,7 @@ from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
-from minidist.cli.train.progress import ProgressReport, make_console, make_report
+from minidist.cli.train.progress import make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
@@ -126,8 +126,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         settings.resume.load(trainer)
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
-    shown = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
-    report = Telemetry(shown, trainer, settings, goes_on=bool(trainer.steps_done))
+    report = Telemetry(make_report(args.steps, console, on_terminal=on_terminal), trainer, settings)
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:

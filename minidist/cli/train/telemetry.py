@@ -19,13 +19,14 @@ from minidist.parallel.step.step import Batch
 class Telemetry(ProgressReport):
     """A progress report that also reads the energy counters, and on rank 0 tells each step to file and port.
 
-    Every rank has one, made before its first step. Args: report: shows the progress; goes_on: steps were made before.
+    Every rank has one, made before its first step. Args: report: shows the progress.
     Raises:  ConfigError on rank 0 if the port cannot be had.
     """
 
-    def __init__(self, report: ProgressReport, trainer: Trainer, settings: Settings, *, goes_on: bool) -> None:
+    def __init__(self, report: ProgressReport, trainer: Trainer, settings: Settings) -> None:
         args, world = settings.args, trainer.world
         self.report, self.trainer, self.args, self.steps_before = report, trainer, args, trainer.steps_done
+        goes_on = trainer.steps_done > 0
         self.log = StepLog(settings.out / STEP_LOG, goes_on=goes_on) if world.rank == 0 else None
         self.exporter = None
         if args.metrics_port and world.rank == 0:
@@ -34,7 +35,7 @@ class Telemetry(ProgressReport):
             self.exporter = Exporter(args.metrics_port)
         self.meter = Meter(args.device, gpu=_bus_id() if args.device == "cuda" else None, watts=args.watts,
                            is_thread=world.transport.name in THREADS, powercap=POWERCAP)
-        if self.meter.problem and world.rank == 0 and not args.quiet and not goes_on:
+        if self.meter.problem and world.rank == 0 and not args.quiet:
             say_line(f"minidist train: {self.meter.problem}"
                      + ("; energy is an estimate" if self.meter.source == "estimate" else ""))
 
