@@ -184,7 +184,7 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
 
 def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     """A model that this rank can use alone."""
-    if trainer.plan.zero < 3 and not trainer.plan.composed:
+    if trainer.plan.zero < 3 and not trainer.plan.composed and trainer.plan.local_steps is None:
         return trainer.model
     model = GPT(trainer.config)
     model.load_state_dict(weights)

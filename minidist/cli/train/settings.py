@@ -17,7 +17,7 @@ from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.room import training_bytes
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
-from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.activations import chosen, ways_of
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
@@ -74,7 +74,13 @@ class Settings:
         given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
-        return replace(plan, **{**plan_options(args), **given})
+        if args.elastic and plan.copies == 1:
+            given["compress"] = "none"      # of all ranks one is left on the data axis
+        plan = replace(plan, **{**plan_options(args), **given})
+        if plan.local_steps is not None and args.batch < plan.workers:
+            fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
+                 f"give at least {plan.workers}")
+        return plan
 
     def plan_on(self, world: Group) -> Plan:
         """The plan for the ranks of a job that has met. With --bucket-bytes auto their link decides.
@@ -146,11 +152,18 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.local_steps is not None:
+        check_local_steps(args)
+    if args.compress != "none" and args.verify:
+        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.verify and "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
+        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
+             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
     if args.save_every == AUTO and not args.interruptions_per_day:
         fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
              "--interruptions-per-day N, or give a number of steps")
@@ -168,6 +181,19 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
+
+
+def check_local_steps(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with --local-steps."""
+    every, rest = args.local_steps, args.steps % args.local_steps
+    if args.verify:
+        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+    if args.elastic:
+        fail("--elastic: with --local-steps a lost rank takes weights of its own with it; leave out one of the two")
+    if rest:
+        ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
+        fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
+             f"come of the last {rest}; choose {ways}")
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
