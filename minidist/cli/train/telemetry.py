@@ -40,7 +40,11 @@ class Telemetry(ProgressReport):
                      + ("; energy is an estimate" if self.meter.source == "estimate" else ""))
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
+        self._tell(number, loss, tokens_per_second)         # first: a step that is shown has its line
         self.report.step(number, loss, tokens_per_second, sent_bytes)
+
+    def _tell(self, number: int, loss: float, tokens_per_second: float) -> None:
+        """Read the counters on every rank; on rank 0 write the step's line, and serve it."""
         joules = self.meter.read()
         if self.log is None:
             return
