@@ -188,7 +188,7 @@ def best_when(group: Group, page: Page) -> None:
                ["", *(title for length in lengths for title in (length, "took"))],
                [[name, *row] for name, row in rows.items()],
                note="first by a clock of its own, on which only α and β take time: the algorithm's own messages, "
-                    "walked by minidist/simulate/walk.py. took: wall time over delayed links, on this machine as it is. "
+                    "walked by minidist/simulate/walk.py. took: wall time over delayed links, on this machine now. "
                     "* the fastest by the clock: none is best at every length, nor is the optimum of N4:135")
 
 
