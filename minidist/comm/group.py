@@ -253,6 +253,7 @@ class Group(Members):
     def tell_step(self, step: int) -> None:
         """Note the training step this rank is in; an error about a lost rank then names it. Sends nothing."""
         self.transport.waits.step = step
+        self.ledger.flight.start_step(step)
 
     def expendable(self) -> None:
         """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun."""
