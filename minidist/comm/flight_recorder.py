@@ -124,8 +124,8 @@ class FlightRecorder:
                 file.truncate(RING_BYTES)
                 ring = mmap.mmap(file.fileno(), RING_BYTES)
         except OSError as error:
-            raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; give "
-                            f"a folder that can be written") from error
+            raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; "
+                              f"give a folder that can be written") from error
         ring[:] = before[:]
         self._ring = ring
 
@@ -177,8 +177,8 @@ def read_ring(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ConfigError(f"no flight recorder in {path}: {error.strerror}") from error
     length = int.from_bytes(ring[len(_MAGIC):len(_MAGIC) + 4], "little")
     if ring[:len(_MAGIC)] != _MAGIC or len(ring) != RING_BYTES or length > HEADER_BYTES:
-        raise ConfigError(f"{path} is not a flight recorder's ring; `minidist train --out RUN` keeps one a rank in "
-                        f"RUN/flight")
+        raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
+                          f"give a file that FlightRecorder.keep_in has made")
     start = len(_MAGIC) + 4
     return msgpack.unpackb(ring[start:start + length], strict_map_key=False), _entries(ring)
 
