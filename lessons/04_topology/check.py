@@ -1,13 +1,14 @@
 """Grades exercise 04: counts against the lesson's wirings, sums and bytes between machines against the library."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.collectives.hierarchical import plain_all_reduce
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import CommError
@@ -20,57 +21,38 @@ BASE = 16    # rank r contributes BASE**r, so the digits of a sum tell whose par
 JOBS = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 2), (0, 1, 2), (0, 0), (0,))
 
 
-class Outsider(ValueError):
-    """A rank calls for a ring that it is not in."""
+class Part:
+    """Some ranks of a group, as a student's rank sees them, with a log of what it does."""
 
-
-class Link:
-    """What a student's rank sees of a group that is spread over machines, with a log of what it does."""
-
-    def __init__(self, group: Group, nodes: tuple[int, ...]) -> None:
-        self._group = group
-        self.rank, self.size, self.nodes = group.rank, group.size, nodes
-        self.doing = "nothing"
+    def __init__(self, group: Group, ranks: list[int], nodes: tuple[int, ...]) -> None:
+        self._group, self._ranks, self._nodes = group, ranks, nodes
+        self.rank, self.size = ranks.index(group.rank), len(ranks)
         self.across = 0                     # bytes to other machines
-        self.rings: list[list[int]] = []
 
-    def send(self, outgoing: np.ndarray, *, dst: int) -> None:
+    def send(self, x: np.ndarray, dst: int) -> None:
         """Return when dst has taken it."""
-        self.doing = f"sends to rank {dst}"
-        self.across += outgoing.nbytes * (self.nodes[dst] != self.nodes[self.rank])
-        self._group.send(outgoing, dst=dst)
+        self._count(x, dst)
+        self._group.send(x, dst=self._ranks[dst])
 
-    def recv(self, *, src: int) -> np.ndarray:
+    def recv(self, src: int) -> np.ndarray:
         """Return when src has sent it."""
-        self.doing = f"waits for rank {src}"
-        return self._group.recv(src=src)
+        return self._group.recv(src=self._ranks[src])
 
-    def ring_all_reduce(self, ranks: Any, x: np.ndarray) -> np.ndarray:
-        """The sum over `ranks`, this rank among them: whole arrays to the first, counted as the ring of lesson 03."""
-        ranks = list(ranks)
-        self.rings.append(ranks)
-        self.doing = f"all-reduces among ranks {ranks}"
-        if self.rank not in ranks:
-            raise Outsider(f"rank {self.rank} calls ring_all_reduce(ranks={ranks}) and is not among them")
-        chunk = -(-x.nbytes // len(ranks)) if len(ranks) > 1 else 0
-        self.across += 2 * (len(ranks) - 1) * chunk
-        total = x.copy()
-        if self.rank == ranks[0]:
-            for src in ranks[1:]:
-                total += self._group.recv(src=src)
-            for dst in ranks[1:]:
-                self._group.send(total, dst=dst)
-            return total
-        self._group.send(x, dst=ranks[0])
-        return self._group.recv(src=ranks[0])
+    def exchange(self, x: np.ndarray, dst: int, src: int) -> np.ndarray:
+        """Send and receive at once."""
+        self._count(x, dst)
+        return self._group.exchange(x, dst=self._ranks[dst], src=self._ranks[src])
 
+    def _count(self, x: np.ndarray, dst: int) -> None:
+        self.across += x.nbytes * (self._nodes[self._ranks[dst]] != self._nodes[self._group.rank])
+
+
+CUT_FROM = (plain_all_reduce,)
 ANSWERS = {
     1: "min((a - b) % size, (b - a) % size)",
     2: "sum((a in half) != (b in half) for a, b in links)",
-    3: "link.nodes.index(link.nodes[link.rank])",
-    4: "[rank for rank in range(link.size) if link.nodes[rank] == link.nodes[link.rank] and rank != link.rank]",
-    5: "[link.nodes.index(node) for node in sorted(set(link.nodes))]",
-    6: "followers",
+    3: "[other for other in range(len(nodes)) if nodes[other] == nodes[rank]]",
+    4: "[nodes.index(node) for node in sorted(set(nodes))]",
     7: "2 * (size - 1) * (alpha + nbytes / size * beta)",
     8: "2 * (machines - 1) * (alpha + nbytes / machines * beta)",
     9: "tuple(np.polyfit(sizes, seconds, 1)[::-1])",
@@ -82,6 +64,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     """Every task, one after the other."""
     yield from _hops(exercise)
     yield from _cuts(exercise)
+    for nodes in JOBS:
+        yield from _groups(exercise, nodes)
     for nodes in JOBS:
         yield from _all_reduce(exercise, nodes)
     yield from _seconds(exercise)
@@ -117,75 +101,64 @@ def _cuts(exercise: ModuleType) -> Iterator[Result]:
 
 # ------------------------------------------------------------------------------------------------ hierarchical
 
-def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
-    """The sum on every rank, and no more bytes between machines than the leaders' ring sends."""
-    task, size = f"all_reduce, machines {nodes}", len(nodes)
-    links: dict[int, Link] = {}
-
-    def ranks(group: Group) -> Any:
-        link = links.setdefault(group.rank, Link(group, nodes))
-        return exercise.all_reduce(link, np.full(6, BASE**group.rank, np.int64))
-
-    try:
-        got = run(ranks, size=size, transport="threads-unbuffered", limit=LIMIT)
-    except (CommError, Outsider) as error:
-        yield from _stuck(task, links, nodes, str(error).splitlines()[0])
-        return
-    yield from _among(task, links, nodes)
-    for rank, total in enumerate(got):
-        counts = [(int(total[0]) // BASE**other) % BASE for other in range(size)]
-        wrong = [f"rank {other} {count} times" for other, count in enumerate(counts) if count != 1]
-        if wrong:
-            yield Result(task, False, "every rank in the sum once", f"{', '.join(wrong)} in rank {rank}'s",
-                         "a rank missing or added twice", "each follower is added once: section 4 (hole 4)")
-    leaders = _leaders(nodes)
-    case = Case(len(leaders), nbytes=48)
-    target = FORMULAS["all_reduce", "ring"].bytes_of(case)
-    across = sum(link.across for link in links.values())
-    yield Result(f"{task}, bytes between machines", across <= target + 16 * size, f"{target} bytes", f"{across} bytes",
-                 "followers talk to other machines", "a follower's leader is on its own machine: section 4 (hole 3)")
+def _machine(rank: int, nodes: tuple[int, ...]) -> list[int]:
+    return [other for other, node in enumerate(nodes) if node == nodes[rank]]
 
 
 def _leaders(nodes: tuple[int, ...]) -> list[int]:
     return [nodes.index(node) for node in sorted(set(nodes))]
 
 
-def _among(task: str, links: dict[int, Link], nodes: tuple[int, ...]) -> Iterator[Result]:
-    """A result where a ring was not of the leaders; nothing where all were."""
-    for rank, link in sorted(links.items()):
-        for ranks in link.rings:
-            if ranks == sorted(set(nodes)) != _leaders(nodes):
-                yield Result(task, False, f"a ring of ranks {_leaders(nodes)}", f"of {ranks}, on rank {rank}",
-                             "machines' numbers are not ranks", "the leader of machine m is the first rank whose "
-                             "machine is m: section 4 (hole 5)")
-            elif ranks != _leaders(nodes) and rank in _leaders(nodes):
-                yield Result(task, False, f"a ring of ranks {_leaders(nodes)}", f"of {ranks}, on rank {rank}",
-                             "not a ring of leaders", "one rank of each machine, and no others: section 4 (hole 5)")
+def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
+    """Who shares a machine, and who leads one."""
+    for rank in range(len(nodes)):
+        target, came = _machine(rank, nodes), _listed(exercise.machine(rank, nodes))
+        mistake = "the wrong ranks of a machine"
+        if came == [other for other in target if other != rank]:
+            mistake = "a rank missing on its own machine"
+        elif came == list(range(target[0], target[0] + len(target))):
+            mistake = "ranks that follow each other"
+        yield Result(f"machine of rank {rank}, machines {nodes}", came == target, str(target), str(came), mistake,
+                     "nodes say which ranks share a machine, and neither their order nor rank // 2 does: section 4 "
+                     "(hole 3)")
+    target, came = _leaders(nodes), _listed(exercise.leaders(nodes))
+    mistake = "machines' numbers are not ranks" if came == sorted(set(nodes)) else "not one rank of each machine"
+    yield Result(f"leaders, machines {nodes}", came == target, str(target), str(came), mistake,
+                 "the leader of machine m is the first rank whose machine is m: section 4 (hole 4)")
 
 
-def _stuck(task: str, links: dict[int, Link], nodes: tuple[int, ...], error: str) -> Iterator[Result]:
-    """Why the ranks wait for each other."""
-    doing = "; ".join(f"rank {rank} {link.doing}" for rank, link in sorted(links.items()))
-    for rank, link in links.items():
-        words = link.doing.split()
-        peer = int(words[-1]) if words[-1].isdigit() else None
-        if peer == rank:
-            yield Result(task, False, "every rank returns", doing, "a leader among its own followers",
-                         "followers are the others: section 4 (hole 4)")
-    yield from _among(task, links, nodes)
-    foreign = [link for link in links.values() if link.doing.split()[-1].isdigit()
-               and nodes[int(link.doing.split()[-1])] != nodes[link.rank]]
-    if any(link.rank in _leaders(nodes) for link in foreign if link.doing.startswith("sends") and link.rings):
-        yield Result(task, False, "every rank returns", doing, "a leader tells another machine's ranks",
-                     "each leader tells its own followers: section 4 (hole 6)")
-    if foreign:
-        yield Result(task, False, "every rank returns", doing, "a leader on another machine",
-                     "nodes say which ranks share a machine; neither rank 0 nor rank // 2 does: section 4 (hole 3)")
-    if any(link.rings for link in links.values()):
-        yield Result(task, False, "every rank returns", doing, "a rank is never told",
-                     "each leader tells all its followers: section 4 (hole 6)")
-    yield Result(task, False, "every rank returns", f"{doing}; {error}", "ranks wait for each other",
-                 "each follower sends once and hears once, and its leader the other way round: section 4")
+def _listed(came: Any) -> Any:
+    return list(came) if isinstance(came, Iterable) else came
+
+
+def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
+    """The sum on every rank, and no more bytes between machines than the leaders' ring sends."""
+    task, size, lead = f"all_reduce, machines {nodes}", len(nodes), _leaders(nodes)
+    parts: list[Part] = []
+
+    def ranks(group: Group) -> Any:
+        node = Part(group, _machine(group.rank, nodes), nodes)
+        ring = Part(group, lead, nodes) if group.rank in lead else None
+        parts.extend(part for part in (node, ring) if part is not None)
+        return exercise.plain_all_reduce(node, ring, np.full(6, BASE**group.rank, np.int64))
+
+    try:
+        got = run(ranks, size=size, transport="threads-unbuffered", limit=LIMIT)
+    except CommError as error:
+        yield Result(task, False, "every rank returns", str(error).splitlines()[0], "ranks wait for each other",
+                     "the leaders among themselves, then each machine: every rank of a group makes the same call: "
+                     "section 4 (holes 5, 6)")
+        return
+    for rank, total in enumerate(got):
+        counts = [(int(total[0]) // BASE**other) % BASE for other in range(size)]
+        wrong = [f"rank {other} {count} times" for other, count in enumerate(counts) if count != 1]
+        mistake, number = ("a leader without other machines' sums", 5) if rank in lead else ("a rank is never told", 6)
+        yield Result(task, not wrong, "every rank in the sum once", f"{', '.join(wrong)} in rank {rank}'s", mistake,
+                     f"what the leaders have is added up, and each tells its machine: section 4 (hole {number})")
+    target = FORMULAS["all_reduce", "ring"].bytes_of(Case(len(lead), nbytes=48))
+    across = sum(part.across for part in parts)
+    yield Result(f"{task}, bytes between machines", across <= target + 16 * size, f"{target} bytes", f"{across} bytes",
+                 "not a ring of the leaders", "their ring sends a chunk a step: section 4 (hole 5)")
 
 
 # ---------------------------------------------------------------------------------------------------------- α and β

@@ -1,19 +1,20 @@
 """Exercise 04: hops, bisection, a hierarchical all-reduce, and what it takes; α and β out of measurements.
 
 Copy this file (`minidist lesson 04 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 04 DIR/exercise_04.py`. In all_reduce each rank has a `link` of its own:
+`minidist check 04 DIR/exercise_04.py`. `nodes` are the machines of all ranks, a number each: equal where ranks share
+one, as in (0, 1, 0, 1). In plain_all_reduce groups are those of lessons 02 and 03, whose functions are at hand:
 
-    link.rank, link.size                     this rank's number, and how many ranks there are
-    link.nodes                               the machine of each rank, a number each: equal where they share one
-    link.send(outgoing, dst=)                return when dst has taken it
-    link.recv(src=) -> array                 return when src has sent it
-    link.ring_all_reduce(ranks, x) -> array  the sum over `ranks` only (lesson 03); each of them must call it
+    node.rank, node.size                          this rank's number in the group, and how many it has
+    tree.plain_reduce(node, x, root=0)            the group's sum of x, on rank 0 of it; elsewhere a part of the sum
+    tree.plain_broadcast(node, x, root=0)         rank 0's x, on every rank of the group
+    ring.plain_all_reduce(node, x)                the group's sum of x, on every rank of it
 
-The link has no buffer: a send waits until the other side receives.
+All ranks of a group must call the same. No link has a buffer: a send waits until the other side receives.
 """
 
 import numpy as np
 
+from minidist.comm.collectives import ring, tree
 from minidist.grading import hole
 
 
@@ -30,26 +31,32 @@ def cut(links, half):
     return hole(2, "count the links with one end in half and one end out of it (section 1)", links, half)
 
 
-def all_reduce(link, x):
-    """The sum of x over all ranks, on every rank; between machines only leaders talk.
+def machine(rank, nodes):
+    """The ranks that share this rank's machine, itself among them, in order.
 
-    A leader is the first rank of its machine. Machines need not hold ranks that follow each other: nodes may be
-    (0, 1, 0, 1). They need not hold equally many.
+    Machines need not hold ranks that follow each other, nor equally many.
+    """
+    return hole(3, "all ranks with this rank's node (section 4)", rank, nodes)
+
+
+def leaders(nodes):
+    """The first rank of each machine, in order."""
+    return hole(4, "one rank of each node: where it first stands (section 4)", nodes)
+
+
+def plain_all_reduce(node, leaders, x):
+    """The sum of x over all ranks; between machines only leaders talk.
 
     P=4, two machines of two    r1 -> r0, r3 -> r2      then r0 and r2 all-reduce      then r0 -> r1, r2 -> r3
+
+    Args:    node: the ranks of this machine, of which number 0 leads. leaders: the leaders, None on any other rank.
     """
-    leader = hole(3, "the first rank that shares this rank's machine (section 4)")
-    if link.rank != leader:
-        link.send(x, dst=leader)
-        return link.recv(src=leader)
-    followers = hole(4, "the other ranks of this machine (section 4)")
-    total = x.copy()
-    for src in followers:
-        total += link.recv(src=src)
-    total = link.ring_all_reduce(hole(5, "the ranks that lead a machine, in order (section 4)"), total)
-    for dst in hole(6, "which ranks does this leader tell? (section 4)", followers):
-        link.send(total, dst=dst)
-    return total
+    total = tree.plain_reduce(node, x, root=0)
+    if leaders is not None:
+        total = hole(5, "the sum of what the leaders have, by the ring (section 4)", ring, leaders, total)
+    result = hole(6, "what does a machine get to know, and from which of its ranks? (section 4)", tree, node, total)
+    assert result is not None, "every rank is told"
+    return result
 
 
 def ring_seconds(size, nbytes, alpha, beta):

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the cluster").add_argument
     add("--cluster", required=True, metavar="NAME:NODESxDEVICES", help="as h100:128x8; FILE:NAME:… for one of yours")
     add("--profile", metavar="FILE", help="constants that `minidist calibrate` fitted to measured steps")
-    add("--order", metavar="AXIS,…", help="which axis lies inside nodes: the last (default: dp,pp,ep,cp,tp)")
     add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
         help="a straggler: this rank computes so many times longer; may be given several times")
     add("--fail", metavar="RANK:SECONDS", help="also tell how the others stand still if this rank fails in the step")
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
     plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
-    found = simulate(plan, config, cluster, batch=args.batch, order=args.order.split(",") if args.order else (),
+    found = simulate(plan, config, cluster, batch=args.batch,
                      stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
                      slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
                      optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))

@@ -14,8 +14,10 @@ in the names only, so the table LAUNCHERS holds the names and one function reads
 
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from minidist.errors import LaunchError
 
@@ -118,6 +120,21 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             raise LaunchError(f"two launchers contradict each other: {launch.launcher} says rank {launch.world_rank} "
                               f"of {launch.world_size}, {other.name} says rank {rank} of {size}; use one of them")
     return launch
+
+
+def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The node of each rank, as the number of its first rank.
+
+    mpirun does not number nodes. But it says which place on its node a rank has, and of how many. So the k-th rank of a
+    host that has such a place is on the host's k-th node, whether ranks are dealt node by node or in turn.
+
+    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local": (rank, ranks) on it.
+    """
+    nodes, seen = [], Counter[tuple[Any, ...]]()
+    for host, node, (local_rank, local_size) in ((info["host"], info["node"], info["local"]) for info in told):
+        seen[host, local_rank, local_size] += 1
+        nodes.append((host, node) if node is not None else (host, local_size, seen[host, local_rank, local_size]))
+    return [nodes.index(node) for node in nodes]
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:

@@ -12,6 +12,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
     told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said saves_when_told
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
+    crashes after its goodbye     the launcher says which process; under mpirun the monitor names the rank (crash.py)
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
 """
@@ -38,7 +39,7 @@ from minidist.launch import transports
 from minidist.launch.children import flush_output
 from minidist.launch.exits import watch_exits
 from minidist.launch.joining import Joined, find_monitor
-from minidist.launch.launchers import Launch, detect
+from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
@@ -68,7 +69,9 @@ class Membership:
             joined = self.find_monitor(limit, initialised)
             profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
             try:
-                infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+                infos = joined.link.meet({"transport": name, "host": platform.node(),
+                                          "node": None if launch.by_mpirun else launch.node_rank,
+                                          "local": (launch.local_rank, launch.local_size),
                                           "profile": profile and profile.as_json()})
             finally:
                 if joined.file is not None:
@@ -79,12 +82,11 @@ class Membership:
         if name == "mpi" and not launch.by_mpirun:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
-        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
+        nodes = nodes_of(infos)
+        transport = transports.build(name, joined.link, joined.token, limit, node=nodes[launch.world_rank])
         joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
-        machines = [(info["host"], info["node"]) for info in infos]
-        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
-                     nodes=[machines.index(machine) for machine in machines])
+        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)), nodes=nodes)
 
     def is_this_process(self) -> bool:
         """Whether this process is the rank, not a child that the rank has forked."""
@@ -160,11 +162,12 @@ class Membership:
         if self.world is not None:
             self.world.transport.close()                    # after the goodbye, so that no abort meets a closed one
         if self.joined is not None:
-            if self.launch.by_mpirun and not (self.failed or victim):
+            together = self.launch.by_mpirun and not (self.failed or victim)
+            if together:
                 while not link.wait_for_all(_POLL):         # where MPI_Finalize would wait, deaf
                     transports.progress_mpi()
                 victim = link.loss is not None
-            link.close()
+            link.close(crashes=together and not victim)
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all

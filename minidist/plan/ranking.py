@@ -223,11 +223,10 @@ def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
 
     Args:    model: the options that name it, as ["--model", "gpt3-175b"].
     """
+    plan = [*plan_words(choice.plan), *(["--order", ",".join(choice.order)] if choice.order != AXES else [])]
     if ranking.cluster.name == "here":
-        return " ".join(["minidist train -n", str(choice.plan.size), *model_words(ranking), *plan_words(choice.plan)])
-    order = ["--order", ",".join(choice.order)] if choice.order != AXES else []
-    return " ".join(["minidist simulate --cluster", ranking.cluster.spec, *model, "--batch", str(ranking.batch),
-                     *plan_words(choice.plan), *order])
+        return " ".join(["minidist train -n", str(choice.plan.size), *model_words(ranking), *plan])
+    return " ".join(["minidist simulate --cluster", ranking.cluster.spec, *model, "--batch", str(ranking.batch), *plan])
 
 
 def plan_words(plan: Plan) -> list[str]:

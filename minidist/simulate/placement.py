@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from minidist.errors import ConfigError
-from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.parallel.hybrid.plan_checks import AXES, axis_order
 from minidist.simulate.cluster import Cluster
 
 
@@ -34,11 +34,7 @@ class RankPlaces:
             cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1) or "dp=1"
             raise ConfigError(f"{cut} are {self.size} ranks, and {cluster.spec} has {cluster.size} devices; choose "
                               f"axes whose product is {cluster.size}")
-        given = list(order or AXES)
-        wrong = [axis for axis in given if axis not in AXES]
-        if wrong or len(set(given)) < len(given):
-            raise ConfigError(f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last")
-        self.order = [*(axis for axis in AXES if axis not in given), *given]
+        self.order = list(axis_order(order or AXES))
         self._strides = _strides(self.shape, AXES)
         self._steps = _strides(self.shape, self.order)
         self.places = [self._place(rank) for rank in range(self.size)]

@@ -19,7 +19,8 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.replay import Replayed, replay
-from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan import ORDER, Plan
+from minidist.parallel.hybrid.plan_checks import axis_order
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.failure import FAILED, NEVER
 from minidist.simulate.group_ranks import group_ranks
@@ -41,7 +42,7 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
 
     Args:    plan: as md.Plan, or as its text, "dp=16,tp=8". cluster: as its text, "h100:128x8", or made.
              batch: sequences a step of the whole job, each of config.context tokens.
-             order: axes, the innermost last: it lies inside nodes (default: dp, pp, ep, cp, tp).
+             order: axes, the innermost last: it lies inside nodes (default: the plan's).
              stragglers: {rank: how many times longer its computing takes}.
              slow_links: {name or pattern of links: how many times longer a byte takes}, as {"node3.nic0-out": 4.0}.
              folded: ranks that nothing tells apart share one clock. The result is the same, and comes sooner.
@@ -57,8 +58,9 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
     if wrong := [rank for rank in stragglers or {} if not 0 <= rank < plan.size]:
         raise PlanError(f"no rank {wrong[0]} can be slow: the plan has {plan.size} ranks; choose one below {plan.size}")
     cluster = cluster.slowed(slow_links) if slow_links else cluster
-    placement = RankPlaces(plan, cluster, order or None)
-    free = replace(plan, device_memory=None)        # a rank that is too large runs to its end, and tells how large
+    placement = RankPlaces(plan, cluster, order or axis_order(plan.order))
+    # ranks are counted along ORDER, their places are not; one that is too large runs to its end, and tells how large
+    free = replace(plan, order=ORDER, device_memory=None)
     role_of = roles(plan, config, batch, norm=False)
     each = [traces(free, config, rank, rows=batch, first_rows=plan.dp * plan.ep, optimizer=optimizer,
                    device_kind=cluster.device.kind) for rank in _first(role_of)]

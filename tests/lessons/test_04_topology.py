@@ -15,13 +15,19 @@ WRONG = {
     "a line, not a ring": {1: "abs(a - b)"},
     "links inside the half": {2: "sum(a in half and b in half for a, b in links)"},
     "each link counted twice": {2: "sum((a in half) != (b in half) for a, b in links) * 2"},
-    "a leader on another machine": {3: "link.rank // 2 * 2"},
-    "a leader among its own followers": {
-        4: "[rank for rank in range(link.size) if link.nodes[rank] == link.nodes[link.rank]]"},
-    "machines' numbers are not ranks": {5: "sorted(set(link.nodes))"},
-    "not a ring of leaders": {5: "range(link.size)"},
-    "a leader tells another machine's ranks": {6: "range(link.rank + 1, link.size)"},
-    "a rank is never told": {6: "followers[:-1]"},
+    "a rank missing on its own machine": {
+        3: "[other for other in range(len(nodes)) if nodes[other] == nodes[rank] and other != rank]"},
+    "ranks that follow each other": {
+        3: "range(nodes.index(nodes[rank]), nodes.index(nodes[rank]) + nodes.count(nodes[rank]))"},
+    "the wrong ranks of a machine": {3: "range(rank // 2 * 2, rank // 2 * 2 + 2)"},
+    "machines' numbers are not ranks": {4: "sorted(set(nodes))"},
+    "not one rank of each machine": {4: "range(len(nodes))"},
+    "a leader without other machines' sums": {5: "tree.plain_reduce(leaders, total, root=0)"},
+    "not a ring of the leaders": {
+        5: "total + sum(leaders.exchange(total, dst=(leaders.rank + k) % leaders.size, "
+           "src=(leaders.rank - k) % leaders.size) for k in range(1, leaders.size))"},
+    "a rank is never told": {6: "total"},
+    "ranks wait for each other": {6: "ring.plain_all_reduce(node, total) if node.rank else total"},
     "whole tensors round the ring": {7: "2 * (size - 1) * (alpha + nbytes * beta)"},
     "half of the ring": {8: "(machines - 1) * (alpha + nbytes / machines * beta)"},
     "α and β swapped": {9: "tuple(np.polyfit(sizes, seconds, 1))"},

@@ -13,8 +13,6 @@ from minidist.grading import answer_key, load_module
 NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
 NOT_CUT = {
     "01": "launching has no plain version: the exercise reads what launchers leave in the environment",
-    "04": "its plain version is given the groups of a machine and of the leaders; the exercise has to find both, and "
-          "writes their trees as single messages",
     "22": "its plain version is NumPy; the exercise has holes in kernels, which are written in C",
 }
 """Exercises that are not cut from a plain version, and why."""
@@ -22,6 +20,7 @@ NOT_CUT = {
 BEYOND = {
     "00": "the numbers of the memory account, and an evaluation that keeps nothing",
     "02": "the barrier, and what tree and ring take",
+    "04": "hops, cuts, which ranks a machine has and which lead, and what both rings take",
     "05": "the two formulas of what goes through device 0",
     "06": "several servers: keys, a bound on how far a worker is ahead, and what a link carries",
     "07": "buckets that travel while backward runs, which is DDP's point",

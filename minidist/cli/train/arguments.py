@@ -21,7 +21,15 @@ from minidist.console import (
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
-from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.hybrid.plan import (
+    ATTENTIONS,
+    OFFLOADS,
+    ORDER,
+    PLACEMENTS,
+    PRECISIONS,
+    STRATEGIES,
+    ZERO_STAGES,
+)
 from minidist.parallel.pipeline.schedules import ORDERS
 
 Add = Callable[..., Any]
@@ -101,6 +109,11 @@ def division(add: Add) -> None:
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
              "(tensor) (default: dp=all)")
+    add("--order", default=ORDER, metavar="AXIS,…",
+        help="which axis lies inside nodes: the last (default: %(default)s)")
+    add("--placement", choices=PLACEMENTS, default="node",
+        help="which ranks are neighbours: those of one node, however the launcher dealt them, or those with "
+             "neighbouring numbers (default: node)")
     add("--zero", type=int, choices=ZERO_STAGES,
         help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
              "with --offload all 3)")

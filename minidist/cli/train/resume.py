@@ -29,8 +29,8 @@ NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "out", "patie
               "verify")
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
-OF_THE_PLAN = ("plan", "zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
-               "sequence_parallel", "strategy", "replicas", "servers")
+OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
+               "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers")
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "device", "graph", "threads", "cores",
               "memory_limit", "patience", "accumulate", "checkpoint_blocks", "offload", "offload_dir",

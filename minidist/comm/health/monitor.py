@@ -35,6 +35,7 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, listen, set_up
+from minidist.comm.health.crash import crash_told
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import PATIENCE, state_of, this_system
@@ -202,6 +203,8 @@ class Monitor(Seats):
 
     def _hear(self, seat: Seat) -> None:
         try:
+            if seat.left and (crash := crash_told(seat)) is not None:
+                self.lose(crash)
             frame = wire.recv_frame(seat.sock, FRAME_LIMIT)
             if isinstance(seat, AgentSeat):
                 self._watchdog.heard_agent(seat, frame)
@@ -212,7 +215,7 @@ class Monitor(Seats):
             if isinstance(seat, AgentSeat):
                 self._watchdog.lose_agent(seat, error)         # it has left
             if seat.left:
-                seat.sock.close()
+                self.hang_up(seat)
             else:
                 self._deaths.put((seat, error))
 

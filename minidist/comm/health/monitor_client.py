@@ -18,6 +18,7 @@ from typing import Any
 from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection
+from minidist.comm.health.crash import tell_crash
 from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
@@ -144,14 +145,17 @@ class MonitorClient:
             return self._answer("over", limit) is not None
         return True
 
-    def close(self) -> None:
-        """Hang up; without a goodbye before it, the monitor takes this rank for lost."""
+    def close(self, *, crashes: bool = False) -> None:
+        """Hang up; without a goodbye before it, the monitor takes this rank for lost.
+
+        `crashes`: only hear nothing more; if the process crashes before it ends, the monitor is told (crash.py).
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        end_connection(self._sock)                         # wakes the listener, which closes the socket
+        (tell_crash if crashes else end_connection)(self._sock)     # wakes the listener, which closes the socket
         if threading.current_thread() is not self._listener:
             self._listener.join(1.0)
 

@@ -40,6 +40,9 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
             gone = sorted(set(range(size)).difference(slow))    # under mpirun the others wait for these in MPI_Finalize
             say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye"
                      + f" ({listed(gone)} had)" * bool(gone) + "; the system kills them")
+        monitor.wait_until_silent(0.5)
+        if monitor.loss is not None and monitor.loss.traceback:
+            say_line(f"minidist: {monitor.loss}; {monitor.loss.traceback}")
     if monitor.loss is not None:
         if not monitor.loss.traceback:                          # it could not speak for itself
             say_line(f"minidist: {monitor.loss}; the job ends")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import select
 import socket
 import threading
 from typing import Any
@@ -35,6 +36,14 @@ class Seat:
         """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost rank there."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
+
+    def unheard(self) -> bool:
+        """Whether it has said something, or hung up, that was not read yet."""
+        poll = select.poll()
+        with contextlib.suppress(ValueError):
+            poll.register(self.sock, select.POLLIN)
+            return bool(poll.poll(0))
+        return True                                         # it was closed meanwhile
 
 
 @dataclasses.dataclass
@@ -101,6 +110,18 @@ class Seats:
             ended = self._changed.wait_for(lambda: self.loss is not None or all(map(self.has_left, range(self.size))),
                                            limit)
             return ended and self.loss is None
+
+    def hang_up(self, seat: Seat) -> None:
+        """Close the connection of a rank that has ended."""
+        seat.sock.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until_silent(self, limit: float) -> None:
+        """After the ranks' ends: wait until what they said last is heard, as of a crash (crash.py)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None or
+                                   all(seat.sock.fileno() < 0 for seat in self._seats.values()), limit)
 
     def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
         """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""

@@ -90,12 +90,15 @@ class Watchdog:
                 agent.send("look", pids=[seat.pid for seat in covered], patience=self._looks.patience)
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
-        """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
+        """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost.
+
+        One that has ended is heard first: its goodbye may wait behind what many other ranks say.
+        """
         for seat in seats:
             how = "is frozen (stopped)" if seat.pid in frozen else ended.get(seat.pid)
             if seat.left and seat.pid in ended:
                 seat.ended = True
-            elif how is not None:
+            elif how is not None and (seat.pid in frozen or not seat.unheard()):
                 self._lose(Failure(seat.world_rank, seat.pid, seat.host, how))
 
     # --- node agents of other hosts ----------------------------------------------------------------------------------

@@ -88,10 +88,9 @@ class Trainer:
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
              lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
              clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
-             recorder: is told what runs when (an observe.Timeline, say).
-             offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
-    Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
-                steps_before: of steps_done, those of the checkpoint that was loaded.
+             recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files of offload=all.
+    Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's memory.
+                steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
@@ -108,7 +107,7 @@ class Trainer:
         if lr_schedule not in LR_SCHEDULES or (lr_schedule == "cosine" and steps is None):
             raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
         tune_allocator()
-        self.config, self.world, self.recorder = config, world, recorder or Silent()
+        self.config, self._launched, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done, self.steps_before = seed, 0, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
@@ -118,7 +117,8 @@ class Trainer:
 
     def _build(self, plan: Plan) -> None:
         """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
-        self.plan, self.mesh = plan, Mesh(self.world, **plan.axes)
+        self.plan, self.mesh = plan, Mesh(self._launched, plan.order, plan.placement, **plan.axes)
+        self.world = self.mesh.world
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
         self.precision, self.model = make_model(plan, self.config, self.mesh)
@@ -244,6 +244,7 @@ class Trainer:
         plan.require_model(self.config)
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
+        self.mesh.close(world=self.world is not self._launched)
         del self.strategy, self.optimizer, self.model, self.loads
         self._build(plan)
         restore([snapshot], self.strategy, self.optimizer, self.world)

@@ -5,34 +5,63 @@ Two data ranks of two tensor ranks each, dp=2, tp=2 (the last axis is innermost:
               tp=0   tp=1
         dp=0   r0     r1      mesh["tp"] on r0: ranks 0, 1
         dp=1   r2     r3      mesh["dp"] on r0: ranks 0, 2
+
+Neighbours should share a node, and a launcher may deal ranks to nodes in turn. So the ranks are numbered anew first
+(`placed`), here for nodes of r0, r2 and of r1, r3:
+
+              tp=0   tp=1
+        dp=0   r0     r2      node 0: no message along tp leaves it
+        dp=1   r1     r3      node 1
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from minidist.comm.group import Group
 from minidist.errors import PlanError
-from minidist.parallel.hybrid.plan_checks import AXES
+from minidist.parallel.hybrid.plan_checks import AXES, ORDER, axis_order
+
+
+def placed(world: Group, shape: Mapping[str, int], order: str = ORDER, placement: str = "node") -> Group:
+    """The ranks of `world`, renumbered so that a mesh in row-major order over AXES lies on the nodes as planned.
+
+    Args:    shape: {axis: size}; order: which axis is innermost: the last; placement: one of PLACEMENTS.
+    Returns: `world` itself where no number changes. Rank 0 is the same in any case.
+    Cost:    a split, if a number changes.
+    Raises:  PlanError for an unknown axis.
+    """
+    axes, count = axis_order(order), np.arange(world.size)
+    nodes = [world.nodes.index(node) if placement == "node" else 0 for node in world.nodes]
+    at_place = np.argsort(nodes, kind="stable")         # the rank at each place; places count node by node
+    on_mesh = count.reshape([shape[axis] for axis in AXES]).transpose([AXES.index(axis) for axis in axes]).ravel()
+    if (at_place == on_mesh).all():
+        return world
+    return world.split(0, key=int(on_mesh[at_place == world.rank][0]), axis=world.axis)
 
 
 class Mesh:
-    """The ranks of `world` in row-major order over the axes dp, pp, ep, cp, tp.
+    """The ranks of a job in row-major order over the axes dp, pp, ep, cp, tp.
 
     `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
     every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
+    Args:       order, placement: which ranks are neighbours, as in Plan; without names, which are the axes'.
     Attributes: shape: {axis: size}; coordinates: {axis: this rank's place}.
+                world: all ranks, in the mesh's order: the group that was given, unless `placed` changes a number.
     Raises:     PlanError if the sizes' product is not the world's size.
     """
 
-    def __init__(self, world: Group, *, dp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, tp: int = 1) -> None:
-        self.world = world
+    def __init__(self, world: Group, order: str = ORDER, placement: str = "node", /, *, dp: int = 1, pp: int = 1,
+                 ep: int = 1, cp: int = 1, tp: int = 1) -> None:
         self.shape = dict(zip(AXES, (dp, pp, ep, cp, tp), strict=True))
         sizes = tuple(self.shape.values())
         if min(sizes) < 1 or int(np.prod(sizes)) != world.size:
             cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size != 1) or "dp=1"
             raise PlanError(f"mesh {cut} has {int(np.prod(sizes))} places, the job has {world.size} ranks; "
                             f"choose axes whose product is {world.size}, such as dp={world.size}")
-        self.coordinates = dict(zip(AXES, (int(i) for i in np.unravel_index(world.rank, sizes)), strict=True))
+        self.world = placed(world, self.shape, order, placement)
+        self.coordinates = dict(zip(AXES, (int(i) for i in np.unravel_index(self.world.rank, sizes)), strict=True))
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
@@ -76,7 +105,9 @@ class Mesh:
         """The group along dp and those of `axes` that are cut."""
         return self[("dp", *(axis for axis in axes if self.shape[axis] > 1))]
 
-    def close(self) -> None:
-        """End the groups' worker threads."""
+    def close(self, *, world: bool = False) -> None:
+        """End the groups' worker threads; `world`: also that of the mesh's world, which stays open otherwise."""
         for group in self._groups.values():
             group.close()
+        if world:
+            self.world.close()

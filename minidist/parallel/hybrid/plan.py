@@ -7,9 +7,18 @@ from typing import Any
 from minidist.errors import PlanError
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
-from minidist.parallel.hybrid.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.hybrid.plan_checks import (
+    ATTENTIONS,
+    AXES,
+    OFFLOADS,
+    ORDER,
+    PLACEMENTS,
+    PRECISIONS,
+    STRATEGIES,
+    ZERO_STAGES,
+)
 
-__all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
+__all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +26,9 @@ class Plan:
     """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
     Attributes: dp … tp       ranks along each axis
+                order         of the axes on the machines: the last is innermost, its ranks are neighbours on a node;
+                              axes that are not named come first
+                placement     one of PLACEMENTS: which ranks are neighbours
                 bucket_bytes  largest size of a gradient bucket, in bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3, of the ranks along dp, ep and cp
@@ -46,6 +58,8 @@ class Plan:
     ep: int = 1
     cp: int = 1
     tp: int = 1
+    order: str = ORDER
+    placement: str = "node"
     bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
     zero: int = 0

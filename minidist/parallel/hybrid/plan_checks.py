@@ -1,6 +1,6 @@
 """Which options of a plan go together: each refusal is one line that names a plan that fits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,17 @@ ATTENTIONS = ("ring", "all-to-all")
 """How ranks of cp, each with some tokens, see all keys: these go round (ring_attention.py), or heads are swapped for
 tokens (ulysses.py)."""
 
+PLACEMENTS = ("node", "rank")
+"""How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by those numbers."""
+
 CHOICES = {"precision": PRECISIONS, "offload": OFFLOADS, "strategy": STRATEGIES, "schedule": tuple(ORDERS),
-           "attention": ATTENTIONS}
+           "attention": ATTENTIONS, "placement": PLACEMENTS}
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
+
+ORDER = ",".join(AXES)
+"""The axes as `order` has them: the last is innermost, its ranks are neighbours."""
 
 OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "attention": "ring",
                               "sequence_parallel": False, "shard": None}
@@ -47,6 +53,14 @@ OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "att
 def words(axes: Mapping[str, int]) -> str:
     """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
     return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
+
+
+def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
+    """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises: PlanError."""
+    given = order.split(",") if isinstance(order, str) else list(order)
+    if set(given) - set(AXES) or len(set(given)) < len(given):
+        raise PlanError(f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last")
+    return (*(axis for axis in AXES if axis not in given), *given)
 
 
 def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple["Plan", str] | None:
@@ -90,6 +104,7 @@ def check(plan: "Plan") -> None:
     for option, choices in CHOICES.items():
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
+    axis_order(plan.order)
     for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
         part(plan)
 

@@ -20,7 +20,9 @@ from minidist.comm.health import acceptor
 from minidist.comm.health.failure import Failure, how_it_ended
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.seats import Seat
 from minidist.comm.health.wait_state import State
+from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
 TOKEN = wire.new_token()
@@ -358,3 +360,17 @@ def test_a_line_is_one_write():
         subprocess.run([sys.executable, "-c", program],
                        stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=True)
         assert ours.recv(100) == b"rank 1 is lost\n"
+
+
+def test_a_process_that_has_ended_is_heard_to_the_end_first():
+    """Its goodbye may wait behind others'; and its connection may stay open, where a child of it holds it."""
+    here, there = socket.socketpair()
+    with here, there:
+        seat, lost = Seat(1, 4711, "here", here), []
+        watchdog = Watchdog(2, lambda: {1: seat}, lambda: {1: seat}, lost.append, 1.0)
+        wire.send_frame(there, {"kind": "goodbye"})
+        watchdog._seen([seat], set(), {4711: "exited with status 0 without goodbye"})
+        assert not lost
+        wire.recv_frame(here)
+        watchdog._seen([seat], set(), {4711: "exited with status 0 without goodbye"})
+        assert [loss.world_rank for loss in lost] == [1]

@@ -1,0 +1,55 @@
+"""A rank that crashes after its goodbye, in an exit handler or in a library: no rank waits for it any more.
+
+mpirun ends the job then, but does not say which rank it was. So the rank's connection to the monitor stays open until
+its process ends. Python's faulthandler, which may run inside a signal handler, writes into it:
+
+    rank                        monitor
+    goodbye             ->
+                        <-      over: every rank has said it
+    tell_crash
+    ends: EOF           ->      all is well
+    or is killed: words ->      crash_told: SIGSEGV, and the frames of the thread that crashed
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.seats import Seat
+
+_BEGIN = b"Fatal Python error: "
+_LIMIT = 1.0            # seconds from the first word to the last
+_MOST_BYTES = 1 << 16
+_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+"""The signals that faulthandler hears."""
+
+
+def tell_crash(sock: socket.socket) -> None:
+    """From now on this process tells of its crash on `sock`; the thread that reads there is woken, and may close it."""
+    with contextlib.suppress(OSError, ValueError):      # the monitor has hung up
+        faulthandler.enable(os.dup(sock.fileno()), all_threads=False)
+        sock.shutdown(socket.SHUT_RD)
+
+
+def crash_told(seat: Seat) -> Failure | None:
+    """The crash that a rank tells of; None, and nothing is read, if it said something else or has ended."""
+    seat.sock.settimeout(_LIMIT)
+    if seat.sock.recv(len(_BEGIN), socket.MSG_PEEK) != _BEGIN:
+        return None
+    said = b""
+    with contextlib.suppress(OSError):
+        while len(said) < _MOST_BYTES and (more := seat.sock.recv(_MOST_BYTES)):
+            said += more
+    name, *lines = said.removeprefix(_BEGIN).decode(errors="replace").splitlines() or [""]
+    frames = [line for line in lines if line.startswith("  File ")]
+    return Failure(seat.world_rank, seat.pid, seat.host, f"was killed by {_signal(name)} after its goodbye",
+                   "\n".join(frames and ["most recent call first:", *frames]))
+
+
+def _signal(name: str) -> str:
+    """The name that the system's own words ("Floating-point exception") stand for."""
+    plain = name.replace("-", " ").lower()
+    return next((one.name for one in _SIGNALS if (signal.strsignal(one) or "").lower() == plain), name)
