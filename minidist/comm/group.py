@@ -273,6 +273,8 @@ class Group(Members):
         for child in list(self._children):
             child.close()
         self._messages.close()
+        if self.id == WORLD and self.guard.failure is None:
+            self.ledger.flight.end()
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()

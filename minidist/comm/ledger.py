@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from minidist.comm.flight_recorder import FlightRecorder
+from minidist.comm.flight.recorder import FlightRecorder
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
-        self._flight = group.ledger.flight.made(*self.signature, axis=self.axis, world_ranks=self.world_ranks)
+        self._flight = group.ledger.flight.made(*self.signature, axis=group.axis, world_ranks=self.world_ranks)
         self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
         self._header = CallHeader(self.signature, group)

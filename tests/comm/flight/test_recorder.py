@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import minidist as md
-from minidist.comm.flight_recorder import HEADER_BYTES, RING_BYTES, SLOTS, FlightRecorder, read_ring
+from minidist.comm.flight.recorder import FlightRecorder
+from minidist.comm.flight.slots import HEADER_BYTES, RING_BYTES, SLOTS, read_ring
 from minidist.errors import ConfigError, PeerLostError
 
 SIGNATURE = ("all_reduce", "ring", "sum", None, "<f4", (3, 4), "train.py:40")
@@ -51,12 +52,15 @@ def test_the_ring_goes_round_and_keeps_the_newest():
 def test_steps_and_waits_stand_between_the_calls():
     recorder = FlightRecorder()
     recorder.start_step(3)
-    recorder.waited("a message from rank 2", (2,), 0.5)
+    number = recorder.waiting("a message from rank 2", (2,), 0.5, group=7, sequence=1)
+    assert recorder.entries()[-1]["state"] == "begun"
+    recorder.ended(number)
     make(recorder)
     step, wait, call = recorder.entries()
+    assert (wait["state"], wait["group"], wait["sequence"]) == ("ended", 7, 1)
     assert (step["kind"], step["step"], call["step"]) == ("step", 3, 3)
     assert (wait["what"], wait["ranks"]) == ("a message from rank 2", [2])
-    assert wait["ended"] - wait["begun"] == pytest.approx(0.5)
+    assert wait["ended"] - wait["begun"] == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("where", ["x" * 400 + "/train.py:40", "字" * 200 + "/train.py:40"])
@@ -131,7 +135,7 @@ def test_the_calls_of_a_group_are_recorded_on_every_transport():
         for calls in md.run(job, size=2, transport=transport):
             assert [call[:3] for call in calls] == [(4, "all_reduce", "ended"), (4, "all_gather", "ended")]
             assert [call[3] for call in calls] == [20, 16]
-            assert all(call[4].startswith("test_flight_recorder.py:") for call in calls)
+            assert all(call[4].startswith("test_recorder.py:") for call in calls)
 
 
 KILLED = """
