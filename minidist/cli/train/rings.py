@@ -2,12 +2,14 @@
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from minidist.comm.flight.slots import newest_time, read_ring
 from minidist.comm.group import Group
 from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
+from minidist.files import DISK_FAILED
 from minidist.launch.flight import ring_file
 
 FOLDER = "flight"
@@ -16,11 +18,17 @@ BAD_INPUT, STOPPED = 2, (130, 143)      # exit statuses
 
 
 def keep_ring(run: Path, world: Group) -> None:
-    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the training goes on."""
+    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the training goes on.
+
+    A full disk is not told here, because the run's other files tell it.
+    """
     try:
         world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size)
     except ConfigError as error:
-        say_line(f"minidist train: {error}")
+        with suppress(OSError):
+            (run / FOLDER).rmdir()
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in DISK_FAILED:
+            say_line(f"minidist train: {error}")
 
 
 def drop_rings(run: Path, status: int) -> None:

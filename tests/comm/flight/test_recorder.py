@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -156,5 +158,52 @@ def test_a_killed_rank_leaves_its_last_calls(tmp_path):
                           check=False)
     assert PeerLostError.__name__ in done.stderr
     assert signal.SIGKILL.name in done.stderr
-    last = [read_ring(tmp_path / str(rank))[1][-1] for rank in range(2)]
+    rings = [read_ring(tmp_path / str(rank))[1] for rank in range(2)]
+    last = [[entry for entry in ring if entry["kind"] == "call"][-1] for ring in rings]
     assert [(entry["verb"], entry["state"]) for entry in last] == [("all_reduce", "failed"), ("barrier", "ended")]
+    assert [ring[-1].get("why", "")[:13] for ring in rings] == ["PeerLostError", ""]
+
+
+def test_messages_are_numbered_by_direction():
+    def job(world):
+        peer = 1 - world.rank
+        world.send(np.ones(3), peer) if world.rank == 0 else world.recv(peer)
+        world.exchange(np.ones(2), peer, peer)
+        return [(entry["verb"], entry["dst"], entry["src"], entry["sequence"], entry["state"], entry["nbytes"])
+                for entry in world.ledger.flight.entries() if entry["kind"] == "message"]
+
+    first, second = md.run(job, size=2, transport="threads")
+    assert first == [("send", 1, None, 1, "ended", 24), ("exchange", None, 1, 1, "ended", 0),
+                     ("exchange", 1, None, 2, "ended", 16)]
+    assert second == [("recv", None, 0, 1, "ended", 0), ("exchange", None, 0, 2, "ended", 0),
+                      ("exchange", 0, None, 1, "ended", 16)]
+
+
+def test_a_wait_that_lasts_is_recorded_with_its_call():
+    def job(world):
+        if world.rank == 1:
+            time.sleep(0.4)
+        world.barrier()
+        return [(entry["what"], entry["ranks"], entry["state"], entry["sequence"], entry["ended"] - entry["begun"])
+                for entry in world.ledger.flight.entries() if entry["kind"] == "wait"]
+
+    waits, _ = md.run(job, size=2, transport="tcp")
+    ((what, ranks, state, sequence, seconds),) = waits
+    assert (ranks, state, sequence) == ([1], "ended", 1) and "rank 1" in what
+    assert 0.2 < seconds < 30
+
+
+@pytest.mark.parametrize(("why", "says"), [("ValueError", "ValueError: bad batch"), ("", "")])
+def test_how_a_rank_ended_is_recorded(why, says):
+    kept = []
+
+    def job(world):
+        kept.append(world.ledger.flight)
+        world.barrier()
+        if why:
+            raise ValueError("bad batch")
+
+    with suppress(ValueError):
+        md.run(job, size=1)
+    ends = [entry for entry in kept[0].entries() if entry["kind"] == "end"]
+    assert (ends[0]["why"], ends[0]["state"]) == (says, "failed" if why else "ended")
