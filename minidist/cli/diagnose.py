@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from minidist.console import positive_number, write_json
 from minidist.files import check_writable
-from minidist.observe.diagnose.finding import Finding, ranks_text
+from minidist.observe.diagnose.fault import Fault, ranks_text
 from minidist.observe.diagnose.flights import read_flights
 from minidist.observe.diagnose.hangs import STUCK
 from minidist.observe.diagnose.rules import diagnose
@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.findings else 0
 
 
-def _table(findings: list[Finding]) -> Table:
+def _table(findings: list[Fault]) -> Table:
     table = Table("culprit", "cause", Column("where", overflow="fold"), "how sure", header_style="bold")
     for finding in findings:
-        table.add_row(ranks_text(finding.ranks) if finding.ranks else "no rank", f"[bold red]{finding.cause}[/bold red]",
-                      escape(finding.where), finding.sure)
+        culprit = ranks_text(finding.ranks) if finding.ranks else "no rank"
+        table.add_row(culprit, f"[bold red]{finding.cause}[/bold red]", escape(finding.where), finding.sure)
     return table
 
 
-def _show(console: Console, finding: Finding) -> None:
+def _show(console: Console, finding: Fault) -> None:
     """A finding in words: what it is, the evidence, and what to do."""
     console.print(f"\n{finding.what}", markup=False, style="bold")
     for line in finding.evidence:

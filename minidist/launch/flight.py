@@ -14,7 +14,6 @@ from minidist.comm.health.flight_signals import hear_dump_signal
 from minidist.launch.limits import FLIGHT
 
 
-
 def ring_file(folder: str | Path, world_rank: int) -> Path:
     """The file of a rank's ring."""
     return Path(folder) / f"{world_rank:05d}.ring"

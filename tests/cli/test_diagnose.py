@@ -38,8 +38,8 @@ for step in range(8):
 
 def start(folder: Path, fault: str) -> "subprocess.Popen[str]":
     (folder / "job.py").write_text(PROGRAM)
-    return subprocess.Popen([sys.executable, "-m", "minidist", "launch", "-n", "3", "--flight", "rings", "job.py", fault],
-                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "minidist", "launch", "-n", "3", "--flight", "rings", "job.py", fault]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def diagnosis(folder: Path, *options: str) -> dict:

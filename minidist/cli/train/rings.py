@@ -1,4 +1,4 @@
-"""The flight recorders of a training, RUN/flight/00003.ring: kept from its first step on, for `minidist diagnose RUN`."""
+"""The flight recorders of a training, RUN/flight/00003.ring: kept for `minidist diagnose RUN`."""
 
 import shutil
 import time

@@ -32,7 +32,8 @@ def run_folder(folder: Path) -> Iterator[None]:
     """Make the run folder before the first step: a run that cannot write its results does not start.
 
     In the block it is this job's alone. What killed runs left of their drafts there goes.
-    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes again with the parents made for it, also after a SIGTERM.
+    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes again with the parents
+    made for it, also after a SIGTERM.
     Raises:  ConfigError if it cannot be made, or another job has it.
     """
     made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]

@@ -66,13 +66,13 @@ def _entry(entry: Entry, header: dict[str, Any], groups: dict[int, tuple[str, li
     axis, ranks = groups.get(group, ("", []))
     sizes = _sizes(entry, len(ranks))
     filename, _, line = entry["where"].rpartition(":")
-    started, completed = (entry[name] and _nanoseconds(entry[name], header) for name in ("begun", "ended"))
+    started, completed = (_nanoseconds(entry[name], header) if entry[name] else None for name in ("begun", "ended"))
     return {"record_id": entry["number"], "pg_id": [*groups].index(group) if group in groups else -1,
             "process_group": [f"{group:x}", axis],
             "collective_seq_id": 0 if message else entry["sequence"], "p2p_seq_id": message * entry["sequence"],
             "op_id": entry["number"], "profiling_name": f"gloo:{_name(entry, header['rank'], ranks)}",
             "time_created_ns": _nanoseconds(entry["made"], header),
-            "time_discovered_started_ns": started or None, "time_discovered_completed_ns": completed or None,
+            "time_discovered_started_ns": started, "time_discovered_completed_ns": completed,
             "duration_ms": 1000 * (entry["ended"] - entry["begun"]) if entry["ended"] else None,
             "input_sizes": [sizes[0]], "input_dtypes": [entry["dtype"]], "output_sizes": [sizes[1]],
             "output_dtypes": [entry["dtype"]], "state": _STATES[entry["state"]], "is_p2p": message,
@@ -82,7 +82,7 @@ def _entry(entry: Entry, header: dict[str, Any], groups: dict[int, tuple[str, li
 
 def _nanoseconds(seconds: float, header: dict[str, Any]) -> int:
     """The time of day."""
-    return round((seconds + header["clock"]) * 1e9)
+    return int((seconds + header["clock"]) * 1e9)
 
 
 def _name(entry: Entry, world_rank: int, ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The flight recorders of a job, read together: one Flight a rank, all times on one clock.
+"""The flight recorders of a job, read together: one RankFlight a rank, all times on one clock.
 
 Records of one host share a clock (the system's monotonic one), those of several the time of day, as each host has it.
 """
@@ -19,7 +19,7 @@ RUNS, STOPPED, GONE, UNKNOWN = "runs", "is stopped", "is gone", "unknown"
 
 
 @dataclass(frozen=True)
-class Flight:
+class RankFlight:
     """What one rank's recorder says, and its process.
 
     Attributes: entries  its records, oldest first, with times of day
@@ -57,7 +57,7 @@ class Flight:
         return max((max(entry["made"], entry["begun"], entry["ended"]) for entry in self.entries), default=0.0)
 
 
-def read_flights(place: str | Path) -> list[Flight]:
+def read_flights(place: str | Path) -> list[RankFlight]:
     """The flight recorders of a run folder, or of a folder of rings or dumps, by rank.
 
     Raises:  ConfigError, one line, if there are none.
@@ -82,7 +82,7 @@ def read_flights(place: str | Path) -> list[Flight]:
     return flights_of(found)
 
 
-def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[Flight]:
+def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[RankFlight]:
     """The flights of (header, entries); of several generations of a job only the newest."""
     newest = max((header for header, _ in found), key=lambda header: header["kept"])
     found = [pair for pair in found if pair[0]["size"] == newest["size"] or not newest["size"]]
@@ -94,13 +94,13 @@ def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[Flig
     return sorted(flights, key=lambda flight: flight.rank)
 
 
-def _flight(header: dict[str, Any], entries: list[Entry], clock: float, over: float) -> Flight:
+def _flight(header: dict[str, Any], entries: list[Entry], clock: float, over: float) -> RankFlight:
     process = _process(header)
     seen = header.get("dumped") or (time.time() if process in (RUNS, STOPPED) else over)
     dated = [{**entry, **{name: entry[name] and entry[name] + clock for name in ("made", "begun", "ended")}}
              for entry in entries]
     groups = {group: (axis, [*ranks]) for group, (axis, ranks) in header["groups"].items()}
-    return Flight(header["rank"], header["host"], header["pid"], header["size"], groups, dated, process, seen)
+    return RankFlight(header["rank"], header["host"], header["pid"], header["size"], groups, dated, process, seen)
 
 
 def _process(header: dict[str, Any]) -> str:

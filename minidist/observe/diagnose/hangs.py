@@ -1,17 +1,17 @@
 """Rules about ranks that wait: which rank is behind, and which calls stand still although all ranks are in them.
 
 Each rank that is in a call, or waits for a message, waits for the ranks that have not made their part. The ranks at the
-end of that chain wait for nobody: they are the cause. Where 30 of 32 ranks have made call 640 and two are in 641, the 30
-are behind, because it is the two that wait.
+end of that chain wait for nobody: they are the cause. Where 30 of 32 ranks have made call 640 and two are in 641, the
+30 are behind, because it is the two that wait.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE, WAIT, Entry
-from minidist.observe.diagnose.ends import last_words
-from minidist.observe.diagnose.finding import CERTAIN, LIKELY, POSSIBLE, Finding, call_text, ranks_text, span
-from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, Flight
+from minidist.observe.diagnose.lost_ranks import last_words
+from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, call_text, ranks_text, span
+from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls, message_key, messages_made
 
 STUCK = 10.0    # seconds: a call of a job that runs is a hang from this age on
@@ -35,7 +35,7 @@ class Waiter:
     seconds: float
 
 
-def hangs(flights: Sequence[Flight], stuck: float = STUCK) -> list[Finding]:
+def hangs(flights: Sequence[RankFlight], stuck: float = STUCK) -> list[Fault]:
     """What the ranks wait for, if any has waited for `stuck` seconds, or was in a call when its job ended."""
     waiters = [waiter for waiter in _waiters(flights) if waiter.seconds >= stuck or _over(flights)]
     if not waiters:
@@ -49,11 +49,11 @@ def hangs(flights: Sequence[Flight], stuck: float = STUCK) -> list[Finding]:
     return [_stuck(waiters)]
 
 
-def _over(flights: Sequence[Flight]) -> bool:
+def _over(flights: Sequence[RankFlight]) -> bool:
     return not any(flight.process in (RUNS, STOPPED) for flight in flights)
 
 
-def _waiters(flights: Sequence[Flight]) -> list[Waiter]:
+def _waiters(flights: Sequence[RankFlight]) -> list[Waiter]:
     groups = {calls.group: calls for calls in group_calls(flights)}
     made = messages_made(flights)
     found = []
@@ -73,7 +73,7 @@ def _waiters(flights: Sequence[Flight]) -> list[Waiter]:
     return found
 
 
-def _open_calls(flight: Flight) -> list[Entry]:
+def _open_calls(flight: RankFlight) -> list[Entry]:
     """The first call of each group that has begun and not ended: a group carries out its calls in order."""
     first: dict[int, Entry] = {}
     for entry in flight.of_kind(CALL):
@@ -87,7 +87,7 @@ def _members(calls: GroupCalls, sequence: int) -> tuple[int, ...]:
                  if sequence in mine and mine[sequence]["state"] in OPEN)
 
 
-def _of_message(flight: Flight, entry: Entry, made: dict[tuple[int, int, int, str], int], peers: tuple[int, ...],
+def _of_message(flight: RankFlight, entry: Entry, made: dict[tuple[int, int, int, str], int], peers: tuple[int, ...],
                 known: set[int]) -> Waiter | None:
     """The wait for a message, or for its receiver; None if the other side has done its part, or is not known."""
     group, src, dst, end = message_key(flight, entry)
@@ -99,7 +99,7 @@ def _of_message(flight: Flight, entry: Entry, made: dict[tuple[int, int, int, st
                   flight.seen - entry["begun"])
 
 
-def _behind(flights: Sequence[Flight], waiters: Sequence[Waiter], roots: list[int]) -> Finding:
+def _behind(flights: Sequence[RankFlight], waiters: Sequence[Waiter], roots: list[int]) -> Fault:
     """The ranks at the end of the chain, which wait for nobody."""
     direct = [waiter for waiter in waiters if set(waiter.absent) & set(roots)]
     longest = max(direct, key=lambda waiter: waiter.seconds)
@@ -118,7 +118,7 @@ def _behind(flights: Sequence[Flight], waiters: Sequence[Waiter], roots: list[in
     kind = "call" if longest.entry["kind"] == CALL else "message"
     has = "has" if len(roots) == 1 else "have"
     gone = [flight.rank for flight in told if flight.process == GONE]
-    return Finding("behind", tuple(roots), place,
+    return Fault("behind", tuple(roots), place,
                    f"{ranks_text(roots)} {has} not made {kind} {longest.entry['sequence']} ({longest.entry['verb']}), "
                    f"for which {ranks_text({waiter.rank for waiter in direct})} wait"
                    f"{'s' if len({waiter.rank for waiter in direct}) == 1 else ''}", tuple(evidence),
@@ -144,18 +144,18 @@ def _circle(edges: dict[int, set[int]]) -> list[int]:
     return []
 
 
-def _deadlock(waiters: Sequence[Waiter], circle: list[int]) -> Finding:
+def _deadlock(waiters: Sequence[Waiter], circle: list[int]) -> Fault:
     """Ranks that wait for each other: none of their waits can end."""
     lines = [f"rank {waiter.rank} waits for {ranks_text(waiter.absent)} in {call_text(waiter.entry)}"
              for rank in circle for waiter in waiters if waiter.rank == rank and waiter.absent]
     first = next(waiter for waiter in waiters if waiter.rank == circle[0])
-    return Finding("deadlock", tuple(circle), str(first.entry["where"]),
+    return Fault("deadlock", tuple(circle), str(first.entry["where"]),
                    f"{ranks_text(circle)} wait for each other in a circle", tuple(lines[:6]), CERTAIN,
                    "let every rank make its calls in one order; for messages use exchange, or start one of the two")
 
 
-def _stuck(waiters: Sequence[Waiter]) -> Finding:
-    """Calls that all their ranks are in, and that do not end: the link, or a rank that sends nothing inside the call."""
+def _stuck(waiters: Sequence[Waiter]) -> Fault:
+    """A call that all its ranks are in, and that does not end: the link, or a rank that sends nothing inside it."""
     longest = max(waiters, key=lambda waiter: waiter.seconds)
     inside = {waiter.rank for waiter in waiters if _same(waiter, longest)} | set(longest.members)
     waited_for = {peer for waiter in waiters if _same(waiter, longest) for peer in waiter.peers}
@@ -164,12 +164,12 @@ def _stuck(waiters: Sequence[Waiter]) -> Finding:
     evidence = [f"{ranks_text(inside)} are in {call_text(longest.entry)} for up to {span(longest.seconds)}; no rank is "
                 "behind"]
     evidence += [f"rank {waiter.rank} waits for {ranks_text(waiter.peers)}" for waiter in waiters if waiter.peers][:4]
-    return Finding("stuck", tuple(silent), str(longest.entry["where"]),
+    return Fault("stuck", tuple(silent), str(longest.entry["where"]),
                    f"all ranks have made {longest.entry['verb']} {longest.entry['sequence']}, and it does not end",
                    tuple(evidence), LIKELY if silent else POSSIBLE,
                    "look at the network or the device between these ranks; `py-spy dump --pid` shows where each stands")
 
 
-def _place(flight: Flight) -> str:
+def _place(flight: RankFlight) -> str:
     calls = flight.of_kind(CALL, MESSAGE)
     return str(calls[-1]["where"]) if calls else "its start"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE, Entry
 from minidist.comm.signature import Signature
-from minidist.observe.diagnose.flights import Flight
+from minidist.observe.diagnose.flights import RankFlight
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GroupCalls:
         return [rank for rank in self.ranks if (last := self.last.get(rank)) is not None and last < sequence]
 
 
-def group_calls(flights: Sequence[Flight]) -> list[GroupCalls]:
+def group_calls(flights: Sequence[RankFlight]) -> list[GroupCalls]:
     """All groups of the job, each as the first rank that knows it describes it."""
     groups: dict[int, tuple[str, list[int]]] = {}
     calls: defaultdict[int, dict[int, dict[int, Entry]]] = defaultdict(dict)
@@ -51,7 +51,7 @@ def group_calls(flights: Sequence[Flight]) -> list[GroupCalls]:
     return result
 
 
-def messages_made(flights: Sequence[Flight]) -> dict[tuple[int, int, int, str], int]:
+def messages_made(flights: Sequence[RankFlight]) -> dict[tuple[int, int, int, str], int]:
     """{(group, from, to, "send" or "recv"): the last message's sequence}; from and to are world ranks."""
     made: dict[tuple[int, int, int, str], int] = {}
     for flight in flights:
@@ -62,7 +62,7 @@ def messages_made(flights: Sequence[Flight]) -> dict[tuple[int, int, int, str], 
     return made
 
 
-def message_key(flight: Flight, entry: Entry) -> tuple[int, int, int, str]:
+def message_key(flight: RankFlight, entry: Entry) -> tuple[int, int, int, str]:
     """A message's group, its way, and which end of it this rank is."""
     ranks = flight.groups[entry["group"]][1]
     if entry["dst"] is None:

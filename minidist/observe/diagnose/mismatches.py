@@ -1,25 +1,25 @@
-"""Rules about calls that do not fit together: another size, dtype, op, root or verb; left out, made too often, swapped."""
+"""Rules about calls that do not fit: another size, dtype, op, root or verb; left out, made too often, swapped."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from minidist.comm.flight.slots import Entry
-from minidist.observe.diagnose.finding import CERTAIN, LIKELY, POSSIBLE, Finding, call_text, ranks_text
-from minidist.observe.diagnose.flights import Flight
+from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, call_text, ranks_text
+from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls, signature
 
 FIELDS = ("verb", "op", "root", "dtype", "shape", "algorithm")
 Calls = dict[int, Entry]
 
 
-def mismatches(flights: Sequence[Flight]) -> list[Finding]:
+def mismatches(flights: Sequence[RankFlight]) -> list[Fault]:
     """The first disagreement of each group, the earliest one first."""
     found = [(time, finding) for calls in group_calls(flights) for time, finding in _in_group(calls)]
     return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
 
 
-def _in_group(calls: GroupCalls) -> list[tuple[float, Finding]]:
+def _in_group(calls: GroupCalls) -> list[tuple[float, Fault]]:
     for sequence in sorted(set().union(*calls.calls.values())):
         there = {rank: mine[sequence] for rank, mine in calls.calls.items() if sequence in mine}
         camps = _camps(there)
@@ -40,7 +40,7 @@ def _camps(there: dict[int, Entry]) -> list[list[int]]:
     return sorted(camps, key=lambda camp: (-len(camp), camp))
 
 
-def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Finding:
+def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
     """The smaller camp is the culprit; of equal camps the one whose call breaks the order of an earlier step."""
     right, wrong = camps[0], camps[1]
     tie = len(right) == len(wrong)
@@ -54,7 +54,7 @@ def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Findin
             "wrong order": "makes two calls in the other order"}.get(cause or "", f"differs in {different}")
     sure = CERTAIN if not tie else LIKELY if cause else POSSIBLE
     evidence = tuple(f"{ranks_text(camp)}: {call_text(calls.calls[camp[0]][sequence])}" for camp in camps[:4])
-    return Finding(cause or f"wrong {different}", culprits, str(other_one["where"]),
+    return Fault(cause or f"wrong {different}", culprits, str(other_one["where"]),
                    f"call {sequence} of group {calls.axis}: {ranks_text(culprits)} {what}", evidence, sure,
                    f"compare {other_one['where']} with {one['where']}: every rank of a group makes the same calls in "
                    "the same order" + ("; two camps are equally large, so either may be wrong" if tie else ""))

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minidist.comm.flight.slots import CALL, STEP, Entry
-from minidist.observe.diagnose.finding import CERTAIN, LIKELY, POSSIBLE, Finding, ranks_text, span
-from minidist.observe.diagnose.flights import Flight
+from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ranks_text, span
+from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
 SHARE, MOST = 0.2, 0.7
@@ -25,13 +25,13 @@ TOGETHER = ("all_reduce", "all_gather", "barrier", "all_to_all", "reduce_scatter
 Delays = dict[int, dict[int, tuple[float, Entry]]]
 
 
-def skewed(flights: Sequence[Flight]) -> list[Finding]:
+def skewed(flights: Sequence[RankFlight]) -> list[Fault]:
     """Hosts whose clocks differ: calls that end together end at different times of day."""
     shifts = _shifts(flights)
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for flight in flights:
         hosts[flight.host].append(flight.rank)
-    return [Finding("clock skew", tuple(ranks), "",
+    return [Fault("clock skew", tuple(ranks), "",
                     f"the clock of {host} is {span(abs(shift))} {'ahead' if shift > 0 else 'behind'}",
                     (f"calls of {ranks_text(ranks)} end that much {'later' if shift > 0 else 'earlier'} than the same "
                      "calls elsewhere",), LIKELY, "set the clocks by NTP; times between hosts mean little until then")
@@ -40,7 +40,7 @@ def skewed(flights: Sequence[Flight]) -> list[Finding]:
             >= SKEW]
 
 
-def _shifts(flights: Sequence[Flight]) -> dict[int, float]:
+def _shifts(flights: Sequence[RankFlight]) -> dict[int, float]:
     """{rank: seconds by which its clock is ahead}, by calls that all ranks end together; of one host nothing."""
     if len({flight.host for flight in flights}) == 1:
         return {}
@@ -63,7 +63,7 @@ def _whole_calls(calls: GroupCalls) -> list[dict[int, Entry]]:
                                        for entry in row.values())]
 
 
-def slow(flights: Sequence[Flight]) -> list[Finding]:
+def slow(flights: Sequence[RankFlight]) -> list[Fault]:
     """The rank that the others wait for in most steps."""
     shifts = _shifts(flights)
     seconds, delays = _step_seconds(flights), _delays(flights, shifts)
@@ -80,7 +80,7 @@ def slow(flights: Sequence[Flight]) -> list[Finding]:
     return found
 
 
-def _step_seconds(flights: Sequence[Flight]) -> dict[int, float]:
+def _step_seconds(flights: Sequence[RankFlight]) -> dict[int, float]:
     """{step: its seconds}, on the rank where it took longest; without the first, which warms up, and the last."""
     longest: dict[int, float] = {}
     for flight in flights:
@@ -91,7 +91,7 @@ def _step_seconds(flights: Sequence[Flight]) -> dict[int, float]:
     return longest
 
 
-def _delays(flights: Sequence[Flight], shifts: dict[int, float]) -> Delays:
+def _delays(flights: Sequence[RankFlight], shifts: dict[int, float]) -> Delays:
     """{rank: {step: the largest delay that it caused, and in which call}}."""
     delays: defaultdict[int, dict[int, tuple[float, Entry]]] = defaultdict(dict)
     for calls in group_calls(flights):
@@ -105,14 +105,14 @@ def _delays(flights: Sequence[Flight], shifts: dict[int, float]) -> Delays:
     return delays
 
 
-def _slow(flights: Sequence[Flight], rank: int, late: dict[int, tuple[float, Entry]], count: int,
-          usual: float) -> Finding:
+def _slow(flights: Sequence[RankFlight], rank: int, late: dict[int, tuple[float, Entry]], count: int,
+          usual: float) -> Fault:
     delay = statistics.median(pair[0] for pair in late.values())
     where = statistics.mode(pair[1]["where"] for pair in late.values())
     waited = {flight.rank: _in_calls(flight) for flight in flights}
     others = [share for other, share in waited.items() if other != rank]
     least = waited[rank] <= min(others)
-    return Finding("slow", (rank,), where,
+    return Fault("slow", (rank,), where,
                    f"rank {rank} is slow: the others wait {span(delay)} of a step of {span(usual)} for it",
                    (f"it was the last to arrive in {len(late)} of {count} steps, first in step {min(late)}",
                     f"it spent {waited[rank]:.0%} of its time in calls, the others {statistics.median(others):.0%}"),
@@ -120,7 +120,7 @@ def _slow(flights: Sequence[Flight], rank: int, late: dict[int, tuple[float, Ent
                    f"look at what rank {rank} computes before {where}, at its data, and at what else runs on its core")
 
 
-def _in_calls(flight: Flight) -> float:
+def _in_calls(flight: RankFlight) -> float:
     """The share of its time that a rank was in calls of TOGETHER."""
     calls = [entry for entry in flight.of_kind(CALL) if entry["verb"] in TOGETHER and entry["ended"]]
     if not calls:

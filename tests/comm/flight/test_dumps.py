@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import minidist as md
-from minidist.comm.group import Group
 from minidist.comm.flight.dumps import read_dump
 from minidist.comm.flight.recorder import FlightRecorder
+from minidist.comm.group import Group
 from minidist.errors import ConfigError
 
 KEYS = {"frames", "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name",

@@ -10,7 +10,7 @@ CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fault:
     """What is wrong.
 
     Attributes: cause     one word or two: killed, exception, stopped, wrong shape, left out, behind, stuck, slow, …
