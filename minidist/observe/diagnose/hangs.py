@@ -9,10 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE, WAIT, Entry
-from minidist.observe.diagnose.lost_ranks import last_words
-from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, call_text, ranks_text, span
+from minidist.observe.diagnose.fault import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    Fault,
+    call_text,
+    ranks_text,
+    span,
+)
 from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, RankFlight
-from minidist.observe.diagnose.matching import GroupCalls, group_calls, message_key, messages_made
+from minidist.observe.diagnose.lost_ranks import last_words
+from minidist.observe.diagnose.matching import (
+    GroupCalls,
+    group_calls,
+    message_key,
+    messages_made,
+)
 
 STUCK = 10.0    # seconds: a call of a job that runs is a hang from this age on
 OPEN = ("begun", "failed")

@@ -4,7 +4,15 @@ import re
 from collections.abc import Sequence
 
 from minidist.comm.flight.slots import CALL, MESSAGE
-from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, call_text, ranks_text, span
+from minidist.observe.diagnose.fault import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    Fault,
+    call_text,
+    ranks_text,
+    span,
+)
 from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, UNKNOWN, RankFlight
 
 OF_OTHERS = ("CommError", "PeerLostError", "LinkLostError", "MismatchError", "DeadlockError", "HandshakeError",

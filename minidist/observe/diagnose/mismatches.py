@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidist.comm.flight.slots import Entry
-from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, call_text, ranks_text
+from minidist.observe.diagnose.fault import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    Fault,
+    call_text,
+    ranks_text,
+)
 from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls, signature
 

@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE
-from minidist.observe.diagnose.lost_ranks import broken_links, failed_by_itself, killed, missing, stopped
 from minidist.observe.diagnose.fault import Fault, ranks_text, span
 from minidist.observe.diagnose.flights import RUNS, RankFlight
 from minidist.observe.diagnose.hangs import STUCK, hangs
+from minidist.observe.diagnose.lost_ranks import (
+    broken_links,
+    failed_by_itself,
+    killed,
+    missing,
+    stopped,
+)
 from minidist.observe.diagnose.mismatches import mismatches
 from minidist.observe.diagnose.slow import skewed, slow
 

@@ -11,7 +11,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minidist.comm.flight.slots import CALL, STEP, Entry
-from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ranks_text, span
+from minidist.observe.diagnose.fault import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    Fault,
+    ranks_text,
+    span,
+)
 from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
