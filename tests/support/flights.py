@@ -17,29 +17,27 @@ GONE = 1 << 30      # the number of no process
 class VirtualJob:
     """A job of `size` ranks whose rings lie in `folder`; `now` is its time in seconds, 0.0 the present.
 
-    Args: alive: whether its ranks' processes run (all are this one). hosts: of the ranks (this one).
+    Args: alive: whether its ranks' processes run (all are this one). hosts: of the ranks (this one); skew: by which
+          their clocks are ahead, in seconds.
     """
 
-    def __init__(self, folder: Path, size: int, *, alive: bool = False, hosts: dict[int, str] | None = None) -> None:
+    def __init__(self, folder: Path, size: int, *, alive: bool = False, hosts: dict[int, str] | None = None,
+                 skew: dict[int, float] | None = None) -> None:
         self.size, self.now, self.sequences = size, 0.0, {}
-        self._start, self.skew = time.time(), dict.fromkeys(range(size), 0.0)
+        self._start, self.skew = time.time(), skew or {}
         self.flights = [FlightRecorder(rank) for rank in range(size)]
         for rank, flight in enumerate(self.flights):
             host = (hosts or {}).get(rank, os.uname().nodename)
             with self.at(rank, -3600.0), patch.object(recorder.platform, "node", lambda host=host: host):
                 flight.keep_in(ring_file(folder, rank), size=size)
-            flight.pid = os.getpid() if alive else GONE
-            self._header(rank, host)
-
-    def _header(self, rank: int, host: str) -> None:
-        with self.at(rank, -3600.0), patch.object(recorder.platform, "node", lambda: host):
-            self.flights[rank]._know(0, "world", range(self.size))
+                flight.pid = os.getpid() if alive else GONE
+                flight._know(0, "world", range(self.size))
 
     @contextmanager
     def at(self, rank: int, now: float):
         """In the block it is this time for the rank."""
         self.now = now
-        clock = SimpleNamespace(perf_counter=lambda: 1e6 + now, time=lambda: self._start + now + self.skew[rank])
+        clock = SimpleNamespace(perf_counter=lambda: 1e6 + now, time=lambda: self._start + now + self.skew.get(rank, 0.0))
         with patch.object(recorder, "time", clock):
             yield
 

@@ -29,8 +29,9 @@ class GroupCalls:
     last: dict[int, int | None]
 
     def behind(self, sequence: int) -> list[int]:
-        """The ranks that have not made this call yet."""
-        return [rank for rank in self.ranks if (last := self.last.get(rank)) is not None and last < sequence]
+        """The ranks that have not made this call yet; if none is known, those whose rings no longer tell."""
+        known = [rank for rank in self.ranks if (last := self.last.get(rank)) is not None and last < sequence]
+        return known or [rank for rank, last in self.last.items() if last is None]
 
 
 def group_calls(flights: Sequence[RankFlight]) -> list[GroupCalls]:

@@ -103,6 +103,19 @@ def test_a_recorder_that_has_gone_round_ten_times_is_matched_by_sequence(tmp_pat
     assert only(tmp_path).ranks == (0,)
 
 
+@pytest.mark.parametrize("third", [True, False], ids=["another is behind", "no other is behind"])
+def test_a_recorder_that_no_longer_has_the_group_is_suspected_only_where_no_other_rank_is_behind(tmp_path, third):
+    job = VirtualJob(tmp_path, 3, alive=True)
+    for number in range(5000):
+        job.flights[1].made(9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
+                            world_ranks=(1,))
+    job.call(0, -98.0, None)
+    if not third:
+        job.call(2, -98.0, None)
+    found = only(tmp_path)
+    assert (found.ranks, found.sure) == (((2,), "certain") if third else ((1,), "likely"))
+
+
 @pytest.mark.parametrize("stuck", [False, True], ids=["the others ended", "the others hang"])
 def test_a_killed_rank(tmp_path, stuck):
     job = VirtualJob(tmp_path, 3, alive=stuck)
@@ -210,13 +223,10 @@ def test_a_rank_that_is_late_a_little_or_now_and_then_is_not_slow(tmp_path, late
 
 
 def test_clocks_that_differ_are_told_and_name_no_slow_rank(tmp_path):
-    job = VirtualJob(tmp_path, 4, hosts={2: "far", 3: "far"})
-    for rank in (2, 3):
-        job.skew[rank] = 5.0
-        job._header(rank, "far")
+    job = VirtualJob(tmp_path, 4, hosts={2: "far"}, skew={2: 5.0})
     training(job, 0.0)
     found = only(tmp_path)
-    assert (found.cause, found.ranks) == ("clock skew", (2, 3)) and "far is 5 s ahead" in found.what
+    assert (found.cause, found.ranks) == ("clock skew", (2,)) and "far is 5 s ahead" in found.what
 
 
 def test_a_rank_without_a_recorder_is_told(tmp_path):
