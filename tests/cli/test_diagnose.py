@@ -19,8 +19,9 @@ import numpy as np
 import minidist as md
 
 world, fault = md.init(limit=20), sys.argv[1]
-for step in range(8):
+for step in range(12):
     world.tell_step(step)
+    time.sleep(0.05 if fault == "slow" and world.rank == 1 else 0.02)
     world.all_reduce(np.ones(100))
     if step == 5 and world.rank == 1:
         if fault == "killed":
@@ -29,6 +30,9 @@ for step in range(8):
             raise ValueError("bad batch")
         if fault == "wrong shape":
             world.all_reduce(np.ones(50))
+        if fault == "stopped":
+            print("stops", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "behind":
             print("sleeps", flush=True)
             time.sleep(60)
@@ -38,7 +42,7 @@ for step in range(8):
 
 def start(folder: Path, fault: str) -> "subprocess.Popen[str]":
     (folder / "job.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "minidist", "launch", "-n", "3", "--flight", "rings", "job.py", fault]
+    command = [sys.executable, "-m", "minidist", "launch", "-n", "3", "--flight", "rings", "--patience", "30", "job.py", fault]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -49,11 +53,13 @@ def diagnosis(folder: Path, *options: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("fault", ["killed", "exception", "wrong shape", "none"])
+@pytest.mark.parametrize("fault", ["killed", "exception", "wrong shape", "none"] + [
+    pytest.param(fault, marks=pytest.mark.soak, id=f"{fault} {turn}") for turn in range(10)
+    for fault in ("killed", "exception", "wrong shape", "slow", "none")])
 def test_a_job_that_ended(fault, tmp_path, capsys):
     run = start(tmp_path, fault)
     run.communicate(timeout=100)
-    assert (run.returncode == 0) == (fault == "none")
+    assert (run.returncode == 0) == (fault in ("none", "slow"))
     found, said = diagnosis(tmp_path), capsys.readouterr().out
     if fault == "none":
         assert found["healthy"] and "every rank ended well\nnothing wrong was found" in said
@@ -74,8 +80,21 @@ def test_a_job_that_hangs_is_diagnosed_while_it_runs(tmp_path, capsys):
         run.send_signal(signal.SIGTERM)
         run.communicate(timeout=60)
     assert (finding["cause"], finding["ranks"], finding["sure"]) == ("behind", [1], "certain")
-    assert finding["where"].endswith("job.py:9"), "its last call"
+    assert finding["where"].endswith("job.py:10"), "its last call"
     assert diagnosis(tmp_path)["findings"][0]["ranks"] == [1], "after it was told to stop, too"
+
+
+def test_a_stopped_rank_is_diagnosed_while_its_job_runs(tmp_path):
+    run = start(tmp_path, "stopped")
+    try:
+        assert run.stdout.readline() == "stops\n"
+        time.sleep(0.3)
+        (finding,) = diagnosis(tmp_path)["findings"]
+    finally:
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+    assert (finding["cause"], finding["ranks"], finding["sure"]) == ("stopped", [1], "certain")
+    assert "kill -CONT" in finding["advice"]
 
 
 def test_the_table_names_culprit_cause_place_and_how_sure(tmp_path, capsys):

@@ -196,14 +196,14 @@ def test_receives_in_a_circle_are_a_deadlock(tmp_path):
     assert (found.cause, sorted(found.ranks), found.where) == ("deadlock", [0, 1, 2], "pipe.py:7")
 
 
-def training(job, late, steps=15, alone=None):
-    """Steps of one second; `late` of rank 2 for its calls, in seconds, in every step or only in `alone`."""
+def training(job, late, steps=15, alone=None, who=2):
+    """Steps of one second; rank `who` is `late` for its calls, in seconds, in every step or only in `alone`."""
     for step in range(steps):
         for rank in range(job.size):
             job.step(rank, step, -100.0 + step)
         extra = late if alone is None or step in alone else 0.0
         for rank in range(job.size):
-            came = 0.3 + 0.01 * ((rank + step) % job.size) + extra * (rank == 2)
+            came = 0.3 + 0.01 * ((rank + step) % job.size) + extra * (rank == who)
             job.call(rank, -100.0 + step + came, -100.0 + step + 0.4 + extra)
     for rank in range(job.size):
         job.end(rank, -80.0)
@@ -227,6 +227,11 @@ def test_clocks_that_differ_are_told_and_name_no_slow_rank(tmp_path):
     training(job, 0.0)
     found = only(tmp_path)
     assert (found.cause, found.ranks) == ("clock skew", (2,)) and "far is 5 s ahead" in found.what
+
+
+def test_a_slow_rank_is_found_where_clocks_differ(tmp_path):
+    training(VirtualJob(tmp_path, 4, hosts={2: "far"}, skew={2: 5.0}), 0.4, who=1)
+    assert [(found.cause, found.ranks) for found in findings(tmp_path)] == [("slow", (1,)), ("clock skew", (2,))]
 
 
 def test_a_rank_without_a_recorder_is_told(tmp_path):
