@@ -129,6 +129,10 @@ SAMPLED = {
     "test_an_overflow_anywhere_shows": 2, "test_bias_gelu": 3, "test_bits": 5, "test_blocks_that_see_each_other": 2,
     "test_bytes_read": 3, "test_each_version_is_the_reference": 3, "test_extreme_scores": 2, "test_swiglu": 3,
     "test_three_steps_are_the_references": 5, "test_top_k": 3, "test_transposed_as_they_lie": 3,
+    # compression
+    "test_a_plan_compresses": 3, "test_an_overflow_is_seen_on_every_rank_and_then_forgotten": 7,
+    "test_another_plan_owes_as_much": 2, "test_bytes_of_a_plan_are_its_formula": 3,
+    "test_fewer_numbers_than_ranks": 5, "test_nothing_is_lost": 3, "test_ranks_stay_equal_and_learn": 5,
     # bugs planted to see them caught
     "test_planted_bugs": 3, "test_planted_bugs_break_parity": 5, "test_planted_bugs_break_the_replay": 2,
     "test_planted_bugs_in_shared_key_heads": 3, "test_planted_mistakes": 5,

@@ -1,6 +1,6 @@
 """Broken collectives of lesson 04, on two machines of four ranks: what the ranks have, and what crossed between.
 
-Find the fault first, then read the answer in README.md, section 7.
+Find the fault first, then read the answer in README.md, section 9.
 """
 
 from collections.abc import Callable

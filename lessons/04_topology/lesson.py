@@ -2,7 +2,7 @@
 
     mpirun -n 4 python lessons/04_topology/lesson.py
     python lessons/04_topology/lesson.py                              # alone: eight ranks as threads
-    python lessons/04_topology/lesson.py --break one-leader           # see README.md, section 7
+    python lessons/04_topology/lesson.py --break one-leader           # see README.md, section 9
 """
 
 import statistics
@@ -23,6 +23,7 @@ from minidist.observe.records import gather_records
 HERE = Path(__file__).resolve().parent
 wiring = load_module(HERE / "wiring.py", "04")
 links = load_module(HERE / "links.py", "04")
+spines = load_module(HERE / "spines.py", "04")
 
 DEVICES = 16                # of the table of wirings
 ELEMENTS = 840 * 8          # of float64: 840 is divisible by every P from 1 to 8
@@ -45,6 +46,10 @@ def tour(group: Group, page: Page) -> None:
     alpha_and_beta(group, page)
     page.heading("5  One-sided: put beside send and receive")
     one_sided(group, page)
+    page.heading("6  Several spines")
+    spines.routed(page)
+    page.heading("7  Where ranks lie")
+    spines.placed(page)
 
 
 # --------------------------------------------------------------------------------------------------------- 1  wirings

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 6, each a mistake and what comes of it."""
+"""What goes wrong without: the experiments of section 9, each a mistake and what comes of it."""
 
 import itertools
 from pathlib import Path
@@ -13,8 +13,9 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import load_module
 from minidist.parallel.memory.activations import checkpoint
+from minidist.parallel.memory.kept_inputs import InputKeeper
 
-lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
+lab, kept = (load_module(Path(__file__).resolve().with_name(name), "19") for name in ("experiments.py", "kept.py"))
 
 
 def fresh_dropout() -> None:
@@ -66,5 +67,13 @@ def one_stretch() -> None:
               f"{size_text(memory.peak['activations']):>9}")
 
 
+def round_to_nearest() -> None:
+    """8 bits without chance: the same number is rounded the same way each time, so its error never cancels."""
+    for name, keeper in (("by chance", InputKeeper(["8bit"])), ("to nearest", kept.Nearest(["8bit"]))):
+        first, *_, last = kept.errors(keeper)
+        print(f"{name:10} error of one gradient {100 * first:.2f} %, of the mean of {kept.DRAWS[-1]}: "
+              f"{100 * last:.2f} %")
+
+
 BREAKS = {"fresh-dropout": fresh_dropout, "changed-input": changed_input, "other-weights": other_weights,
-          "one-stretch": one_stretch}
+          "one-stretch": one_stretch, "round-to-nearest": round_to_nearest}

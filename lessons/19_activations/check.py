@@ -21,17 +21,19 @@ CUT_FROM = (plain_recompute,)
 ANSWERS = {
     1: "(segments - 1) * x + size * a",
     2: "min(sizes, key=lambda size: peak(layers, size, x, a))",
+    7: "np.floor(x / scale + chance)",
 }
 """The right code of the holes beyond the plain version."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The formula, the best size, then memory and gradients of real stacks."""
+    """The formula, the best size, then memory and gradients of real stacks, and the rounding to 8 bits."""
     yield from _formula(exercise)
     for size in SIZES:
         yield from _memory(exercise, size)
     for size in SIZES:
         yield from _gradients(exercise, size)
+    yield from _codes(exercise)
 
 
 def _formula(exercise: ModuleType) -> Iterator[Result]:
@@ -118,6 +120,21 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     yield Result(f"gradient of the input, segments of {size}", same, "that of a plain backward",
                  "equal" if same else "another", "what is returned is not the first segment's",
                  "the last dy (hole 6)")
+
+
+def _codes(exercise: ModuleType) -> Iterator[Result]:
+    """The mean of the codes over many chances, in steps of the scale: the numbers themselves."""
+    x = np.random.default_rng(5).normal(size=16)
+    chances = (np.arange(1000)[:, None] + np.zeros(16)) / 1000
+    draws = [exercise.codes_of(x, chance) for chance in chances]
+    codes = np.mean([np.asarray(code, np.float64) for code, _ in draws], axis=0)
+    scale = draws[0][1]
+    error = float(np.abs(codes - x / scale).max())
+    same = np.array_equal(draws[0][0], draws[-1][0])
+    mistake = ("a number is rounded the same way whatever the chance" if same else
+               "the mean is half a step too high" if abs(error - 0.5) < 0.02 else "the mean is another number")
+    yield Result("mean code over 1000 chances", error < 0.01, "x / scale", f"off by {error:.2f} of a step", mistake,
+                 "add the chance, then take the floor: section 5 (hole 7)")
 
 
 if __name__ == "__main__":

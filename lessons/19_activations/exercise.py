@@ -1,8 +1,10 @@
-"""Exercise 19: a stack of blocks that keeps their inputs alone, and what a stack in segments needs.
+"""Exercise 19: a stack of blocks that keeps their inputs alone, what a stack in segments needs, and 8 bits.
 
 Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: its input alone is kept.
 """
+
+import numpy as np
 
 from minidist.autograd.tensor import no_grad, tensor  # noqa: F401 - you will want them
 from minidist.grading import hole
@@ -38,3 +40,13 @@ def plain_recompute(blocks, x, dy):
         block(again).backward(dy)                                # forward once more, with a tape, and back
         dy = hole(6, "the gradient for the block before (section 1)", again)
     return dy
+
+
+def codes_of(x, chance):
+    """Codes of one byte and the scale of a group of numbers, as in section 5: code × scale is x on average.
+
+    Args:    chance: uniform in [0, 1), one for each number.
+    """
+    scale = np.abs(x).max() / 127
+    codes = hole(7, "whole numbers, of which the mean over all chances is x / scale (section 5)", x, scale, chance)
+    return codes.astype(np.int8), scale

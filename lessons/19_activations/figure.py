@@ -1,6 +1,6 @@
-"""The figure of lesson 19: activations over one step, three ways, and the peak for every number of blocks, as recorded.
+"""The figures of lesson 19, as recorded: activations over one step and peaks; inputs kept in other ways.
 
-    python lessons/19_activations/figure.py [--out DIR]      # figure.png
+    python lessons/19_activations/figure.py [--out DIR]      # figure.png, kept.png
 """
 
 from pathlib import Path
@@ -10,17 +10,34 @@ import numpy as np
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
 
+from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.parallel.memory.kept_inputs import InputKeeper
 
 HERE = Path(__file__).resolve().parent
-lab = load_module(HERE / "experiments.py", "19")
+lab, kept = (load_module(HERE / name, "19") for name in ("experiments.py", "kept.py"))
 COLOURS = {"none": "#c44e52", "scores": "#e08e3c", "all": "#3b6fb6"}
 NAMES = {"none": "everything kept", "scores": "scores computed again", "all": "blocks' insides computed again"}
-MIB = 2**20
+MIB, KIB = 2**20, 2**10
+RANKS = 4
+KEPT = ("whole", "8bit", "shard", "8bit,shard", "offload")
+
+
+def record(group: Group) -> dict[str, Any]:
+    """On rank 0: one step's account, then bytes of an input on all ranks of tp, and what rounding and pooling lose."""
+    alone = lab.record(group) if group.rank == 0 else {}
+    group.barrier()
+    steps = [kept.step_with(group, way, group.size) for way in KEPT]
+    if group.rank > 0:
+        return {}
+    return alone | {"steps": steps, "chance": kept.errors(InputKeeper(["8bit"])),
+                    "nearest": kept.errors(kept.Nearest(["8bit"])),
+                    "found": list(map(kept.found_by_query, kept.RATIOS))}
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded account."""
+    """figure.png and kept.png from what was recorded."""
+    draw_kept(recorded, folder)
     config = lab.CONFIG
     figure = look.new_figure(13.5, 5.4, "Activations over one step: keep them, or make them again, as recorded",
                              f"GPT of {config.layers} layers, width {config.width}, {lab.BATCH} sequences of "
@@ -60,5 +77,60 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
     ax.legend(frameon=False, fontsize=10.5)
 
 
+def draw_kept(recorded: dict[str, Any], folder: Path) -> None:
+    """kept.png: bytes of an input, the error of 8 bits over draws, what compression finds."""
+    figure = look.new_figure(13.5, 4.6, "Inputs that are kept otherwise, and a context that is not kept, as recorded",
+                             f"Left: a block's input on a rank of tp={RANKS}. Middle: gradients from inputs of 8 bits. "
+                             f"Right: one token of {kept.TOKENS} that the last query looks for.")
+    _bytes(figure.add_axes((0.055, 0.15, 0.25, 0.58)), recorded["steps"])
+    _errors(figure.add_axes((0.385, 0.15, 0.25, 0.58)), recorded)
+    _found(figure.add_axes((0.715, 0.15, 0.25, 0.58)), recorded["found"])
+    look.save(figure, folder, "kept.png")
+
+
+def _bytes(ax: Any, steps: list[dict[str, Any]]) -> None:
+    """On the device as bars, on the host as outlines."""
+    look.quiet(ax, grid="y")
+    for place, step in enumerate(steps):
+        host = step["moved"] > 0
+        ax.bar([place], [step["here"] / KIB], width=0.65, facecolor="none" if host else look.MEMORY["activations"],
+               edgecolor=look.MEMORY["activations"], linewidth=1.6, linestyle="--" if host else "-",
+               label="on the host" if host else "on the device" if not place else None)
+        ax.text(place, step["here"] / KIB + 1, f"{step['here'] / KIB:g}", ha="center", fontsize=10, color=look.SOFT)
+    ax.set_xticks(range(len(steps)), [step["kept"].replace(",", ",\n") for step in steps])
+    ax.set_ylabel("KiB of an input on a rank", fontsize=10.5, color=look.SOFT)
+    ax.set_ylim(top=80)
+    ax.legend(frameon=False, fontsize=10, loc="upper center")
+
+
+def _errors(ax: Any, recorded: dict[str, Any]) -> None:
+    """Against the number of draws, both axes logarithmic."""
+    look.quiet(ax, grid="y")
+    draws, chance = np.array(kept.DRAWS), 100 * np.array(recorded["chance"])
+    ax.loglog(draws, chance[0] / np.sqrt(draws), ":", color=look.INK, linewidth=1.5, label="first / √draws")
+    ax.loglog(draws, chance, "o-", color=COLOURS["all"], label="rounded by chance")
+    ax.loglog(draws, 100 * np.array(recorded["nearest"]), "s-", color=COLOURS["scores"], label="rounded to nearest")
+    ax.set_xticks(draws, [str(count) for count in draws])
+    ax.set_yticks([0.04, 0.1, 0.2, 0.3], ["0.04", "0.1", "0.2", "0.3"])
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks([], minor=True)
+    ax.set_xlabel("gradients of one batch in the mean", fontsize=10.5, color=look.SOFT)
+    ax.set_ylabel("error, % of the gradient's length", fontsize=10.5, color=look.SOFT)
+    ax.legend(frameon=False, fontsize=10, loc="lower left")
+
+
+def _found(ax: Any, found: list[float]) -> None:
+    """The found part of the value by ratio, and the formula."""
+    look.quiet(ax, grid="y")
+    places = np.arange(len(found))
+    ax.bar(places, found, width=0.65, color=COLOURS["all"], label="measured")
+    ax.plot(places, [kept.by_formula(ratio) for ratio in kept.RATIOS], "_", color=look.INK, markersize=20,
+            markeredgewidth=2, label="formula")
+    ax.set_xticks(places, [str(ratio) for ratio in kept.RATIOS])
+    ax.set_xlabel("tokens in a group; 1 is attention", fontsize=10.5, color=look.SOFT)
+    ax.set_ylabel("found of the token's value", fontsize=10.5, color=look.SOFT)
+    ax.legend(frameon=False, fontsize=10)
+
+
 if __name__ == "__main__":
-    draw_figure(lab.record, draw, HERE, size=1)
+    draw_figure(record, draw, HERE, size=RANKS)

@@ -1,8 +1,8 @@
 """Lesson 19: keep less of the forward, and compute it again when backward asks.
 
     python lessons/19_activations/lesson.py
-    mpirun -n 4 python lessons/19_activations/lesson.py           # section 5 on real ranks
-    python lessons/19_activations/lesson.py --break fresh-dropout # see README.md, section 6
+    mpirun -n 4 python lessons/19_activations/lesson.py           # sections 5 and 8 on real ranks
+    python lessons/19_activations/lesson.py --break fresh-dropout # see README.md, section 9
 """
 
 import statistics
@@ -26,12 +26,12 @@ from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import plain_recompute
 
 HERE = Path(__file__).resolve()
-lab, broken = (load_module(HERE.with_name(name), "19") for name in ("experiments.py", "broken.py"))
+lab, kept, broken = (load_module(HERE.with_name(name), "19") for name in ("experiments.py", "kept.py", "broken.py"))
 FLOAT32 = 4
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: sections 1 to 4 on rank 0 alone, section 5 together."""
+    """The lesson: sections 5 and 8 on all ranks together, the others on rank 0 alone."""
     if group.rank == 0:
         page.heading("1  The same gradients, to the bit")
         same_gradients(page)
@@ -41,7 +41,16 @@ def tour(group: Group, page: Page) -> None:
         peaks(page)
         page.heading("4  What it costs")
         seconds(page)
-    page.heading("5  Under ZeRO-3: nothing more is gathered")
+    page.heading("5  The inputs that are left: 8 bits, shares, the host")
+    kept.inputs_left(group, page)
+    alone = group.split(group.rank)
+    if group.rank == 0:
+        kept.rounding(page)
+        page.heading("6  A budget")
+        kept.budget(alone, page)
+        page.heading("7  Context compression is another function")
+        kept.compression(page)
+    page.heading("8  Under ZeRO-3: nothing more is gathered")
     traffic(group, page)
 
 

@@ -56,10 +56,9 @@ GAPS = """## Known gaps
   here 2.9 times, because both take the same shares.
 - **Tied tables.** A file of runs cannot say that the model's two tables are one; here they are two, which costs memory
   and traffic, and no matrix product.
-- **Attention that is not one kernel.** The row of Llama 3.1 8B comes out 6 to 15 times too slow: with cp=2 the
-  attention of `parallel/context` is priced as its single products and passes over the scores, while NeMo runs a fused
-  kernel. The row on 640 GPUs has heads 160 wide, and the kernels here take 128: it is priced in the same way. Fitting
-  makes both slower, as such products have a short side and the fitted `half` is 727.
+- **Attention that is not one kernel.** The row on 640 GPUs has heads 160 wide, and the kernels here take 128: its
+  attention is priced as single products and passes over the scores, while its authors ran a fused kernel. Fitting makes
+  it slower, as such products have a short side and the fitted `half` is 727.
 - **Pipelines, and runs on more than 768 devices**, are not on this page: a row takes minutes to predict.
 """
 

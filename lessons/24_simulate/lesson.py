@@ -1,38 +1,57 @@
 """Lesson 24: a thousand virtual GPUs: the modules that train, on arrays without data, and one clock.
 
+    python lessons/24_simulate/lesson.py --guess 0.5,0.5,0.5,0.5,0.5     # your seconds of the five plans of section 2
     python lessons/24_simulate/lesson.py
-    python lessons/24_simulate/lesson.py --break straggler        # or slow-ring, tensor-across-nodes
+    python lessons/24_simulate/lesson.py --break straggler               # see README.md, section 9
 """
 
+import argparse
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.files import scratch
+from minidist.grading import load_module
 from minidist.nn import GPTConfig
 from minidist.observe.events import Await, Busy, Event, GroupCall, Start
 from minidist.observe.replay import plain_replay
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.one_rank import run_rank
 from minidist.simulate.results import Simulation
 from minidist.simulate.walk import call_cost
 
 CONFIG = GPTConfig(vocabulary=51200, context=2048, layers=8, width=4096, heads=32, positions="rotary")
 """Eight blocks as llama's 7 billion has 32: 2 billion weights."""
 MIB = 1 << 20
+SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4)
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "24")
 
 
-def tour(group: Group, page: Page) -> None:
-    """The lesson: nothing in it needs ranks, so rank 0 runs it alone."""
+def tour(group: Group, page: Page, guesses: Sequence[float] = (), *, by_size: bool = False) -> None:
+    """The lesson: nothing in it needs other ranks, so rank 0 runs it alone."""
     if group.rank == 0:
         page.heading("1  Traces of two ranks, on one clock")
         plain(page)
         page.heading("2  Predict, then see: which plan for 2 billion weights on 16 H100s?")
-        plans(page)
+        plans(page, guesses)
         page.heading("3  Predict, then see: the same job on four times the devices")
         four_times(page)
+        page.heading("4  Predict, simulate, run: what four ranks send")
+        really(page)
+        page.heading("5  Where ranks lie")
+        placed(page)
+        page.heading("6  What the notes claim")
+        claimed(page)
+        if by_size:
+            table_by_size(page)
 
 
 # ------------------------------------------------------------------------------------------------ 1 the plain replay
@@ -76,15 +95,25 @@ def simulated(plan: str, cluster: str, batch: int, **options: Any) -> Simulation
     return md.simulate(md.Plan(precision="bf16", **axes, **choice), CONFIG, cluster, batch=batch, **options)
 
 
-def plans(page: Page) -> None:
-    """Five plans of 16 devices in two nodes."""
-    page.say("Write down the order of these five, fastest first, and which waits most for bytes. Then go on reading.")
-    ways: Sequence[tuple[str, dict[str, int]]] = (
-        ("dp=16", {}), ("dp=16", {"zero": 3}), ("dp=2,tp=8", {}), ("dp=1,tp=16", {}),
-        ("dp=8,pp=2", {"microbatches": 4}))
-    page.table("64 sequences a step, h100:2x8", COLUMNS, [
-        row(plan + "".join(f", {name} {value}" for name, value in options.items()),
-            simulated(plan, "h100:2x8", 64, **options)) for plan, options in ways])
+PLANS: Sequence[tuple[str, dict[str, int]]] = (
+    ("dp=16", {}), ("dp=16", {"zero": 3}), ("dp=2,tp=8", {}), ("dp=1,tp=16", {}), ("dp=8,pp=2", {"microbatches": 4}))
+
+
+def plans(page: Page, guesses: Sequence[float]) -> None:
+    """Five plans of 16 devices in two nodes, beside the seconds that the reader wrote down."""
+    page.say("Write down the seconds of a step of each of these five before you read on: --guess takes them."
+             if not guesses else "Your seconds stand beside the simulator's.")
+    found = [simulated(plan, "h100:2x8", 64, **options) for plan, options in PLANS]
+    names = [plan + "".join(f", {name} {value}" for name, value in options.items()) for plan, options in PLANS]
+    rows = [row(name, one) for name, one in zip(names, found, strict=True)]
+    if guesses:
+        rows = [[*cells, f"{guess:.3g} s", f"{guess / one.step_seconds - 1:+.0%}"]
+                for cells, guess, one in zip(rows, guesses, found, strict=True)]
+    page.table("64 sequences a step, h100:2x8", COLUMNS + ["your guess", "error"] * bool(guesses), rows)
+    if guesses:
+        seconds = [one.step_seconds for one in found]
+        right = sorted(range(5), key=seconds.__getitem__) == sorted(range(5), key=guesses.__getitem__)
+        page.say(f"Your order is {'right' if right else 'another one'}.")
 
 
 def four_times(page: Page) -> None:
@@ -98,6 +127,79 @@ def four_times(page: Page) -> None:
     page.table("dp, zero 3", ["devices", "sequences a step", "step", "MFU", "tokens a second"], rows)
 
 
+# ------------------------------------------------------------------------------------------ 4 predict, simulate, run
+
+def sent(rows: Sequence[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
+    """Bytes and messages of a ledger, by axis and verb."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for entry in rows:
+        found[entry["axis"], entry["verb"], "bytes"] += entry["nbytes"]
+        found[entry["axis"], entry["verb"], "messages"] += entry["messages"]
+    return found
+
+
+def train(world: Group, plan: md.Plan, batch: tuple[np.ndarray, np.ndarray]) -> list[dict[str, Any]]:
+    """Two real steps of a rank; its ledger."""
+    trainer = md.Trainer(plan, SMALL, world)
+    for _ in range(2):
+        trainer.step(batch)
+    trainer.close()
+    return world.ledger.rows()
+
+
+def really(page: Page) -> None:
+    """Each rank alone, on arrays without data; then all four with data, as threads. The bytes must be equal."""
+    plan = md.Plan(dp=2, tp=2, zero=1)
+    ids = np.random.default_rng(24).integers(0, SMALL.vocabulary, (4, SMALL.context + 1))
+    batch = ids[:, :-1], ids[:, 1:]
+    alone, among = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for rank, rows in enumerate(md.run(train, plan, batch, size=plan.size, transport="threads")):
+        among += sent(rows)
+        alone += sent(run_rank(plan, SMALL, rank, rows=4, steps=2, device_kind="cpu", batch=batch).ledger)
+    page.table("dp=2, tp=2, ZeRO-1: two steps, all four ranks", ["axis", "verb", "simulated", "really sent", ""],
+               [[axis, verb, f"{alone[axis, verb, what]:,} {what}", f"{among[axis, verb, what]:,}",
+                 verdict(alone[axis, verb, what], among[axis, verb, what])] for axis, verb, what in sorted(among)],
+               note="the very modules ran in both; without data a rank needs no others. minidist plan --here --run 3 "
+                    "puts predicted seconds beside measured ones")
+
+
+# ------------------------------------------------------------------------------------------------ 5 where ranks lie
+
+def placed(page: Page) -> None:
+    """What one call takes by where its eight ranks lie."""
+    cluster, rows = Cluster.parse("h100:2x8"), []
+    for name, places in (("in one node", tuple(range(8))), ("in two nodes, four each", (0, 1, 2, 3, 8, 9, 10, 11)),
+                         ("in two nodes, every other place", tuple(range(0, 16, 2)))):
+        cost = call_cost(GroupCall("tp", "all_reduce", "native", 64 * MIB, itemsize=2), places, cluster)
+        rows.append([name, f"{1e3 * cost.seconds:.2f} ms", f"{crossing(cost.link_bytes, cluster) / MIB:,.0f} MiB"])
+    page.table("An all-reduce of 64 MiB among 8 of 16 H100s", ["its ranks lie", "takes", "through network cards"], rows,
+               note="one layer of tensor parallelism makes four such calls a step and microbatch, and waits for each")
+
+
+def crossing(link_bytes: dict[int, int], cluster: Cluster) -> int:
+    """Bytes that leave a node."""
+    return sum(nbytes for link, nbytes in link_bytes.items() if "nic" in cluster.links[link].name) // 2
+
+
+# ------------------------------------------------------------------------------------------ 6 what the notes claim
+
+def claimed(page: Page) -> None:
+    """The notes' numbers of machines beside what is computed."""
+    with scratch() as folder:
+        page.table("N4 §3 and N4:104", ["", "the notes", "computed"],
+                   [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)],
+                   note="--by-size also computes the notes' table by model size, in some twenty seconds")
+
+
+def table_by_size(page: Page) -> None:
+    """The notes' table by model size: the best plan of all, beside the best that follows the row."""
+    page.table("N2 §12.1, row by row; a step as estimated by minidist plan",
+               ["model, cluster, sequences", "best of all plans", "takes", "best that follows the row", "takes"],
+               [[f"{one.name}, {one.cluster}, {one.batch}", *lab.told(one.best), *lab.told(one.advised)]
+                for one in lab.advised()],
+               note="; ".join(f"row {number}: {advice}" for number, (_, size, advice) in enumerate(lab.TABLE, 1)))
+
+
 # ------------------------------------------------------------------------------------------------------- Break it
 
 def slow_ring() -> None:
@@ -105,8 +207,8 @@ def slow_ring() -> None:
     cluster = Cluster.parse("v100:2x8")
     for name, places in (("node by node", range(16)), ("to and fro", [8 * (i % 2) + i // 2 for i in range(16)])):
         cost = call_cost(GroupCall("dp", "all_reduce", "ring", 256 * MIB), tuple(places), cluster)
-        crossing = sum(nbytes for link, nbytes in cost.link_bytes.items() if "nic" in cluster.links[link].name) // 2
-        print(f"{name:13} {1e3 * cost.seconds:7.2f} ms, {crossing / MIB:8,.0f} MiB through network cards")
+        print(f"{name:13} {1e3 * cost.seconds:7.2f} ms, {crossing(cost.link_bytes, cluster) / MIB:8,.0f} MiB through "
+              "network cards")
 
 
 def tensor_across_nodes() -> None:
@@ -128,9 +230,25 @@ def straggler() -> None:
 BREAKS = {"slow-ring": slow_ring, "tensor-across-nodes": tensor_across_nodes, "straggler": straggler}
 
 
+def seconds_of(text: str) -> list[float]:
+    """The value of --guess. Raises: ArgumentTypeError."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != len(PLANS) or min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"write {len(PLANS)} numbers of seconds, such as 0.5,0.4,0.3,0.2,0.1")
+    return found
+
+
 def main() -> None:
     """Parse the command line, then run; one rank is enough."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)
+    parser = arguments(__doc__, BREAKS)
+    parser.add_argument("--guess", type=seconds_of, default=[], metavar="S,S,S,S,S",
+                        help="what you think that a step of the five plans of section 2 takes, in seconds")
+    parser.add_argument("--by-size", action="store_true", help="also the notes' table by model size, row by row")
+    options = parser.parse_args()
+    run_lesson(options, partial(tour, guesses=options.guess, by_size=options.by_size), BREAKS, alone=1)
 
 
 if __name__ == "__main__":

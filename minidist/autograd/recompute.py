@@ -10,6 +10,10 @@ When backward arrives there, the function runs again, and backward goes on throu
 
 So hooks and deferred gradients work inside a stretch too. The edges of a stretch are those that lead out of it: so the
 contributions to a weight that is used inside and outside are counted, and its hooks run when its gradient is final.
+
+What a stretch keeps of x may be put away in the meantime, `keep=`: cut over ranks, in fewer bits, in another memory
+(parallel/memory/kept_inputs.py). It is brought back just before the function runs again, and the input of the stretch
+that comes next in backward is asked for at that moment, so that it comes while this one computes.
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
@@ -17,11 +21,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from minidist.autograd.tape import Edge, Node, Saved, behind, op, saved
 from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
-from minidist.device.backend import array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import GradientError
 
 _thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads
@@ -32,11 +36,47 @@ def computed_again() -> bool:
     return getattr(_thread, "again", False)
 
 
-def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+class Kept(Protocol):
+    """An array that was put away."""
+
+    def prefetch(self) -> None:
+        """It will be asked for soon."""
+
+    def take(self) -> Array:
+        """The array, or what is left of it after fewer bits; called once."""
+
+
+class _PutAway:
+    """The place on the tape of an argument whose array is put away."""
+
+    def __init__(self, x: Tensor, keep: Callable[[Array], Kept]) -> None:
+        self.kept, self.node, self.index = keep(x.data), x.node, x.index
+        self.leaf = x if x.node is None else None
+        if self.leaf is not None:
+            self.leaf.data = hollow_array(x.data)
+
+    def back(self) -> Tensor:
+        """The argument again."""
+        data = self.kept.take()
+        if self.leaf is None:
+            return Tensor._of(data, self.node, self.index)
+        self.leaf.data = data
+        return self.leaf
+
+
+def hollow_array(like: Array) -> Array:
+    """One zero, broadcast to a shape: for whom the shape is enough."""
+    xp = array_module(like)
+    return xp.broadcast_to(xp.zeros((), like.dtype), like.shape)
+
+
+def recompute(function: Callable[..., Tensor], *args: Any, keep: Callable[[Array], Kept] | None = None,
+              **options: Any) -> Tensor:
     """The result of function(*args, **options); the arrays inside are not kept but computed again in backward.
 
     Args:    function: returns one Tensor. Both runs must do the same: random numbers by key, no side effects.
              args, options: stay alive, and must not change, until backward has passed.
+             keep: puts the array of the first argument away, if that is a result of an op, or a leaf that lends it.
     Cost:    memory for the arguments and the result only; the function runs twice.
     Raises:  GradientError if it returns anything else; in backward, if the second run used other weights.
     """
@@ -50,6 +90,8 @@ def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Te
     if result.node is None or result.node.order < begin:
         return result
     stretch = Stretch(_stretch, behind(result.node, begin)[1], {}, {})
+    if keep is not None and (args[0].node is not None or args[0].lends_data):
+        args = (_PutAway(args[0], keep), *args[1:])
     stretch._saved = saved(call=partial(function, *args, **options))
     stretch.outputs = [(array_module(result.data), result.shape, result.dtype)]
     return Tensor._of(result.data, stretch, 0)
@@ -63,10 +105,11 @@ class Stretch(Node):
     def retrace(self) -> Tensor:
         """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights otherwise."""
         begin = Node(_stretch, [], {}, {}).order
+        call = self._call_again()
         outer, _thread.again = computed_again(), True
         try:
             with grad_mode(True):
-                result: Tensor = self.call()
+                result: Tensor = call()
         finally:
             _thread.again = outer
         last = getattr(result, "node", None)
@@ -75,6 +118,34 @@ class Stretch(Node):
             raise GradientError(f"recompute: {_name(self.call.func)} used other weights the second time; "
                                 f"what it does must depend on its arguments alone")
         return result
+
+    def _call_again(self) -> Callable[[], Tensor]:
+        """The call with its arguments; what was put away is brought back, and the stretch before is told."""
+        call: partial[Tensor] = self.call
+        if not call.args or not isinstance(call.args[0], _PutAway):
+            return call
+        x = call.args[0].back()
+        before = _before(self)
+        if before is not None and isinstance(before.call.args[0], _PutAway):
+            before.call.args[0].kept.prefetch()
+        return partial(call.func, x, *call.args[1:], **call.keywords)
+
+
+def _before(stretch: Stretch) -> Stretch | None:
+    """The youngest stretch behind this one: backward comes to it next."""
+    seen: dict[int, Node] = {}
+    ahead: list[Node] = [stretch]
+    while ahead:
+        for edge in ahead.pop().edges:
+            if isinstance(edge.source, Node) and edge.source.order not in seen:
+                seen[edge.source.order] = edge.source
+        if not seen:
+            return None
+        youngest = seen.pop(max(seen))
+        if isinstance(youngest, Stretch):
+            return youngest
+        ahead.append(youngest)
+    return None
 
 
 def _weights(edges: list[Edge]) -> Counter[int]:

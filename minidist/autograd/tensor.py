@@ -43,6 +43,7 @@ class Tensor:
     __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     _data: np.ndarray          # or CuPy's
     _backward: ClassVar[Callable[..., "list[WeightGradient]"]]      # set by autograd/__init__, too
+    lends_data: ClassVar[bool] = False      # whether a leaf's array may be put away from forward to backward
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:

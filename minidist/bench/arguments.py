@@ -5,16 +5,9 @@ import argparse
 from minidist.bench import calibrate, collectives, overlap, overlap_step
 from minidist.bench.step.device import PRECISIONS
 from minidist.bench.step.ranks import MODELS, Model, stages
+from minidist.bench.what_if import change
 from minidist.comm.cost.link_model import profile_path
-from minidist.console import (
-    counts,
-    number_of_bytes,
-    positive,
-    positive_number,
-    rank_count,
-    sizes,
-    whole_number,
-)
+from minidist.console import counts, number_of_bytes, positive, positive_number, rank_count, sizes, whole_number
 from minidist.parallel.pipeline.schedules import ORDERS
 
 
@@ -89,6 +82,14 @@ def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
     _add_links(parser, bandwidth=500 * 10**6)
     parser.add_argument("--rounds", type=positive, default=3, metavar="K", help="turns each contender gets (3)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
+    parser.add_argument("--why", action="store_true",
+                        help="explain a step of each: its critical path, the lower bound, and each millisecond in "
+                             "which a rank stood still, with its call, line and cause")
+    parser.add_argument("--what-if", type=change, action="append", default=[], metavar="CHANGE",
+                        help="with --why: predict the step under a change from the recorded one, then run it: "
+                             "bucket=1MiB, alpha=1e-4, bandwidth=250MB, ahead=2 (prefetch of zero3), with commas for "
+                             "several at once; order=forward and priority=on are predicted alone; several times for "
+                             "several changes")
     _add_model(parser, overlap_step.MODEL)
 
 

@@ -7,6 +7,7 @@
     minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
+    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change, predicted, then run
     minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
     minidist bench calibrate                                what messages and computation cost on this machine
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables
+from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
 from minidist.bench.arguments import add_arguments
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
@@ -167,10 +168,14 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("choose -n of at least 2, a --bandwidth and a --bucket above 0")
     model = Model.of(args)
+    if args.what_if and not args.why:
+        raise ConfigError("--what-if: predicts from a step that --why records; add --why")
     step.require_memory(model, Plan(dp=args.ranks, zero=3))
     _require_speed(4 * model.config().numbers, args)
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
-                                          1 / args.bandwidth, progress)
+                                          1 / args.bandwidth, progress, explain=args.why)
+    if args.what_if:
+        rows = what_if.follow(rows, chosen, args, progress)
     return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
             "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
 

@@ -4,21 +4,25 @@
     tcp       this machine as it is, where the cores that compute also carry the bytes
 
 ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round. Each turn records its steps, and
-observe/overlap.py computes the share from the records of all ranks.
+observe/overlap.py computes the share from the records of all ranks. `--why` explains the step of middle length among
+those of the middle round (observe/why.py).
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from minidist.bench.jobs import Job, answer, closed_at_the_end, start_workers, worker_arguments
+from minidist.bench.overlap_plots import spans_of
 from minidist.bench.step.ranks import Model, random_batch
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.overlap import Overlap, measure, together
-from minidist.observe.timeline import Timeline
+from minidist.observe.step_record import record_step
+from minidist.observe.timeline import Span, Timeline
+from minidist.observe.why import typical_step, why
 
 MODULE = "minidist.bench.overlap_step"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -59,6 +63,8 @@ class OverlapStepRow:
     waited: float
     share: float
     steps: list[list[dict[str, Any]]] = field(default_factory=list)     # a step's spans, each rank's
+    why: dict[str, Any] | None = None                                   # the report of that step, if asked for
+    what_if: list[dict[str, Any]] = field(default_factory=list)         # what_if.py: change, predicted, measured
 
 
 def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
@@ -68,8 +74,9 @@ def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
 
 
 def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, steps: int, bucket_bytes: int,
-                alpha: float, beta: float, progress: Callable[[str], None]) -> list[OverlapStepRow]:
-    """A row for each contender; they take turns within every round."""
+                alpha: float, beta: float, progress: Callable[[str], None], *,
+                explain: bool = False) -> list[OverlapStepRow]:
+    """A row for each contender; they take turns within every round. Args: explain: with the report of a step."""
     jobs: list[Job] = []
     answers: list[list[list[dict[str, Any]]]] = [[] for _ in chosen]
     with closed_at_the_end(jobs):
@@ -77,7 +84,7 @@ def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, 
             progress(f"starting {contender.name}")
             jobs.append(start_workers(MODULE, contender.strategy, ranks, [
                 *contender.arguments(), *model.arguments(), f"--bucket={bucket_bytes}", f"--alpha={alpha!r}",
-                f"--beta={beta!r}"]))
+                f"--beta={beta!r}", *(["--why"] if explain else [])]))
         for number in range(rounds):
             for contender, job, rounds_of in zip(chosen, jobs, answers, strict=True):
                 progress(f"round {number + 1} of {rounds}: {contender.name}")
@@ -91,10 +98,33 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
     each, overlap = steps * len(rounds[middle]), jobs[middle]
     slowest = [max(times) for ranks in rounds for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    return OverlapStepRow(contender.name, contender.strategy, contender.link, contender.ahead,
-                          statistics.median(slowest), overlap.communication / each, overlap.hidden / each,
-                          overlap.waited / each, overlap.share,
-                          [rank["spans"] for rank in rounds[middle]])
+    row = OverlapStepRow(contender.name, contender.strategy, contender.link, contender.ahead,
+                         statistics.median(slowest), overlap.communication / each, overlap.hidden / each,
+                         overlap.waited / each, overlap.share, [rank["spans"] for rank in rounds[middle]])
+    return explained(row) if rounds[middle][0]["explains"] else row
+
+
+def explained(row: OverlapStepRow) -> OverlapStepRow:
+    """The row of several steps' spans, with the step of middle length alone and its report."""
+    timelines = timelines_of(row.steps)
+    step = typical_step(timelines)
+    return replace(row, steps=[[asdict(span) for span in spans_of_step(timeline, step)] for timeline in timelines],
+                   why={"step": step, **why(record_step(timelines, step))})
+
+
+def timelines_of(steps: list[list[dict[str, Any]]]) -> list[Timeline]:
+    """Timelines from each rank's spans, as JSON carries them."""
+    timelines = [Timeline(rank) for rank in range(len(steps))]
+    for timeline, spans in zip(timelines, steps, strict=True):
+        timeline.spans = spans_of(spans)
+    return timelines
+
+
+def spans_of_step(timeline: Timeline, first: int, last: int | None = None) -> list[Span]:
+    """The spans in these steps (default: in one), but for single messages."""
+    steps = {span.details["step"]: span for span in timeline.spans if span.name == "step"}
+    start, stop = steps[first].start, steps[first if last is None else last].stop
+    return [span for span in timeline.spans if span.row != "messages" and span.stop > start and span.start < stop]
 
 
 # ---------------------------------------------------------------------------------------------- the ranks' side
@@ -112,15 +142,19 @@ def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead
     return makers[name](model, group, bucket_bytes=bucket_bytes, recorder=recorder)
 
 
-def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead: int) -> Callable[..., Any]:
-    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans of the last."""
+def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead: int, *,
+                   explain: bool = False) -> Callable[..., Any]:
+    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans of the last.
+
+    Args:    explain: follow waits, and return the spans of all the steps.
+    """
     from minidist.nn import GPT
     from minidist.optim import AdamW
 
     network = GPT(model.config())
     network.initialize(0)
     timeline = Timeline(group.rank)
-    timeline.follow(group.ledger)
+    timeline.follow(group.ledger, waits=explain)
     strategy = make_strategy(name, network, group, bucket_bytes=bucket_bytes, ahead=ahead, recorder=timeline)
     optimizer = AdamW(strategy.parameters, 1e-3)
     batch = random_batch(model.vocab, model.batch * group.size, model.context)
@@ -133,11 +167,9 @@ def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead
             with timeline.span("step", step=step):
                 strategy.step(batch, optimizer)
             seconds.append(time.perf_counter() - start)
-        last = next(span for span in timeline.spans if span.name == "step" and span.details["step"] == steps)
-        spans = [asdict(span) for span in timeline.spans
-                 if span.row != "messages" and span.stop > last.start and span.start < last.stop]
+        spans = [asdict(span) for span in spans_of_step(timeline, 1 if explain else steps, steps)]
         return {"seconds": seconds[1:], "overlap": asdict(measure(timeline, steps=range(1, steps + 1))),
-                "spans": spans}
+                "spans": spans, "explains": explain}
 
     return take
 
@@ -162,6 +194,7 @@ def main() -> None:
     parser.add_argument("--link", choices=LINKS, required=True)
     for option, kind in (("bucket", int), ("ahead", int), ("alpha", float), ("beta", float)):
         parser.add_argument(f"--{option}", type=kind, required=True)
+    parser.add_argument("--why", action="store_true")
     Model.add_options(parser)
     options = parser.parse_args()
     model = Model.of(options)
@@ -169,7 +202,7 @@ def main() -> None:
     world = md.init(transport="tcp", threads=1)
     with linked(world, options.link, options.alpha, options.beta) as group:
         answer(options.meet, world.rank,
-               recorded_steps(group, options.contender, model, options.bucket, options.ahead))
+               recorded_steps(group, options.contender, model, options.bucket, options.ahead, explain=options.why))
 
 
 if __name__ == "__main__":

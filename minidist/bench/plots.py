@@ -6,6 +6,7 @@ from typing import Any
 
 from minidist.bench.overlap_plots import draw_step, legend, spans_of
 from minidist.console import size_text
+from minidist.observe.why_report import draw_paths
 
 COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
            "copies": "#9aa5b1", "bare-tcp": "#6b7280"}
@@ -61,8 +62,14 @@ def draw_overlap(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
-    """For each contender rank 0's last step as recorded: computing, and collectives. Raises OSError as above."""
+    """For each contender rank 0's last step as recorded: computing, and collectives. Raises OSError as above.
+
+    With --why a step of all ranks, and its critical path.
+    """
     rows = result["rows"]
+    if rows[0]["why"] is not None:
+        draw_paths(path, {f"{row['name']}: {1e3 * row['why']['seconds']:.1f} ms": row["why"] for row in rows})
+        return
     figure = new_figure(11.0, 1.0 + 0.95 * len(rows))
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     longest = 0.0

@@ -9,6 +9,7 @@ from rich.table import Table
 from minidist.bench import collectives, overlap
 from minidist.bench.floors import COPIES, TCP
 from minidist.console import size_text
+from minidist.observe.why_report import causes_line, headline, why_table
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
           TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
@@ -67,6 +68,25 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
     if any(row["link"] == "delayed" for row in result["rows"]):
         console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
                       f"{result['bandwidth'] / 1e6:,.0f} MB; tcp: this machine as it is", style="dim")
+    for row in result["rows"]:
+        if row["why"] is not None:
+            console.print(f"\n{row['name']}: {headline(row['why'])}", markup=False, soft_wrap=True)
+            console.print(why_table(row["why"]))
+            console.print(causes_line(row["why"]), markup=False, soft_wrap=True)
+    if any(row["what_if"] for row in result["rows"]):
+        _show_what_if(result, console)
+
+
+def _show_what_if(result: dict[str, Any], console: Console) -> None:
+    """A row for each change of each contender: predicted from the recorded step, and measured then."""
+    table = new_table("what if (ms a step)", "", "", "recorded", "predicted", "measured", "of measured", left=2)
+    for row in result["rows"]:
+        for each in row["what_if"]:
+            predicted, measured = each["predicted"], each["measured"]
+            ran = ("-", "-") if measured is None else (f"{1e3 * measured:.1f}", f"{predicted / measured:.2f}")
+            table.add_row(row["name"], each["change"], f"{1e3 * row['why']['seconds']:.1f}", f"{1e3 * predicted:.1f}",
+                          *ran)
+    console.print(table)
 
 
 def show_save(result: dict[str, Any], console: Console) -> None:

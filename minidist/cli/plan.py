@@ -8,6 +8,7 @@ Plans are ranked by formulas with the constants of `minidist simulate`; --confir
 """
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -17,12 +18,11 @@ from minidist.console import fail, positive, positive_number, write_json
 from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
 from minidist.plan.explain import advice, explain
-from minidist.plan.forecast import forecast
-from minidist.plan.ranking import OBJECTIVES, plan_for
+from minidist.plan.forecast import SPOT_INTERRUPTIONS, UNITS, Prices, forecast
+from minidist.plan.ranking import OBJECTIVES, Ranking, plan_for
+from minidist.plan.scaling import scaling_curves
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import CostProfile, Rates
-
-SPOT_INTERRUPTIONS = 4.0        # a day, of a job on spot machines: a number to start from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the result").add_argument
     add("--top", type=positive, default=5, metavar="K", help="how many plans are shown (default: 5)")
     add("--explain", action="store_true", help="why the best one wins, what binds it, and what the notes advise")
+    add("--scaling", action="store_true", help="the best plan on 1, 2, 4, … nodes: with this batch, and with its share")
     add("--tokens", type=tokens_number, metavar="N", help="days, energy and money for so many tokens, as 15e12")
     add("--interruptions-per-day", type=positive_number, default=SPOT_INTERRUPTIONS, metavar="N",
-        help=f"of spot machines, of the whole job (default: {SPOT_INTERRUPTIONS:g})")
+        help=f"of spot machines, of the whole job (default: {SPOT_INTERRUPTIONS:g}, assumed)")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE",
+        help=f"another premise of the forecast, which lists all of them: {', '.join(UNITS)}; several times")
     add("--json", metavar="FILE", help="write all figures here")
 
 
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         fail("--cluster NAME:NODESxDEVICES or --here: give one of the two, as --cluster h100:16x8")
     if (args.run or args.n) and not args.here:
         fail(f"{'--run' if args.run else '-n'} goes with --here; for another cluster, write --cluster h100:16x8")
+    prices = Prices.given(args.assume)
     cluster = Cluster.parse(("here" + (f":{args.n}" if args.n else "")) if args.here else args.cluster)
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
@@ -70,13 +74,29 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, Any] = {"cluster": cluster.spec, "batch": args.batch, "config": config.as_dict(),
                              "objective": args.objective, "enumerated": ranking.enumerated, "fit": len(ranking),
                              "plans": [choice.as_json() for choice in ranking.top(args.top)]}
+    found |= _asked(args, ranking, prices, console)
+    if args.json:
+        write_json(args.json, found)
+    return 0
+
+
+def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: Console) -> dict[str, Any]:
+    """What was asked for beyond the ranking: printed, and as JSON."""
+    from minidist.cli import plan_report as report
+
+    found: dict[str, Any] = {}
     if args.explain:
         told, notes = explain(ranking), advice(ranking)
         report.print_explanation(console, told, notes)
         found["explanation"] = {"why": dict(told.why), "binds": told.binds, "twice": told.twice, "more": told.more,
                                 "chart": notes.chart, "row": notes.row, "differs": notes.differs}
+    if args.scaling:
+        curves = scaling_curves(ranking)
+        report.print_scaling(console, curves)
+        found["scaling"] = {name: [asdict(point) for point in points] for name, points in curves.items()}
     if args.tokens:
-        taken = forecast(ranking.best, ranking, tokens=args.tokens, interruptions_a_day=args.interruptions_per_day)
+        taken = forecast(ranking.best, ranking, tokens=args.tokens, prices=prices,
+                         interruptions_a_day=args.interruptions_per_day)
         report.print_forecast(console, taken)
         found["forecast"] = taken.as_json()
     if args.run:
@@ -85,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
         trials = try_plans(ranking, args.run, optimizer=args.optimizer)
         report.print_trials(console, trials)
         found["trials"] = [trial.as_json() for trial in trials]
-    if args.json:
-        write_json(args.json, found)
-    return 0
+    return found
 
 
 def model_words(args: argparse.Namespace) -> list[str]:

@@ -1,6 +1,6 @@
 """The report of `minidist plan` on the screen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -10,6 +10,7 @@ from minidist.plan.estimate import TERMS
 from minidist.plan.explain import TITLES, Advice, Explanation
 from minidist.plan.forecast import KWH, TokenForecast
 from minidist.plan.ranking import Ranking, command
+from minidist.plan.scaling import NEAR_LINEAR, ScalingPoint
 from minidist.plan.trial import Trial
 
 SMALLEST = 5e-3         # shares of the step below this are not told
@@ -76,6 +77,25 @@ def print_forecast(console: Console, found: TokenForecast) -> None:
     console.print(table)
     if found.joules is not None:
         console.print(f"{found.days:,.4g} days without interruptions, {found.joules / KWH:,.0f} kWh\n", markup=False)
+    console.print("this rests on (--assume NAME=VALUE for others):", markup=False)
+    for premise in found.premises:
+        console.print(f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}", markup=False,
+                      soft_wrap=True)
+    console.print()
+
+
+def print_scaling(console: Console, curves: Mapping[str, Sequence[ScalingPoint]]) -> None:
+    """The best plan on more and more nodes, strong and weak, beside the notes' claim."""
+    for name, points in curves.items():
+        console.rule(f"{name} scaling", style="dim", align="left")
+        table = Table(*(Column(title, justify="right") for title in ("nodes", "batch", "s a step", "efficiency", "")),
+                      "plan", header_style="bold")
+        for point in points:
+            table.add_row(str(point.nodes), f"{point.batch:,}", f"{point.step_seconds:.4g}", f"{point.efficiency:.1%}",
+                          "near-linear" * point.near_linear, point.plan)
+        console.print(table)
+    console.print(f"near-linear (N0:430, N1:100, N2:86; {NEAR_LINEAR:.0%}, assumed): sequences a second and device "
+                  "over those of the first row\n", markup=False, soft_wrap=True)
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:

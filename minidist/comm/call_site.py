@@ -70,7 +70,10 @@ def doing(thread: int | None) -> str:
 def _told(innermost: FrameType | None) -> str:
     if innermost is None:
         return "its last line"
-    frame, verb = _entered_from(innermost)
+    try:
+        frame, verb = _entered_from(innermost)
+    except AttributeError:      # CPython 3.11.7 gives a cell as the next frame of a thread that is just returning
+        return "its last line"
     return _place_of(innermost) if frame is None else f"{verb} at {_place_of(frame)}"
 
 

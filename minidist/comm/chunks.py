@@ -1,9 +1,13 @@
 """Cutting an array into one chunk a rank, as numpy.array_split does: the first n mod P chunks have one element more."""
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
+
+Owner = TypeVar("Owner")
 
 
 @lru_cache(maxsize=256)
@@ -21,3 +25,17 @@ def split(array: np.ndarray, size: int) -> list[np.ndarray]:
 def longest(length: int, size: int) -> int:
     """Elements of the longest chunk: ceil(length / size)."""
     return -(-length // size)
+
+
+def spans_within(spans: Iterable[tuple[Owner, range]], chunk: slice) -> Iterator[tuple[Owner, slice, range]]:
+    """What a chunk has of parts of several owners that lie one after another.
+
+    Args:    spans: (owner, which elements of it).
+    Returns: of each, also where nothing is in the chunk: (owner, its place in the chunk, which elements of it).
+    """
+    start = 0
+    for owner, part in spans:
+        first = min(max(start, chunk.start), chunk.stop)
+        last = max(first, min(start + len(part), chunk.stop))
+        yield owner, slice(first - chunk.start, last - chunk.start), part[first - start:last - start]
+        start += len(part)

@@ -27,7 +27,10 @@ class Event:
 
     kind "message": one message sent. details: src, dst (world ranks), nbytes, verb, algorithm, axis, label, step, chunk
                     (what the algorithm says of the piece in flight; None where it says nothing).
-    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size, sequence, where.
+    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size, sequence, where; for
+                    watchers also group (its id, in hexadecimal), messages, and queued: seconds from the program's call
+                    to the begin.
+    kind "wait":    the program waits for a started call, for watchers alone. details: axis, group, sequence, where.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class Ledger:
         self.world_rank, self.flight = world_rank, FlightRecorder(world_rank)
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
+        self.watchers: tuple[Callable[[Event], None], ...] = ()         # subscribers that get waits too
         self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
         self._messages: Counter[tuple[str, str, str, str]] = Counter()
         self._lock = threading.Lock()
@@ -127,21 +131,24 @@ class Ledger:
             self._nbytes.clear()
             self._messages.clear()
 
-    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[Event], None], *, waits: bool = False) -> Callable[[], None]:
         """Call `callback(event)` for each message sent and each call ended, in the thread it happened in.
 
+        Args:    waits: for each wait of the program too.
         Returns a function that ends the subscription. Without subscribers no event is made and no clock is read.
         """
         self.subscribers = (*self.subscribers, callback)
+        self.watchers += (callback,) if waits else ()
 
         def unsubscribe() -> None:
             self.subscribers = tuple(other for other in self.subscribers if other is not callback)
+            self.watchers = tuple(other for other in self.watchers if other is not callback)
 
         return unsubscribe
 
     def publish(self, event: Event) -> None:
         """Hand `event` to every subscriber."""
-        for subscriber in self.subscribers:
+        for subscriber in self.watchers if event.kind == "wait" else self.subscribers:
             subscriber(event)
 
     def publish_now(self, kind: str, name: str, start: float, details: dict[str, Any]) -> None:

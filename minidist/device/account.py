@@ -24,7 +24,8 @@ from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError, MemoryLimitError
 
 SomeArray = TypeVar("SomeArray")
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")
+CATEGORIES = ("parameters", "gradients", "residuals", "optimizer", "activations",
+              "communication", "workspace")
 
 
 def owner_of(array: Array) -> Array:
@@ -101,6 +102,11 @@ class MemoryAccount:
         with self._lock:
             self._settle()
             self._peak = dict(self._now)
+
+    def raise_peak(self, peak: dict[str, int]) -> None:
+        """Set peaks to these where they are higher: to what was there before reset_peak measured a part of the time."""
+        with self._lock:
+            self._peak = {name: max(nbytes, peak.get(name, 0)) for name, nbytes in self._peak.items()}
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{"parameters": {"now": bytes, "peak": bytes}, …, "total": {…}}, for metrics.json."""

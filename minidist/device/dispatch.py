@@ -42,6 +42,10 @@ TABLE = {
     "ring_add":            ("ring_add", "ring_add"),
     "to_float8":           ("casts", "cast"),
     "from_float8":         ("casts", "restore"),
+    "quantise":            ("quantise", "quantise"),
+    "restore_quantised":   ("quantise", "restore"),
+    "top_k":               ("selection", "top_k"),
+    "at_least":            ("selection", "at_least"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

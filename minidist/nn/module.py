@@ -14,13 +14,14 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from minidist.autograd.recompute import recompute
+from minidist.autograd.recompute import Kept, recompute
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.device.backend import device_of, to_device, to_host
+from minidist.device.backend import Array, device_of, to_device, to_host
 from minidist.errors import DataError
 from minidist.nn import hooks
 from minidist.nn.hooks import HookHandle, Hooks
@@ -35,6 +36,7 @@ class Module(ABC):
     training = True
     path = ""                       # dotted path in the whole model, set by assign_names or initialize
     recomputed = False              # whether backward computes the inside again (parallel/memory/activations.py)
+    keeper: "Callable[[str, tuple[Any, ...], Array], Kept] | None" = None   # keeps its input until then
     _hooks: Hooks | None = None     # made for the first hook, so that a module without hooks has no overhead
 
     @abstractmethod
@@ -49,7 +51,10 @@ class Module(ABC):
 
     def run(self, *args: Any, **options: Any) -> Any:
         """The result of forward, without hooks; a recomputed module keeps no arrays from inside."""
-        return recompute(self.forward, *args, **options) if self.recomputed else self.forward(*args, **options)
+        if not self.recomputed:
+            return self.forward(*args, **options)
+        keep = None if self.keeper is None else partial(self.keeper, self.path, args[1:])
+        return recompute(self.forward, *args, keep=keep, **options)
 
     # ------------------------------------------------------------------------------------------------- its parts
 

@@ -5,7 +5,7 @@ element is a hash of (name, seed, position in the whole tensor), so any split st
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.device import account, backend
-from minidist.device.backend import LOW_PRECISION, Array, module_for, random_normal
+from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of, module_for, random_normal
 from minidist.errors import ConfigError, ShapeError
 
 Part = range | Sequence[Any]  # positions in the flattened tensor, or a slice or integer array for each leading dim
@@ -124,3 +124,15 @@ def positions_of(shape: Sequence[int], part: Part) -> Any:
             raise ShapeError(f"index {part[dim]!r} does not fit dim {dim} of shape {tuple(shape)}: {error}") from error
         result = result[..., None] * size + chosen
     return result
+
+
+def unround(master: Array, weights: Array, spans: Iterable[tuple[Parameter, Any, Any]]) -> None:
+    """Write the drawn numbers into a float32 copy of weights that are still their rounding.
+
+    Args:    spans: (parameter, its place in the arrays, which of its elements lie there).
+    """
+    for parameter, place, positions in spans:
+        if weights.dtype in LOW_PRECISION and isinstance(parameter, Weight) and parameter.seed is not None:
+            drawn = parameter.draw(parameter.seed, positions, device=device_of(weights), dtype="float32")
+            still = drawn.astype(weights.dtype) == weights[place]
+            master[place] = array_module(weights).where(still, drawn, master[place])

@@ -36,15 +36,21 @@ class Folded(NamedTuple):
 def unfolded(own: list[list[Station]], links: set[Any]) -> Folded:
     """A clock for each rank. `links`: those on which calls can get in each other's way."""
     stations = dict.fromkeys(station for mine in own for station in mine)
-    loads = {station: {job: [(link, share) for link, share in cost.loads.items() if link in links]
-                       for job, cost in station.costs.items()} for station in stations}
+    loads = {station: _shares(station, links) for station in stations}
     return Folded(list(range(len(own))), list(range(len(own))), own,
                   {station: shares for station, shares in loads.items() if any(shares.values())},
                   {station: len(station.comers) for station in stations})
 
 
+def _shares(station: Station, links: set[Any]) -> JobLoads:
+    """What each job asks of these links; jobs that load links alike share one list."""
+    made = {id(loads): [(link, share) for link, share in loads.items() if link in links]
+            for loads in station.each_load()}
+    return {job: made[id(cost.loads)] for job, cost in station.costs.items()}
+
+
 class _Load(NamedTuple):
-    """That a job of a station loads a link."""
+    """That a job of a station loads a link; the first job of those that load the same."""
 
     station: int
     job: int
@@ -80,8 +86,8 @@ def _loads(stations: list[Station], links: set[Any]) -> tuple[list[_Load], list[
     """All loads on the given links, and the jobs by number."""
     jobs, places = dict[Job, int](), {link: place for place, link in enumerate(links)}
     return [_Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
-            for at, station in enumerate(stations) for job, cost in station.costs.items()
-            for link, share in cost.loads.items() if link in links], list(jobs)
+            for at, station in enumerate(stations) for job in station.first_jobs().values()
+            for link, share in station.costs[job].loads.items() if link in links], list(jobs)
 
 
 def _itself(station: Station) -> Hashable:
@@ -104,7 +110,8 @@ def _quotient(stations: list[Station], slots: list[list[int]], ranks: list[int],
     one_of = [stations[first_place[colour]] for colour in places]
     asked: dict[Station, JobLoads] = {}
     for colour, place in first_place.items():
-        mine: dict[Job, list[tuple[Any, float]]] = {job: [] for job in stations[place].costs}
+        first = {id(loads): list[tuple[Any, float]]() for loads in stations[place].each_load()}
+        mine = {job: first[id(cost.loads)] for job, cost in stations[place].costs.items()}
         for job, wire in dict.fromkeys((load.job, wires[load.link]) for load in of_station[place]):
             mine[jobs[job]].append((wire, sum(load.share for load in of_link[first_link[wire]]
                                               if load.job == job and places[load.station] == colour)))

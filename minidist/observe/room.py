@@ -21,6 +21,8 @@ def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: in
     each, tokens = Each.of(itemsize, moments=moments, masters=plan.precision != "fp32"), sequences * config.context
     if plan.offload == "all":               # on disk, until the end of the run: then every rank has the weights whole
         each = Each(itemsize, 0, 0)
+    elif plan.local_steps is not None:      # its own and the common weights
+        each = each._replace(parameters=2 * itemsize)
     elif plan.strategy != "ddp":            # servers divide the optimizer's state
         each = each._replace(optimizer=0)
     zero = 0 if plan.offload == "all" else plan.zero

@@ -28,8 +28,8 @@ def busy_links(stations: Iterable[Station]) -> set[Any]:
     most: dict[Any, float] = defaultdict(float)
     for station in stations:
         worst: dict[Any, float] = {}
-        for cost in station.costs.values():
-            for link, share in cost.loads.items():
+        for loads in station.each_load():
+            for link, share in loads.items():
                 if share > worst.get(link, 0.0):
                     worst[link] = share
         for link, share in worst.items():

@@ -53,6 +53,14 @@ class Station:
         self.begins, self.ends = [UNKNOWN] * count, [UNKNOWN] * count
         self.waiting: dict[int, list[int]] = {}
 
+    def each_load(self) -> list[Loads]:
+        """The loads of its jobs; jobs that share one object load links alike."""
+        return list({id(cost.loads): cost.loads for cost in self.costs.values()}.values())
+
+    def first_jobs(self) -> dict[int, Job]:
+        """Of each of these (by its id) the first job."""
+        return {id(cost.loads): job for job, cost in reversed(list(self.costs.items()))}
+
     def __str__(self) -> str:
         if self.slot.kind == "collective":
             return f"the {self.slot.axis} group of ranks {_some(self.group)}"
@@ -95,15 +103,16 @@ def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pric
             slot, group = Meeting("send", slot.axis, group.index(rank)), (group[slot.peer], rank)
         elif slot.kind == "send":
             group = rank, group[slot.peer]
-        if (slot, group) not in made:
+        key = slot, id(group) if slot.kind == "collective" else group      # a group is one object, and may be long
+        if key not in made:
             lists = [tracks[role_of[one]].jobs[place] if (place := places[role_of[one]].get(slot)) is not None else ()
                      for one in (group[:1] if slot.kind == "send" else group)]
             if (roles := (slot, tuple(map(id, lists)))) not in agreed:
                 _check_agree(slot, group, lists)
                 agreed.add(roles)
             costs = {job: pricing.cost(job, group, slot) for job in dict.fromkeys(lists[0])}
-            made[slot, group] = Station(slot, group, lists[0], costs)
-        return made[slot, group]
+            made[key] = Station(slot, group, lists[0], costs)
+        return made[key]
 
     def checked(slot: Meeting, rank: int, jobs: tuple[Job, ...]) -> Station:
         found = station(slot, rank)

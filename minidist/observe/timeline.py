@@ -7,13 +7,15 @@
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
 A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer), `communication` (each collective,
-on any thread), `messages` (each that the rank sent) and `moves` (copies between device, host and disk). Overlap is
-visible: the all-reduce of a bucket on the second row starts before `backward` on the first row ends.
+on any thread), `messages` (each that the rank sent), `moves` (copies between device, host and disk) and `waits` (for
+each collective by itself, if the timeline was asked to follow them). Overlap is visible: the all-reduce of a bucket on
+the second row starts before `backward` on the first row ends.
 
 Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset` aligns hosts.
 """
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,7 +30,7 @@ from minidist.comm.group import Group
 from minidist.comm.ledger import Event, Ledger
 from minidist.observe.records import gather_records
 
-ROWS = ("compute", "communication", "messages", "moves")
+ROWS = ("compute", "communication", "messages", "moves", "waits")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Timeline:
         self.step: int | None = None
         self.always: dict[str, Any] = {}            # details of every span from now on
         self._names: dict[str, deque[str]] = {}     # axis -> names of its collectives that have not ended yet
+        self._program = ""                          # the thread that follows a ledger
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
@@ -86,11 +89,19 @@ class Timeline:
         """Name the next collective along `axis`: a group runs its calls in the order in which they are started."""
         self._names.setdefault(axis, deque()).append(name)
 
-    def follow(self, ledger: Ledger) -> None:
-        """From now on, record every collective and every message that `ledger` reports."""
-        ledger.subscribe(self._on_event)
+    def follow(self, ledger: Ledger, *, waits: bool = False) -> None:
+        """From now on, record every collective and every message that `ledger` reports.
+
+        Args:    waits: each wait for a collective too, and of each collective whether it ran in the calling thread
+                 (`blocking`), which is the program's. `minidist train --why` needs both.
+        """
+        self._program = threading.current_thread().name
+        ledger.subscribe(self._on_event, waits=waits)
 
     def _on_event(self, event: Event) -> None:
+        if event.kind == "wait":
+            self.add(Span("wait", "waits", event.start, event.stop, {"step": self.step, **event.details}))
+            return
         row, name = ("messages" if event.kind == "message" else "communication"), event.name
         names = self._names.get(event.details["axis"]) if event.kind == "call" else None
         if names:
@@ -98,6 +109,8 @@ class Timeline:
         elif event.kind == "message":
             name = f"{event.name} to rank {event.details['dst']}"
         details = {"hop" if key == "step" else key: value for key, value in event.details.items()}
+        if "queued" in details:
+            details["blocking"] = event.thread == self._program
         self.add(Span(name, row, event.start, event.stop, {"step": self.step, **details}))
 
     def collect(self, group: Group) -> list["Timeline"] | None:

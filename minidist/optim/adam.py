@@ -54,6 +54,7 @@ class Adam(Optimizer):
 
     state_names = ("m", "v")
     apart = False               # whether weight decay is apart from the gradient
+    variance_steps: int | None = None   # after so many updates v stays as it is (None: never; compress/one_bit_adam.py)
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0,
@@ -72,7 +73,8 @@ class Adam(Optimizer):
         Raises:  ConfigError if lr is on a GPU and the kernel does not run.
         """
         roundings = list(roundings)
-        if self._store is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
+        kernel_takes_it = self._store is None and self.variance_steps is None
+        if not kernel_takes_it or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
@@ -97,11 +99,13 @@ class Adam(Optimizer):
             p *= 1.0 - step.lr * step.decay
         m *= b1
         m += s
-        s *= s
-        s *= (1.0 - b2) / (1.0 - b1) ** 2
-        v *= b2
-        v += s
-        correction = math.sqrt(1.0 - b2 ** step.count)
+        last = step.count if self.variance_steps is None else min(step.count, self.variance_steps)
+        if last == step.count:
+            s *= s
+            s *= (1.0 - b2) / (1.0 - b1) ** 2
+            v *= b2
+            v += s
+        correction = math.sqrt(1.0 - b2 ** last)
         xp.sqrt(v, out=s)
         s += self.eps * correction
         xp.divide(m, s, out=s)

@@ -3,22 +3,26 @@
 from collections.abc import Callable, Iterable
 
 from minidist.device.backend import Array
+from minidist.errors import ConfigError
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
 
 
 class SGD(Optimizer):
-    """p -= lr u  with  u = momentum u + g;  without momentum u = g.
+    """p -= lr u  with  u = momentum u + g;  without momentum u = g;  nesterov: p -= lr (g + momentum u).
 
     The first step sets u = g. Weight decay adds weight_decay p to g. Memory: one array, none without momentum.
-    Args:    as Optimizer's; momentum: in [0, 1).
-    Source:  Polyak 1964; formula as in PyTorch.
+    Args:    as Optimizer's; momentum: in [0, 1); nesterov: look ahead along u, which needs momentum.
+    Source:  Polyak 1964; Nesterov 1983, Sutskever et al. 2013; formulas as in PyTorch.
     """
 
     scratch_blocks = 2
 
-    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0,
+    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0, nesterov: bool = False,
                  weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
         self.momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
+        if nesterov and not momentum:
+            raise ConfigError("SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say")
+        self.nesterov = nesterov
         self.state_names = ("momentum",) if momentum else ()
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
@@ -31,5 +35,9 @@ class SGD(Optimizer):
             u = state[0]                     # zeros before the first step, which so sets u = g
             u *= self.momentum
             u += s
+            if self.nesterov:
+                step.xp.multiply(u, self.momentum, out=spare)
+                s += spare
+                u = s
         step.xp.multiply(u, step.lr, out=s)
         p -= s

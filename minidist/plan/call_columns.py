@@ -12,7 +12,7 @@ from minidist.observe.events import GroupCall
 from minidist.parallel.hybrid.plan_checks import AXES
 from minidist.plan.candidates import Candidates
 from minidist.plan.cells import PHASES, Cells, Cut
-from minidist.plan.layouts import Layouts
+from minidist.plan.layouts import Groups, Layouts, cut, strided
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a weight, a gradient or an activation, by precision."""
@@ -24,7 +24,7 @@ class CallColumns:
     def __init__(self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig) -> None:
         self.found, self.cells, self.layouts, self.config = found, cells, layouts, config
 
-    def _groups(self) -> tuple[list[dict[str, tuple[tuple[int, ...], ...]]], np.ndarray]:
+    def _groups(self) -> tuple[list[dict[str, Groups]], np.ndarray]:
         rows, where = np.unique(self.found.rows(*AXES, "order"), axis=0, return_inverse=True)
         return [self.layouts.groups(dict(zip(AXES, map(int, row[:-1]), strict=True)),
                                           self.found.orders[row[-1]]) for row in rows], where.reshape(-1)
@@ -32,7 +32,7 @@ class CallColumns:
     def inner(self) -> dict[str, np.ndarray]:
         """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
         groups, layout = self._groups()
-        known: dict[tuple[tuple[int, ...], ...], int] = {}
+        known: dict[Groups, int] = {}
         inside = [known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
         keys = np.column_stack([self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]])
         rows, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -40,7 +40,7 @@ class CallColumns:
                 for row, at in zip(rows, first, strict=True)]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
-    def _one_cell(self, cut: Cut, groups: Mapping[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
+    def _one_cell(self, cut: Cut, groups: Mapping[str, Groups]) -> dict[str, float]:
         price = self.layouts.price
         layer, ends = self.cells.cell(cut).seconds(
             lambda call: price(groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks))
@@ -52,30 +52,38 @@ class CallColumns:
         return found
 
     def data(self) -> dict[str, np.ndarray]:
-        """Seconds of the data axis's calls of a layer and of the ends: reductions; gathers (ZeRO-3: of one pass)."""
+        """Seconds of the data axis's calls of a layer and of the ends.
+
+        Reductions; gathers (ZeRO-3: of one pass); sums of the copies of the state (hybrid sharding).
+        """
         groups, layout = self._groups()
-        known: dict[tuple[tuple[int, ...], ...], int] = {}
+        known: dict[Groups, int] = {}
         data = np.array([known.setdefault(group["dp"], len(known)) for group in groups])[layout]
-        keys = np.column_stack([self.found.column("tp"), self.found.column("zero"), data])
+        keys = np.column_stack([self.found.rows("tp", "zero", "shard"), data])
         rows, where = np.unique(keys, axis=0, return_inverse=True)
         by_number = list(known)
-        made = [dict(self._calls(int(tp), int(zero), by_number[number])) for tp, zero, number in rows]
+        made = [dict(self._calls(tp, zero, shard, by_number[number])) for tp, zero, shard, number in rows.tolist()]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
-    def _calls(self, tp: int, zero: int, groups: tuple[tuple[int, ...], ...]) -> Iterator[tuple[str, float]]:
-        size = len(groups[0])
+    def _calls(self, tp: int, zero: int, shard: int, groups: Groups) -> Iterator[tuple[str, float]]:
+        shards = cut(groups, shard, self.layouts.cluster.per_node) if shard else groups
+        replicas = strided(groups, shard, self.layouts.cluster.per_node) if shard else ()
         for part, calls in zip(("", "ends "), self.cells.data_calls(tp, zero), strict=True):
-            gather = reduce = 0.0
-            for call, times in calls.items() if size > 1 else ():
-                spent = times * self._price_of(call, groups, size)
+            gather = reduce = copies = 0.0
+            for call, times in calls.items() if len(groups[0]) > 1 else ():
+                spent = times * self._price_of(call, shards, len(shards[0]))
                 if call.verb == "all_gather":
                     gather += spent / (2 if zero == 3 else 1)
                 else:
                     reduce += spent
+                    if replicas:
+                        copies += times * self.layouts.price(replicas, "all_reduce", call.algorithm,
+                                                             -(-call.nbytes // shard), ())
             yield f"{part}gather", gather
             yield f"{part}reduce", reduce
+            yield f"{part}copies", copies
 
-    def _price_of(self, call: GroupCall, groups: tuple[tuple[int, ...], ...], size: int) -> float:
+    def _price_of(self, call: GroupCall, groups: Groups, size: int) -> float:
         """A call of two ranks, as so many would do it: a gathered block is a smaller part of the whole."""
         nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
         return self.layouts.price(groups, call.verb, call.algorithm, nbytes, ())

@@ -4,10 +4,11 @@
     len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes on the cluster
 
 Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
-the pipeline's schedule, what is computed again, offload of the optimizer, and which axis lies inside nodes. Left out
-from the beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because such a
-plan is seldom the best one. Not enumerated: offload=all, parameter servers, hybrid sharding, tensor parallelism wider
-than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+the pipeline's schedule, what is computed again, offload of the optimizer, which axis lies inside nodes, and for ZeRO-3
+a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses (plan_checks.py), and
+divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not enumerated: offload=all,
+parameter servers, other hybrid sharding, compressed gradients, tensor parallelism wider than a node, recomputation of
+scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,10 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 RECOMPUTED = ("none", "all")
 ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
 LEAST_TOKENS = 2048                 # of a rank of an axis cp: with fewer, keys go round longer than attention takes
-COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order")
-"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`."""
+COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order",
+           "shard")
+"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`;
+`shard`: ranks that share a copy of the state, 0: all."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Candidates:
         return Plan(**{axis: row[axis] for axis in AXES}, zero=row["zero"], precision=self.precision,
                     schedule=SCHEDULES[row["schedule"]], microbatches=row["pieces"] if piped else None,
                     accumulate=1 if piped else row["pieces"], checkpoint_blocks=RECOMPUTED[row["recomputed"]],
-                    offload="optimizer" if row["offload"] else "none", sequence_parallel=bool(row["sequence"]))
+                    offload="optimizer" if row["offload"] else "none", sequence_parallel=bool(row["sequence"]),
+                    shard=row["shard"] or None)
 
     def order(self, number: int) -> tuple[str, ...]:
         """In which its axes lie on the cluster."""
@@ -118,6 +122,7 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
         return
     part, copies, composed = batch // (dp * ep), dp * ep * cp, pp * ep * cp * tp > 1
     stages = [0] if copies == 1 else [0, 1, 2, 3]
+    shard = _in_node(copies, tp, cluster)
     for rows in ROWS:
         pieces = part // rows
         if part % rows or pp > 1 and pieces < pp:
@@ -127,9 +132,17 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
         for zero, schedule, recomputed, sequence, order in product(
                 stages, schedules or [0], range(len(RECOMPUTED)), (0, 1) if tp > 1 else (0,),
                 _distinct(axes, cluster, orders)):
-            yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order)
+            yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, 0)
+            if zero == 3 and shard:
+                yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, shard)
             if offload and not composed and (zero or copies == 1):
-                yield (*axes, zero, rows, pieces, schedule, recomputed, 1, sequence, order)
+                yield (*axes, zero, rows, pieces, schedule, recomputed, 1, sequence, order, 0)
+
+
+def _in_node(copies: int, tp: int, cluster: Cluster) -> int:
+    """How many ranks of the data axes a node has, if that makes several copies of the state; else 0."""
+    inside = cluster.per_node // tp
+    return inside if cluster.nodes > 1 and 1 < inside < copies and copies % inside == 0 else 0
 
 
 def _distinct(axes: tuple[int, ...], cluster: Cluster, orders: Sequence[tuple[str, ...]]) -> list[int]:

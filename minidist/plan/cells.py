@@ -11,9 +11,9 @@ plans share some two hundred cells.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from minidist.nn import GPTConfig
@@ -90,17 +90,33 @@ class Cell:
         """Bytes that a layer keeps if backward computes it again."""
         return self.kept[1] - self.kept[0]
 
+    @cached_property
+    def _busy(self) -> list[list[float]]:
+        """Seconds of each segment of both traces: wherever the groups lie, kernels take as long."""
+        return [[self.rates.segment(segment) for segment in trace.segments] for trace in self.traces]
+
     def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
         """Forward and backward of a layer, and of the ends."""
-        one, two = (walk(trace, self.rates, price) for trace in self.traces)
+        one, two = (walk(trace, busy, price) for trace, busy in zip(self.traces, self._busy, strict=True))
         layer = {phase: _difference(two[phase], one[phase]) for phase in PHASES}
         return layer, {phase: _difference(one[phase], layer[phase]) for phase in PHASES}
 
 
+class Late(NamedTuple):
+    """Bytes of activations of the last stage of zb-h1, which defers its backwards for the weights: one number each for
+    a layer, and for the ends.
+
+    held: at their most with one microbatch deferred and one at work; more: each further one that is deferred.
+    """
+
+    held: tuple[float, float]
+    more: tuple[float, float]
+
+
 @lru_cache(maxsize=4096)
-def _run_once(plan: Plan, config: GPTConfig, rows: int, steps: int, kind: str, optimizer: str) -> RankTrace:
+def _run_once(plan: Plan, config: GPTConfig, rank: int, rows: int, steps: int, kind: str, optimizer: str) -> RankTrace:
     """A rank's trace knows no cluster: other clusters and rates ask for the same one."""
-    return run_rank(plan, config, rows=rows, steps=steps, device_kind=kind, optimizer=optimizer)
+    return run_rank(plan, config, rank, rows=rows, steps=steps, device_kind=kind, optimizer=optimizer)
 
 
 class Cells:
@@ -112,6 +128,7 @@ class Cells:
         self._kind, self._precision, self._optimizer = cluster.device.kind, precision, optimizer
         self._cells: dict[Cut, Cell] = {}
         self._keeps: dict[Cut, tuple[int, int]] = {}
+        self._late: dict[tuple[int, int], Late] = {}
         self._calls: dict[tuple[int, int], tuple[Counter[GroupCall], Counter[GroupCall]]] = {}
 
     def cell(self, cut: Cut) -> Cell:
@@ -129,6 +146,24 @@ class Cells:
             layer = two - one
             self._calls[tp, zero] = layer, one - layer
         return self._calls[tp, zero]
+
+    def late(self, tp: int, sequence: int) -> Late:
+        """Of one sequence a microbatch. What else divides the tokens divides it, too.
+
+        The last rank of three stages defers one microbatch more than that of two; computing again changes nothing,
+        because what is deferred keeps all that it computed again.
+        """
+        if (tp, sequence) not in self._late:
+            one, two = ([working(self._last_stage(tp, sequence, stages, layers)) for stages in (2, 3)]
+                        for layers in (1, 2))
+            held, more = two[0] - one[0], two[1] - two[0] - (one[1] - one[0])
+            self._late[tp, sequence] = Late((held, one[0] - held), (more, one[1] - one[0] - more))
+        return self._late[tp, sequence]
+
+    def _last_stage(self, tp: int, sequence: int, stages: int, layers: int) -> RankTrace:
+        plan = Plan(pp=stages, tp=tp, precision=self._precision, sequence_parallel=bool(sequence), schedule="zb-h1",
+                    microbatches=stages)
+        return self._run_plan(plan, stages * layers, stages, rank=(stages - 1) * tp)
 
     def update_seconds(self) -> float:
         """Of the optimizer, for one weight: an element-wise pass over what it keeps."""
@@ -155,8 +190,8 @@ class Cells:
                     checkpoint_blocks="all" if again else "none")
         return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
 
-    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1) -> RankTrace:
-        return _run_once(plan, replace(self.config, layers=layers), rows, steps, self._kind, self._optimizer)
+    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1, rank: int = 0) -> RankTrace:
+        return _run_once(plan, replace(self.config, layers=layers), rank, rows, steps, self._kind, self._optimizer)
 
 
 def working(trace: RankTrace) -> int:
@@ -171,8 +206,11 @@ def working(trace: RankTrace) -> int:
     return most
 
 
-def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds]:
-    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like."""
+def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, PhaseSeconds]:
+    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages meet their like.
+
+    Args:    seconds: of each of its segments.
+    """
     clock, phase, ends, free = 0.0, PHASES[0], dict[int, float](), dict[str, float]()
     axis_of: dict[int, str] = {}
     compute = dict.fromkeys(PHASES, 0.0)
@@ -181,7 +219,7 @@ def walk(trace: RankTrace, rates: Rates, price: Price) -> dict[str, PhaseSeconds
         if isinstance(event, Busy):
             if event.name in PHASES:
                 phase = event.name
-                spent = rates.segment(trace.segments[event.work])           # type: ignore[call-overload]
+                spent = seconds[event.work]         # type: ignore[call-overload]
                 compute[phase] += spent
                 clock += spent
         elif isinstance(event, Start) and event.call.axis in INNER:

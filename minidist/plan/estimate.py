@@ -115,11 +115,17 @@ class Estimator:
         return np.asarray(fits if room is None else fits & (away * self.cluster.per_node <= room))
 
 
+def _parts(found: Candidates) -> np.ndarray:
+    """Ranks that share a copy of the state."""
+    shard = found.column("shard")
+    return np.where(shard > 0, shard, found.rows("dp", "ep", "cp").prod(axis=1))
+
+
 def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:
     """Bytes that last, by category: memory_formula.state_bytes for columns."""
-    copies, zero = found.rows("dp", "ep", "cp").prod(axis=1), found.column("zero")
+    parts, zero = _parts(found), found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
-    held = {name: numbers * getattr(each, name) / np.where(where, copies, 1) for name, where in divided.items()}
+    held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
     held["optimizer"] = np.where(found.column("offload") == 1, 0.0, held["optimizer"])
     return held
 
@@ -134,6 +140,7 @@ class Columns:
         self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
+        self.deferred = found.column("schedule") == SCHEDULES.index("zb-h1")
         self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
@@ -174,16 +181,27 @@ class Columns:
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
         found["gradients"] = found["gradients"] + np.where(self.zero >= 2, largest, 0.0)
-        # deferred backwards for the weights keep what was computed again
-        deferred = self.found.column("schedule") == SCHEDULES.index("zb-h1")
-        kept = np.where(self.again & ~deferred, self.per_layer["kept"], self.per_layer["held"])
+        kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         again = np.where(self.again, self.per_layer["held"], 0.0)
         output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
         working = np.where((self.pp == 1) | ends, np.maximum(output, again), again)
         activations = held * self.layers * kept + working
+        if ends:
+            activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
         # one microbatch on one copy: gradients come as activations go
         found["activations"] = np.where((self.pieces == 1) & (self.copies == 1),
                                         np.maximum(0.0, activations - found["gradients"]), activations)
+        return found
+
+    def _late(self, held: np.ndarray) -> np.ndarray:
+        """Of the last stage, all of whose microbatches but one wait for their backward for the weights (zb-h1)."""
+        found = np.zeros(len(self.found))
+        cuts = self.found.rows("tp", "sequence")
+        sequences = self.found.column("rows") / self.found.column("cp")
+        for tp, sequence in np.unique(cuts[self.deferred], axis=0).tolist():
+            late, here = self.model.cells.late(tp, sequence), self.deferred & (cuts == (tp, sequence)).all(axis=1)
+            each = [layer * self.layers + ends for layer, ends in late]
+            found[here] = (sequences * (each[0] + (held - 2) * each[1]))[here]
         return found
 
     # --------------------------------------------------------------------------------------------------------- time
@@ -209,7 +227,7 @@ class Columns:
         found["pp"] = hop * (2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0))
         found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * np.where(pp == 1, 1.0, 0.5)
-        own = numbers / np.where(self.zero >= 1, self.copies, 1)
+        own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
         found["update"] = own * self.model.update_seconds
         away = self.found.column("offload") == 1
         found["offload"] = np.where(away, self._offload(own), 0.0) if away.any() else np.zeros(len(own))
@@ -235,7 +253,8 @@ class Columns:
         return np.asarray((self.pp - 1) * middle * share)
 
     def _once(self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather."""
+        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather, and copies
+        of the state are summed: the last layer's when nothing is left to compute."""
         layers, piped = self.layers, self.pp > 1
         half = np.where(piped, 0.5, 1.0)
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
@@ -243,7 +262,9 @@ class Columns:
         once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where((self.zero == 1) | (self.zero == 2), np.maximum(dp["ends gather"] / 2, gathers - forward), 0.0)
-        return np.where(self.copies > 1, once + late, 0.0)
+        copies = np.maximum(dp["copies"] + half * dp["ends copies"],
+                            layers * dp["copies"] + half * dp["ends copies"] - hidden)
+        return np.where(self.copies > 1, once + late + copies, 0.0)
 
     def _offload(self, numbers: np.ndarray) -> np.ndarray:
         """Gradients to the host and weights back, and the host's pass over its state."""

@@ -9,7 +9,7 @@ network cards: the bytes of all are added on each link (walk.py says which), and
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -21,6 +21,9 @@ from minidist.simulate.walk import call_cost
 DATA = ("dp", "ep", "cp")
 """Axes whose ranks have the same dense weights."""
 
+Groups = tuple[tuple[int, ...], ...]
+"""A group, as places, and those that do the same beside it."""
+
 
 class Layouts:
     """Groups of plans on one cluster; what was priced once is remembered."""
@@ -29,7 +32,7 @@ class Layouts:
         self.cluster = cluster
         self.price = lru_cache(maxsize=None)(self._price)
 
-    def groups(self, sizes: Mapping[str, int], order: Sequence[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def groups(self, sizes: Mapping[str, int], order: Sequence[str]) -> dict[str, Groups]:
         """The group of rank 0 along tp, cp, ep, dp (all of DATA) and pp, then its neighbours', as places."""
         strides, step = {}, 1
         for axis in reversed(order):
@@ -38,7 +41,7 @@ class Layouts:
                 for name, axes in {"tp": ("tp",), "cp": ("cp",), "ep": ("ep",), "dp": DATA, "pp": ("pp",)}.items()}
 
     def _with_neighbours(self, sizes: Mapping[str, int], strides: Mapping[str, int],
-                         axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+                         axes: Sequence[str]) -> Groups:
         """The group of rank 0 along some axes, and those that begin in the same node, if it leaves the node."""
         first = tuple(_places(sizes, strides, axes))
         node = self.cluster.per_node
@@ -48,7 +51,7 @@ class Layouts:
         return tuple(tuple(start + place for place in first)
                      for start in sorted(_places(sizes, strides, others)) if start < node)
 
-    def _price(self, groups: tuple[tuple[int, ...], ...], verb: str, algorithm: str, nbytes: int,
+    def _price(self, groups: Groups, verb: str, algorithm: str, nbytes: int,
                blocks: tuple[int, ...]) -> float:
         """Seconds of a call of the first group while the others do the same."""
         members = groups[0]
@@ -66,6 +69,21 @@ class Layouts:
         alone = max(spent / links[link].bandwidth for link, spent in cost.link_bytes.items())
         shared = max(loads[link] / links[link].bandwidth for link in cost.link_bytes)
         return cost.seconds + shared - alone
+
+
+def cut(groups: Groups, size: int, per_node: int) -> Groups:
+    """The groups of so many neighbours that these groups consist of, as far as they begin in the first node."""
+    return _beginning(per_node, (group[at:at + size] for group in groups for at in range(0, len(group), size)))
+
+
+def strided(groups: Groups, size: int, per_node: int) -> Groups:
+    """The groups of the first of each `size` neighbours, of the second, …, as far as they begin in the first node."""
+    return _beginning(per_node, (group[at::size] for group in groups for at in range(size)))
+
+
+def _beginning(per_node: int, groups: Iterable[tuple[int, ...]]) -> Groups:
+    first, *others = groups
+    return first, *(group for group in others if group[0] < per_node and max(first) >= per_node)
 
 
 def _places(sizes: Mapping[str, int], strides: Mapping[str, int], axes: Sequence[str]) -> list[int]:

@@ -61,6 +61,7 @@ class Choice:
         """The plan in a few words."""
         plan = self.plan
         told = [words(plan.axes)] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
+        told += [f"a copy on {plan.shard} ranks"] * (plan.shard is not None)
         told += [f"{plan.schedule}, {plan.pieces} microbatches"] * (plan.pp > 1)
         told += [f"{plan.accumulate} passes"] * (plan.accumulate > 1) + ["sequence parallel"] * plan.sequence_parallel
         told += ["recompute"] * (plan.checkpoint_blocks == "all") + ["offload"] * (plan.offload != "none")
@@ -233,6 +234,7 @@ def plan_words(plan: Plan) -> list[str]:
     """A plan as options of `minidist train` and `minidist simulate`."""
     found = ["--plan", words(plan.axes), "--precision", plan.precision]
     found += ["--zero", str(plan.zero)] if plan.zero else []
+    found += ["--shard", str(plan.shard)] if plan.shard is not None else []
     if plan.pp > 1:
         found += ["--schedule", plan.schedule, "--microbatches", str(plan.pieces)]
     found += ["--accumulate", str(plan.accumulate)] if plan.accumulate > 1 else []

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
-from minidist.plan.ranking import plan_for
+from minidist.plan.ranking import Ranking, plan_for
 from minidist.simulate.cluster import Cluster
 
-NEAR_LINEAR = 0.9       # an efficiency that one may call near-linear; the notes give no number
+NEAR_LINEAR = 0.9       # an efficiency that one may call near-linear: assumed, the notes give no number
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ def weak(config: GPTConfig, cluster: Cluster | str, *, a_device: int, nodes: Seq
          precision: str = "bf16") -> list[ScalingPoint]:
     """So many sequences a device."""
     return _curve(config, cluster, nodes, lambda devices: a_device * devices, precision)
+
+
+def scaling_curves(ranking: Ranking) -> dict[str, list[ScalingPoint]]:
+    """Strong and weak scaling up to the ranking's own cluster and batch: both curves end there, if the batch divides.
+
+    Raises: ConfigError as weak and strong do.
+    """
+    cluster, precision = ranking.cluster, ranking.best.plan.precision
+    return {"strong": strong(ranking.config, cluster, batch=ranking.batch, precision=precision),
+            "weak": weak(ranking.config, cluster, a_device=max(1, ranking.batch // cluster.size), precision=precision)}
 
 
 def _curve(config: GPTConfig, cluster: Cluster | str, nodes: Sequence[int], batch_of: Callable[[int], int],

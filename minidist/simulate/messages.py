@@ -28,7 +28,19 @@ from minidist.comm.signature import BlockHeader
 from minidist.comm.transport import Reduce
 from minidist.errors import ConfigError
 from minidist.simulate.hollow import BYTE, HollowReduction, HollowRows, Known, hollow
-from minidist.simulate.program import ADD, ARRIVED, POST, SEND, SENT, SHOW, Program, RankProgram, program_of
+from minidist.simulate.program import (
+    ADD,
+    ARRIVED,
+    POST,
+    SEND,
+    SENT,
+    SHOW,
+    Program,
+    RankProgram,
+    TurnedProgram,
+    program_of,
+    turned_program,
+)
 
 REDUCES = ("reduce", "all_reduce", "reduce_scatter")
 
@@ -55,9 +67,7 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
 
     Raises: ConfigError for an algorithm that the verb does not have, or that is no code of ours (native).
     """
-    if algorithm not in ALGORITHMS[verb] or algorithm == "native":
-        raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
-                          f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
+    _check(verb, algorithm)
     mail = _Mail(size, algorithm)
     ranks: dict[int, RankProgram] = {}
     waiting, before = list(range(size)), -1
@@ -66,7 +76,7 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
         for rank in waiting:
             call = RecordingCall(rank, size, nodes or (0,) * size, mail)
             try:
-                ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
+                _run(verb, algorithm, operands, call)
             except _NotYetSent:
                 left.append(rank)
             ranks[rank] = RankProgram(*call.arrays())
@@ -74,6 +84,37 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
         assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for what nobody sends"
         waiting, before = left, done
     return program_of(verb, [ranks[rank] for rank in range(size)])
+
+
+def record_turned(verb: str, algorithm: str, operands: Operands, size: int,
+                  nodes: Sequence[int] = ()) -> TurnedProgram | None:
+    """Run the algorithm on a few ranks: if they do the same, with peers as far away, then all do; else None.
+
+    Among them are those of which an algorithm may ask for something else: the first, the last, powers of two.
+    Raises: as record.
+    """
+    _check(verb, algorithm)
+    mail, ranks = _Mail(size, algorithm), dict[int, RankProgram]()
+    for rank in sorted({0, 1, 2, 3, size // 2, size - 1} & set(range(size))):
+        call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+        try:
+            _run(verb, algorithm, operands, call)
+        except _NotYetSent:
+            return None
+        ranks[rank] = RankProgram(*call.arrays())
+        if turned_program(ranks, size) is None:
+            return None
+    return turned_program(ranks, size)
+
+
+def _check(verb: str, algorithm: str) -> None:
+    if algorithm not in ALGORITHMS[verb] or algorithm == "native":
+        raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
+                          f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
+
+
+def _run(verb: str, algorithm: str, operands: Operands, call: "RecordingCall") -> None:
+    ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
 
 
 # ---------------------------------------------------------------- the call

@@ -96,6 +96,9 @@ def _require(plan: Plan, config: GPTConfig) -> None:
     if plan.strategy == "data-parallel":
         raise PlanError("simulate: strategy=data-parallel drives several devices from one process; simulate the same "
                         "as ranks: strategy=ddp with dp=")
+    if plan.local_steps is not None:
+        raise PlanError(f"simulate: with local_steps={plan.local_steps} steps differ, and one in so many has all the "
+                        f"traffic; simulate the step of ddp without, and add a {plan.local_steps}th of an all-reduce")
     if plan.asynchronous:
         raise PlanError("simulate: an asynchronous server does what depends on who comes first; simulate it "
                         "synchronous")

@@ -1,6 +1,6 @@
 """Chapter 24 · The program of a collective: all messages, and every rank's operations, as arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,60 @@ class RankProgram(NamedTuple):
         waits = np.flatnonzero(np.isin(self.kinds, (SENT, ARRIVED)))
         before = int((self.kinds[:waits[0]] == SEND).sum()) if len(waits) else 0
         return len(set(self.sends[:before, 0].tolist())) == size - 1
+
+
+class TurnedProgram(NamedTuple):
+    """What every rank of a call does where all do the same: a message goes from rank r to rank r + ahead, around.
+
+    Attributes: kinds, args   each rank's operations; the arg of a transfer is the number of its message
+                ahead, nbytes, adds, meets   of each message that a rank sends, as Program has them
+                crowded       whether every rank sends to all others at once
+    """
+
+    size: int
+    kinds: np.ndarray
+    args: np.ndarray
+    ahead: np.ndarray
+    nbytes: np.ndarray
+    adds: np.ndarray
+    meets: np.ndarray
+    crowded: bool
+
+    @property
+    def messages(self) -> int:
+        """Of all ranks."""
+        return self.size * len(self.ahead)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all ranks."""
+        return self.size * int(self.nbytes.sum())
+
+
+def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram | None:
+    """One program for all ranks, if these few do the same with peers as far away; else None."""
+    if len({_with_distances(rank, program, size) for rank, program in ranks.items()}) > 1:
+        return None
+    rank, one = next(iter(ranks.items()))
+    sends, posts = one.sends, one.posts
+    ahead, back = (sends[:, 0] - rank) % size, (rank - posts[:, 0]) % size
+    left, right = np.argsort(ahead, kind="stable"), np.argsort(back, kind="stable")
+    if not np.array_equal(ahead[left], back[right]):
+        return None
+    message_of_post, adds = np.empty(len(right), np.int64), np.zeros(len(left), bool)
+    message_of_post[right], adds[left] = left, posts[right, 1] != 0
+    numbers = one.args.astype(np.int64)
+    received = np.isin(one.kinds, (POST, ARRIVED))
+    numbers[received] = message_of_post[numbers[received]]
+    return TurnedProgram(size, one.kinds, numbers, ahead, sends[:, 1], adds, sends[:, 2] != 0,
+                         size > 2 and one.tells_all(size))
+
+
+def _with_distances(rank: int, program: RankProgram, size: int) -> tuple[bytes, ...]:
+    """What a rank does, its peers counted from itself on."""
+    columns = ((program.sends[:, 0] - rank) % size, program.sends[:, 1:], (program.posts[:, 0] - rank) % size,
+               program.posts[:, 1], program.kinds, program.args)
+    return tuple(column.tobytes() for column in columns)
 
 
 def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:

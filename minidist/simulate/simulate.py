@@ -12,7 +12,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from minidist.errors import PlanError
@@ -84,6 +84,9 @@ def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None
         raise PlanError(f"{cut} are {plan.size} ranks, {cluster.spec} has {cluster.size} devices; choose {near}, or "
                         f"the cluster {other}")
     plan.require(plan.size, config)
+    if plan.compress != "none":
+        raise PlanError(f"plan compress={plan.compress}: a simulated rank has shapes, and no numbers to compress; use "
+                        f"compress=none, and measure what the scheme gains")
     least = plan.dp * plan.ep * plan.pieces * plan.accumulate
     if batch < least:
         raise PlanError(f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} "
@@ -109,13 +112,18 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
         alone: float = seconds[role_of[rank]][work]
         return alone * stragglers.get(rank, 1.0)
 
-    def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+    @cache
+    def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+        """Calls that differ in their names alone share one answer: fold.py reads what it loads once."""
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)
         if not found.seconds:
             return 0.0, {}
         links = cluster.links
         return found.seconds, {link: min(1.0, nbytes / (found.seconds * links[link].bandwidth))
                                for link, nbytes in found.link_bytes.items()}
+
+    def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+        return priced(call._replace(name=""), ranks)
 
     def members(axis: str, rank: int) -> tuple[int, ...]:
         return group_ranks(plan, config, axis, rank)

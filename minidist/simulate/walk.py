@@ -30,8 +30,9 @@ from minidist.comm.collectives.torus import grid
 from minidist.comm.limits import SHOWN_BYTES, STRETCH_BYTES
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library
-from minidist.simulate.messages import Operands, record
-from minidist.simulate.program import ADD, ARRIVED, END, POST, SEND, SENT, SHOW, Program
+from minidist.simulate.messages import Operands, record, record_turned
+from minidist.simulate.program import ADD, ARRIVED, END, POST, SEND, SENT, SHOW, Program, TurnedProgram
+from minidist.simulate.turned_walk import TurnedWalk
 
 FEW_PERIODS = 3         # a call of more stretches than this is continued in a straight line from these
 
@@ -148,19 +149,24 @@ def _nodes(members: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _recorded(verb: str, algorithm: str, operands: Operands, size: int, nodes: tuple[int, ...]) -> Program:
-    return record(verb, algorithm, operands, size, nodes)
+def _recorded(verb: str, algorithm: str, operands: Operands, size: int,
+              nodes: tuple[int, ...]) -> Program | TurnedProgram:
+    """One program for all ranks where they do the same; else a program of each."""
+    return record_turned(verb, algorithm, operands, size, nodes) or record(verb, algorithm, operands, size, nodes)
 
 
 # ---------------------------------------------------------------- the walk
 
 
-def walk(program: Program, members: Sequence[int], cluster: Cluster) -> CallCost:
+def walk(program: Program | TurnedProgram, members: Sequence[int], cluster: Cluster) -> CallCost:
     """Replay a program on the places `members`.
 
     In a round every rank that does not wait carries out one operation. All ranks' operations of a round are arrays, so
     a thousand ranks take little longer than eight.
     """
+    if isinstance(program, TurnedProgram):
+        turned = TurnedWalk(program, members, cluster)
+        return CallCost(turned.run(), turned.link_bytes(), program.messages, program.sent_bytes)
     state = _MessageWalk(program, members, cluster)
     while state.active.size:
         state.round()

@@ -38,10 +38,13 @@ from minidist.errors import CheckpointError
 from minidist.files import scratch
 from minidist.observe.records import share_records
 from minidist.optim import Optimizer
+from minidist.parallel.hybrid.scheme_state import is_schemes
 from minidist.parallel.hybrid.state_map import (
     Place,
     merged_state,
     overlap,
+    ranks_apart,
+    require_together,
     runs_of,
     set_small_state,
     small_state,
@@ -131,22 +134,25 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     """
     problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     try:
-        places = state_places(strategy, optimizer)
+        require_together(strategy)
         manifest = read_manifest(folder)
         about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")
+        places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
-        arrays = state_arrays(strategy, optimizer, changes=True)
+        if (apart := ranks_apart(there)) != (0 if strategy.diverged is None else group.size):
+            raise CheckpointError(_apart(folder, apart))
+        arrays = state_arrays(strategy, optimizer, changes=True, saved=state)
         read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
-        set_small_state(strategy, optimizer, state)
+        set_small_state(strategy, optimizer, state, group.rank)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
     told = share_records(group, [problem, sorted({place.key for place in places if place.size})])
     if problems := [text for text, _ in told if text]:
         raise CheckpointError(problems[0])
-    if unknown := sorted(there.difference(*(keys for _, keys in told))):
+    if unknown := sorted(key for key in there.difference(*(keys for _, keys in told)) if not is_schemes(key)):
         raise CheckpointError(f"{folder}: has {unknown[0]} and {len(unknown) - 1} other tensors that this training has "
                               f"not; it is of another model")
     strategy.state_replaced()
@@ -241,6 +247,14 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
     return Path(_agreed(group, problem, draft, folder)[0])
+
+
+def _apart(folder: Path, ranks: int) -> str:
+    """Why a checkpoint does not fit whose ranks had a state of their own, or which had none such."""
+    if not ranks:
+        return f"{folder}: was saved without local steps, and so without a state of each rank's own; go on without them"
+    return (f"{folder}: was saved with local steps by {ranks} ranks, each with a state of its own; go on with local "
+            f"steps on {ranks}")
 
 
 def _agreed(group: Group, problem: str, value: Any, folder: Path) -> list[Any]:

@@ -1,10 +1,12 @@
 """A checkpoint rewritten for another plan, in one process: the ranks of that plan are threads, which load and save."""
 
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from minidist.comm.group import Group
+from minidist.errors import PlanError
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
@@ -24,6 +26,8 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
     about = read_manifest(folder)["about"]
     config = GPTConfig(**about["config"])
     plan = replace(plan, precision=about["plan"]["precision"])
+    with suppress(PlanError):       # a plan that sums no gradients keeps nothing of a scheme
+        plan = replace(plan, compress=about["plan"].get("compress", "none"))
     plan.require(plan.size, config)
     plan.require_model(config)
     optimizer = next(name for name, kind in OPTIMIZERS.items()
@@ -38,7 +42,8 @@ def options_of(plan: Plan) -> dict[str, Any]:
     """The options of minidist train that name this plan; those of other plans are the defaults."""
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
     parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
-             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "offload", "servers")
+             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "keep_activations",
+             "activation_memory", "offload", "servers", "compress")
     defaults = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return {"plan": cut, "replicas": None, **{name: defaults[name] for name in parts}}
 

@@ -107,3 +107,60 @@ def test_a_second_backward_says_what_to_do() -> None:
     loss.backward()
     with pytest.raises(GradientError, match="run the forward again"):
         loss.backward()
+
+
+class Kept:
+    """Holds a copy, and says when it is asked for."""
+
+    def __init__(self, told: list[str], x: np.ndarray) -> None:
+        self.told, self.copy = told, x.copy()
+        self.name = f"{len(told)}"
+        told.append(f"keep {self.name}")
+
+    def prefetch(self) -> None:
+        self.told.append(f"prefetch {self.name}")
+
+    def take(self) -> np.ndarray:
+        self.told.append(f"take {self.name}")
+        return self.copy
+
+
+def test_what_is_put_away_is_asked_for_one_stretch_ahead() -> None:
+    """A leaf that does not lend its array keeps it."""
+    told: list[str] = []
+    layers = [weights(4, 4, name=f"w{i}", seed=i) for i in range(4)]
+    start = tensor(weights(3, 4, seed=9).data, requires_grad=True)
+
+    def forward(keep: Any) -> Tensor:
+        h = start
+        for i, layer in enumerate(layers):
+            h = recompute(lambda x, w: ops.gelu(ops.linear(x, w)), h, layer, keep=keep) if i != 2 else h @ layer
+        return h
+
+    forward(None).backward(np.ones((3, 4)))
+    plain = [np.array(p.grad) for p in (start, *layers)]
+    for p in (start, *layers):
+        p.zero_grad()
+    y = forward(lambda x: Kept(told, x))
+    assert told == ["keep 0", "keep 1"]        # inputs of layers 1 and 3; that of 0 is a leaf, 2 is no stretch
+    y.backward(np.ones((3, 4)))
+    assert told[2:] == ["take 1", "prefetch 0", "take 0"]
+    for p, gradient in zip((start, *layers), plain, strict=True):
+        np.testing.assert_array_equal(p.grad, gradient)
+
+
+def test_a_leaf_that_lends_its_array_is_hollow_until_backward() -> None:
+    class Lent(Tensor):
+        __slots__ = ()
+        lends_data = True
+
+    array, told, w = weights(3, 4, seed=9).data, [], weights(4, 4)
+    x = Lent(array.copy(), requires_grad=True)
+    alive = weakref.ref(x.data)
+    y = recompute(ops.linear, x, w, keep=lambda x: Kept(told, x))
+    assert alive() is None
+    assert x.shape == (3, 4)
+    assert x.data.strides == (0, 0)
+    y.backward(np.ones((3, 4)))
+    np.testing.assert_array_equal(x.data, array)
+    np.testing.assert_allclose(x.grad, np.ones((3, 4)) @ w.data.T)

@@ -141,6 +141,25 @@ def test_events_of_messages_and_calls():
         assert (exchange["src"], exchange["dst"], exchange["nbytes"]) == (rank, 1 - rank, 1024)
 
 
+def test_watchers_get_waits_and_what_tells_calls_apart():
+    def ranks(world):
+        events, others = [], []
+        leave, stay = world.ledger.subscribe(events.append, waits=True), world.ledger.subscribe(others.append)
+        pending = world.start_all_reduce(KIB, algorithm="ring")
+        pending.wait()
+        leave()
+        world.start_all_reduce(KIB, algorithm="ring").wait()
+        stay()
+        world.barrier()
+        return [event for event in events if event.kind != "message"], [event.kind for event in others]
+
+    for (call, wait), others in run(ranks, size=2):
+        assert (call.kind, wait.kind) == ("call", "wait") and "wait" not in others
+        assert (call.details["group"], call.details["sequence"]) == (wait.details["group"], wait.details["sequence"])
+        assert call.details["queued"] >= 0 and call.details["messages"] == 2
+        assert wait.start <= wait.stop and call.stop <= wait.stop and "test_ledger.py:" in wait.details["where"]
+
+
 def test_two_subscribers_and_only_one_leaves():
     ledger, first, second = Ledger(), [], []
     leave = ledger.subscribe(first.append)

@@ -22,7 +22,7 @@ def test_distinct_buffers_until_they_die():
     memory.hold(a.reshape(10, 10).T[2:], "activations")
     b = memory.hold(np.zeros(50, "float32"), "gradients")
     assert memory.now == {"parameters": 0, "gradients": 200, "optimizer": 0, "activations": 0, "communication": 0,
-                          "workspace": 800, "total": 1000}
+                          "residuals": 0, "workspace": 800, "total": 1000}
     del a
     assert memory.now["workspace"] == 0 and memory.now["total"] == 200
     assert memory.peak["total"] == 1000
@@ -150,3 +150,13 @@ def test_a_limit_refuses_what_passes_it_and_counts_on():
     memory.hold(np.zeros(25), "activations")        # exactly full, and gone at once
     del held
     assert memory.now["total"] == 0 and memory.peak["total"] == 1000
+
+
+def test_peaks_of_a_part_of_the_time_are_put_together():
+    memory = MemoryAccount()
+    memory.hold(np.zeros(100), "workspace")                          # dies at once
+    before = memory.peak
+    memory.reset_peak()
+    memory.hold(np.zeros(10), "gradients")
+    memory.raise_peak(before)
+    assert (memory.peak["workspace"], memory.peak["gradients"], memory.peak["total"]) == (800, 80, 800)

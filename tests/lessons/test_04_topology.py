@@ -8,6 +8,7 @@ from filling import assert_named, graded, right
 
 from minidist import launch, lessons
 from minidist.grading import load_module
+from minidist.simulate.cluster import Cluster
 
 RIGHT = right("04")
 WRONG = {
@@ -108,3 +109,25 @@ def test_two_hosts_measured(tmp_path: Path) -> None:
     assert times["hierarchical", hosts.SIZES[-1]] < 0.85 * times["ring", hosts.SIZES[-1]]
     hosts.draw(measured, tmp_path)
     assert (tmp_path / "hosts.png").stat().st_size > 10_000
+
+
+def test_adaptive_routing_never_waits_where_cables_suffice_and_static_does() -> None:
+    """16 machines, four spines: the story's table."""
+    spines = load_module(lessons.find("04").part("spines.py"), "04")
+    static, adaptive, half = spines.fabric("static"), spines.fabric("adaptive"), spines.fabric("adaptive", 2.0)
+    for steps in spines.traffic().values():
+        for pairs in steps:
+            assert spines.slowest(adaptive, pairs) == 1.0 <= spines.slowest(static, pairs)
+            assert spines.slowest(half, pairs) <= 2.0
+    assert spines.slowest(static, spines.shift(1)) == 1.0       # a ring in the machines' order
+    drawn = [spines.slowest(static, pairs) for pairs in spines.permutations(spines.DRAWN)]
+    assert (sum(drawn) / len(drawn), max(drawn)) == (pytest.approx(2.5, abs=0.005), 4.0)
+
+
+def test_bytes_cross_on_the_axis_that_does_not_lie_inside() -> None:
+    """A ring of P ranks sends 2(P-1)/P n over each link: dp's four pairs 2 n each, tp's two rings 3 n at two links."""
+    spines = load_module(lessons.find("04").part("spines.py"), "04")
+    cluster = Cluster.parse("h100:2x4")
+    crossed = [tuple(spines.across(axis, dealt.places, cluster)[0] for axis in ("tp", "dp"))
+               for dealt in spines.dealings()]
+    assert crossed == [(0.0, 8.0), (6.0, 0.0), (12.0, 0.0)]

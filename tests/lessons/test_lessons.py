@@ -59,7 +59,7 @@ def _path() -> str:
 
 def test_the_lessons_that_there_are() -> None:
     assert NUMBERS == ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12",
-                       "13", "14", "15", "16", "17", "18", "19", "20", "22", "26"]
+                       "13", "14", "15", "16", "17", "18", "19", "20", "22", "24", "26"]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -140,7 +140,7 @@ def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", ["01", "02", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15",
-                                    "16", "17", "18", "19", "20", "22", "26"])
+                                    "16", "17", "18", "19", "20", "22", "24", "26"])
 def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000

@@ -100,6 +100,11 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {7: "coming = start_read(units[index + 1])"}, {8: "going.append(start_up(run))"}, {8: "pass"}],
     "22": [{1: '"p"'}, {2: '"total + p * shrink"'}, {3: '"sum[i] * shrink + p"'}, {4: '"A"'}, {5: "stride"},
            {6: '"0", "0"'}],
+    "24": [{1: "group"}, {1: "group[1:]"}, {2: "min(came[way, count[way]].values())"}, {2: "now"},
+           {3: "event.work"}, {4: "now + ended[started[event.id]]"}, {4: "now"},
+           {5: "place + shape[axis] * coordinates[axis]"}, {5: "place * shape[axis]"},
+           {6: "(size - 1) / size * nbytes * sharing / bandwidth"}, {6: "0.0"},
+           {7: "tokens * flops_a_token / (seconds * peak)"}],
 }
 RIGHT_TOO: dict[str, list[dict[int, str]]] = {
     "02": [{5: "(group.rank - step) % group.size", 6: "(group.rank + step) % group.size"}],
@@ -114,7 +119,7 @@ CASES = [(number, wrong) for number, answers in WRONG.items() for wrong in answe
 
 
 def test_every_lesson_has_some() -> None:
-    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 22 and len(CASES) > 220
+    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 23 and len(CASES) > 220
 
 
 @needs_compiler

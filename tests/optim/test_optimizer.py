@@ -117,6 +117,19 @@ def test_lr_of_a_step_replaces_the_usual_one() -> None:
     np.testing.assert_allclose(tensors[0].data, before - 1.25, rtol=1e-14)
 
 
+def test_nesterov_looks_ahead() -> None:
+    """p -= lr (g + momentum u) with u = momentum u + g."""
+    tensors = parameters((3,))
+    p, u = tensors[0].data.copy(), np.zeros(3)
+    optimizer = optim.SGD(tensors, 0.1, momentum=0.8, nesterov=True)
+    for step in range(4):
+        g = tensors[0].grad = np.cos(np.arange(3.0) + step)
+        optimizer.step()
+        u = 0.8 * u + g
+        p = p - 0.1 * (g + 0.8 * u)
+        np.testing.assert_allclose(tensors[0].data, p, rtol=1e-13)
+
+
 @pytest.mark.parametrize("low", [np.float16, ml_dtypes.bfloat16])
 def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None:
     exact, rounded = parameters((40, 5), dtype="float32"), parameters((40, 5), dtype="float32")
@@ -208,6 +221,7 @@ def test_state_dict_is_checked() -> None:
     (lambda p: optim.AdamW(p, 0.1, eps=-1e-8), "eps"), (lambda p: optim.SGD(p, 0.1, momentum=1.5), "momentum is 1.5"),
     (lambda p: optim.RMSProp(p, 0.1, alpha=-0.1), "alpha"), (lambda p: optim.SGD([], 0.1), "no parameters"),
     (lambda p: optim.SGD(p, 0.1, weight_decay=float("inf")), "weight_decay"),
+    (lambda p: optim.SGD(p, 0.1, nesterov=True), "nesterov looks ahead along the momentum, which is 0"),
     (lambda p: optim.SGD([*p, *p], 0.1), "two tensors are called 'w0'")])
 def test_bad_options_are_named(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -15,7 +15,8 @@ CHAPTERS = {
     "pipeline.pipeline": "11", "tensor.tensor_parallel": "12", "context.sequence_parallel": "13",
     "context.ring_attention": "13", "context.ulysses": "13", "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
     "hybrid.hybrid": "17", "experts.expert_parallel": "18", "memory.activations": "19", "memory.offload": "20",
-    "memory.offload_disk": "20",
+    "memory.offload_disk": "20", "compress.compress": "21",
+    "compress.local_steps": "21", "compress.streaming": "21",
 }
 """The module of each chapter, inside parallel/."""
 

@@ -27,6 +27,16 @@ def test_equals_one_process_on_the_cpu(plan: dict[str, Any], monkeypatch: pytest
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize("plan", [{"local_steps": 2}, {"local_steps": 2, "fragments": 2, "delay": 1, "mix": 0.5}],
+                         ids=str)
+def test_local_steps_equal_those_on_the_cpu(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = md.run(lambda world: train(world, steps=3, **plan), size=2)
+    fake_gpu.install(monkeypatch)
+    gpu = md.run(lambda world: train(world, steps=3, device="cuda", **plan), size=2)
+    assert difference(gpu[0]["weights"], cpu[0]["weights"]) < 1e-10
+    assert len({rank["digest"] for rank in gpu}) == 1
+
+
 COMPOSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"tp": 2}), ({"heads": 4, "tied": True}, {"tp": 2, "sequence_parallel": True, "dp": 2}),
     ({"layers": 2, "tied": True}, {"pp": 2, "microbatches": 2}), ({"context": 8}, {"cp": 2}),

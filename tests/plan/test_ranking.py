@@ -12,7 +12,7 @@ from minidist.cli import main
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.plan.explain import advice, binding, chart_path, explain
-from minidist.plan.forecast import DAY, Prices, forecast
+from minidist.plan.forecast import ASSUMED, DAY, Prices, forecast, save_seconds
 from minidist.plan.ranking import Ranking, command, plan_for
 from minidist.plan.scaling import strong, weak
 from minidist.simulate.cluster import Cluster
@@ -99,7 +99,7 @@ def test_the_notes_chart_and_table_row_by_row() -> None:
 
 def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
     found = ranked()
-    taken = forecast(found.best, found, tokens=1e12, interruptions_a_day=24, prices=Prices(failures=1.0))
+    taken = forecast(found.best, found, tokens=1e12, interruptions_a_day=24, prices=Prices(failures=1.0, save=30.0))
     a_day = 24 + 4 / 1000
     interval = best_interval(30.0, DAY / a_day)
     assert taken.spot.interval == interval
@@ -112,6 +112,25 @@ def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
     assert taken.spot.dollars == pytest.approx(0.4 * 4 * price * 24 * taken.spot.days)
 
 
+def test_each_number_of_the_forecast_has_a_source_or_is_named_as_assumed() -> None:
+    found = ranked()
+    told = {one.name: one for one in forecast(found.best, found, tokens=1e12, prices=Prices(own=0.2)).premises}
+    assert set(told) == {"price", "spot", "own", "kwh", "save", "restart", "failures", "interruptions"}
+    assert {name for name, one in told.items() if one.source == ASSUMED} == {"restart", "interruptions"}
+    assert told["own"].value == 0.2 and told["own"].source == "given"
+    assert told["price"].source.startswith("AWS") and told["spot"].source.startswith("Google")
+    assert told["save"].value == save_seconds(found) == pytest.approx(12 * CONFIG.numbers / 2 / 3.8e9, rel=0.05)
+    here = forecast(found.best, replace(found, cluster=replace(found.cluster, tiers={})), tokens=1e12)
+    assert {one.name for one in here.premises if one.source == ASSUMED} == {"own", "save", "restart", "interruptions"}
+
+
+@pytest.mark.parametrize("word, told", [("spat=1", "did you mean spot"), ("spot=-1", "is not a number above 0"),
+                                        ("kwh", "is not a number above 0")])
+def test_a_premise_that_cannot_be_is_refused(word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Prices.given([word])
+
+
 def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
     near, far = weak(CONFIG, "h100:2x2", a_device=4), strong(CONFIG, "h100:2x2", batch=8)
     assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[0].efficiency == 1.0
@@ -121,11 +140,13 @@ def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
 # ------------------------------------------------------------------------------------------------ the command line
 
 def test_minidist_plan_tells_ranking_reasons_and_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3", "--json",
-             str(tmp_path / "found.json")]
+    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3",
+             "--scaling", "--json", str(tmp_path / "found.json")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "plans enumerated" in out and "run it: minidist simulate --cluster h100:2x2" in out and "spot" in out
+    assert "restart = 300 s until work goes on: assumed" in out and "tier.disk" in out
+    assert out.count("scaling ──") == 2 and "near-linear (N0:430, N1:100, N2:86; 90%, assumed)" in out
     assert '"spot"' in (tmp_path / "found.json").read_text()
 
 

@@ -103,6 +103,7 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("plan", "words"), [
     (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
     (Plan(dp=3, strategy="parameter-server", asynchronous=True), "who comes first"),
+    (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
     (Plan(pp=2, stage_layers="measured"), "take even"),
     (Plan(dp=2, zero=3, offload="all"), "offload=optimizer"),
     (Plan(cp=3, attention="all-to-all"), "or ring"),

@@ -35,7 +35,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "zero": 3, "offload": "all"}, {**HARD, "layers": 1}, {"clip": None}),
     ({"pp": 2, "precision": "fp8", "microbatches": 2}, HALF, {}),
     ({"dp": 3, "servers": 2, "strategy": "parameter-server"}, HARD, {}),
+    ({"dp": 3, "compress": "4bit:block=16"}, HARD, {}),
     # the soak takes what follows, too
+    ({"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "compress": "8bit:book=dynamic"}, HARD, {}),
+    ({"dp": 2, "pp": 2, "zero": 1, "compress": "8bit:rounding=stochastic"}, HARD, {}),
+    ({"dp": 4, "zero": 1, "shard": 2, "compress": "4bit", "precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
+    ({"dp": 3, "compress": "fp16:feedback=yes", "precision": "bf16"}, HALF, {}),
     ({}, HARD, {"optimizer": "adam", "optimizer_options": {"weight_decay": 0.1}}),
     ({}, {**HARD, "dtype": "float32"}, {"optimizer": "rmsprop"}),
     ({"precision": "fp16"}, HALF, {"loss_scale": (2.0 ** 19, 2)}),
@@ -95,7 +100,7 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("plan", "changes", "options"), [
-    pytest.param(*case, marks=[pytest.mark.soak] if number >= 7 else []) for number, case in enumerate(CASES)],
+    pytest.param(*case, marks=[pytest.mark.soak] if number >= 8 else []) for number, case in enumerate(CASES)],
     ids=[name_of(plan) + "".join(f" {key}" for key in options) for plan, _, options in CASES])
 def test_the_same_bits_as_undisturbed(plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any],
                                       tmp_path: Path) -> None:

@@ -163,12 +163,18 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
         raise ShapeError(f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
 
 
+def fits_kernel(q: Array) -> bool:
+    """Whether kernels/attention.cu takes these queries (B, H, T, D): on a GPU, in half precision, of narrow heads."""
+    # device and dtype decide, not the layout, because views are copied
+    return q.dtype in LOW_PRECISION and q.shape[-1] <= WIDEST and kernel("attention", q[:0]) is not None
+
+
 def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
     """The result and log_total (B, H, T) from the kernel, or None if the code below has to compute them."""
-    if q.dtype not in LOW_PRECISION or q.shape[-1] > WIDEST:
+    if not fits_kernel(q):
         return None
-    fast = kernel("attention", q[:0])       # device and dtype decide, not the layout, because views are copied
-    return None if fast is None else fast(*(array_module(q).ascontiguousarray(x) for x in (q, k, v)), causal=True)
+    xp = array_module(q)
+    return launcher("attention")(*map(xp.ascontiguousarray, (q, k, v)), causal=True)    # type: ignore[no-any-return]
 
 
 def _gradients_by_kernel(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array) -> tuple[Array, ...]:

@@ -11,6 +11,12 @@ exp(score - top). If a new block raises the maximum, the earlier sums are scaled
 At the end y / total is the attention to all keys, in whatever order the blocks arrived. No exponent is above 0.
 Backward needs only log(sum(exp(scores))) of each query to compute the probabilities of any block again, and the
 gradients of blocks add up. All arrays are plain ones, (B, H or H_kv, T, D).
+
+Where kernels/attention.cu takes the arrays (fits_kernel), it attends to each block in one pass, and keeps no scores.
+Two results join by their log_total L, log(sum(exp(scores))):
+
+    L = log(exp(L1) + exp(L2))      y = y1 exp(L1 - L) + y2 exp(L2 - L)
+
 Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
@@ -20,7 +26,8 @@ import numpy as np
 
 from minidist.autograd.ops import attention
 from minidist.autograd.ops.attention import block_scores, flip, highest, query_blocks, sequences, shared, sum_heads
-from minidist.device.backend import Array, array_module, matmul, on_host
+from minidist.device.backend import Array, array_module, matmul, on_host, widen
+from minidist.device.dispatch import launcher
 
 
 class OnlineSoftmax:
@@ -106,6 +113,58 @@ class OnlineGradients:
     def finish(self) -> Array:
         """The gradient of the unscaled q; overwrites dq."""
         self.dq *= self.dq.dtype.type(self.dq.shape[-1] ** -0.5)
+        return self.dq
+
+
+class FusedSoftmax:
+    """OnlineSoftmax whose blocks are passes of a kernel. State: y (B, H, T, D) and log_total (B, H, T), in float32."""
+
+    def __init__(self, q: Array) -> None:
+        xp = array_module(q)
+        self.y: Array = xp.zeros(q.shape, np.float32)
+        self.log_total: Array = xp.full(q.shape[:3], -np.inf, np.float32)
+
+    def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
+        """As OnlineSoftmax.absorb, of queries that are not scaled."""
+        xp, q = array_module(q), q[:, :, queries]
+        if not q.shape[2] or not k.shape[2]:
+            return
+        y, before = self.y[:, :, queries], self.log_total[..., queries]
+        own, added = launcher("attention")(*map(xp.ascontiguousarray, (q, k, v)), causal=causal)
+        log_total = xp.logaddexp(before, added)
+        y *= xp.exp(before - log_total)[..., None]
+        y += widen(own) * xp.exp(added - log_total)[..., None]
+        before[...] = log_total
+
+    def finish(self) -> tuple[Array, Array]:
+        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, T)."""
+        return self.y, self.log_total
+
+
+class FusedGradients:
+    """OnlineGradients whose blocks are passes of a kernel.
+
+    Args:    q, y, dy: (B, H, T, D) in half precision, q not scaled; log_total: from FusedSoftmax.finish.
+    Attributes: dq    (B, H, T, D), float32: the sum of the gradients of the queries so far
+    """
+
+    def __init__(self, q: Array, y: Array, log_total: Array, dy: Array) -> None:
+        self.q, self.y, self.log_total, self.dy = q, y, log_total, dy
+        self.dq: Array = array_module(q).zeros(q.shape, np.float32)
+
+    def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
+        """As OnlineGradients.add."""
+        contiguous = array_module(k).ascontiguousarray
+        q, y, dy = (contiguous(x[:, :, queries]) for x in (self.q, self.y, self.dy))
+        if not q.shape[2] or not k.shape[2]:
+            return
+        found = launcher("attention_gradient")(q, contiguous(k), contiguous(v), y,
+                                               contiguous(self.log_total[..., queries]), dy, causal=causal)
+        for total, own in zip((self.dq[:, :, queries], dk, dv), found, strict=True):
+            total += widen(own)
+
+    def finish(self) -> Array:
+        """The gradient of q."""
         return self.dq
 
 

@@ -20,7 +20,9 @@ from minidist.console import (
 )
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
+from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
+from minidist.parallel.hybrid.option_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES
 from minidist.parallel.hybrid.plan import (
     ATTENTIONS,
     OFFLOADS,
@@ -61,14 +63,25 @@ def save_steps(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
+def bucket_size(text: str) -> int | str:
+    """The value of --bucket-bytes. Raises: ArgumentTypeError."""
+    if text == AUTO:
+        return AUTO
+    size = number_of_bytes(text)
+    if not size:
+        raise argparse.ArgumentTypeError("a bucket holds at least one byte; write 1MiB, or auto")
+    return size
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
         parser.register("action", kind, _Given)
     parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
-              "device memory": memory, "the data": _data, "the model": _model, "a mixture of experts": experts,
-              "the training": _training, "checkpoints": _checkpoints, "the result": _result}
+              "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,
+              "the model": _model, "a mixture of experts": experts, "the training": _training,
+              "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
@@ -78,6 +91,9 @@ def _job(add: Add) -> None:
     add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
         help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
              "of one process, for debugging (default: mpi under mpirun, else auto)")
+    add("--bucket-bytes", type=bucket_size, metavar="SIZE|auto",
+        help="largest size of a bucket of gradients (default: 2MiB); auto: of the least exposed seconds, by the link's "
+             "latency and bandwidth that `minidist bench calibrate` measured")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--graph", action="store_true",
         help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
@@ -135,6 +151,11 @@ def division(add: Add) -> None:
         help="with tp=2 or more: divide tokens outside the tensor-parallel regions")
 
 
+    add("--compress", default="none", metavar="NAME[:OPTION=VALUE,…]",
+        help=f"send fewer bytes of gradients, with --zero 0 to 2: {', '.join(SCHEMES)}; with options, as "
+             "8bit:block=64,rounding=stochastic (default: none)")
+
+
 def _strategy(add: Add) -> None:
     add("--strategy", choices=STRATEGIES, default="ddp",
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
@@ -146,6 +167,26 @@ def _strategy(add: Add) -> None:
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",
         help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
+
+
+def seldom(add: Add) -> None:
+    """Local steps, and what the ranks do when they meet."""
+    add("--local-steps", type=positive, metavar="H",
+        help="each rank trains alone for H steps, then all meet once (default: every gradient is summed); with "
+             "--asynchronous each worker meets the servers by itself")
+    add("--outer", choices=OUTER_OPTIMIZERS, default="nesterov",
+        help="what the ranks make of the way that each has come: sgd (the mean: local SGD) or nesterov (DiLoCo) "
+             "(default: nesterov)")
+    add("--outer-lr", type=positive_number, metavar="RATE", help="of --outer (default: sgd 1, nesterov 0.7)")
+    add("--outer-momentum", type=fraction, metavar="M", help="of --outer (default: sgd 0, nesterov 0.9)")
+    add("--fragments", type=positive, default=1, metavar="F",
+        help="the weights travel in F parts, one after the other over the H steps (default: 1)")
+    add("--delay", type=whole_number(0, 10**9), default=0, metavar="D",
+        help="a part is on its way for D more steps, and no rank waits (default: 0)")
+    add("--mix", type=fraction, default=0.0, metavar="A",
+        help="what then stays of a rank's own weights: A × own + (1 - A) × common (default: 0)")
+    add("--outer-compress", default="none", metavar="NAME",
+        help=f"how that way travels: {', '.join(OUTER_SCHEMES)}, with options as those of --compress (default: none)")
 
 
 def memory(add: Add) -> None:
@@ -163,6 +204,16 @@ def memory(add: Add) -> None:
              "temporary folder)")
     add("--device-memory", type=number_of_bytes, metavar="SIZE",
         help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
+
+
+def activations(add: Add) -> None:
+    """How checkpointed blocks keep their inputs, and which blocks these are."""
+    add("--keep-activations", default="whole", metavar="8bit|shard|offload",
+        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks of tp, or on the host; "
+             "several joined by commas (default: whole)")
+    add("--activation-memory", type=number_of_bytes, metavar="SIZE",
+        help="choose the blocks to recompute by measured time and bytes, so that a rank's activations take at most "
+             "SIZE, as 64MiB (default: as --checkpoint-blocks says)")
 
 
 def _data(add: Add) -> None:
@@ -243,4 +294,7 @@ def _result(add: Add) -> None:
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
+    add("--why", action="store_true",
+        help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
+             "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
     add("--quiet", action="store_true", help="print nothing")

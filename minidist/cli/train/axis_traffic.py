@@ -1,7 +1,9 @@
 """Traffic of a composed plan: bytes sent along each axis of the mesh, beside the formula."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +15,7 @@ from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.kept_inputs import bytes_of
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.zero3 import Zero3
@@ -25,29 +28,53 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
-    Cost:    two all-gathers of one or two integers a rank, under `control`.
+    Cost:    two all-gathers of a few integers a rank, under `control`.
     """
     plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
     strategy = cast(Hybrid, trainer.strategy)
     config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
-    again = chosen(plan.checkpoint_blocks, config.layers)
-    elements = elements_sent(config, plan, sequences, recomputed=len(again))
-    wide = wide_elements(config, plan, sequences, recomputed=len(again)) if itemsize < WIDE else {}
-    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_here
-            for axis, count in elements.items()}
+    again = recomputed_steps(trainer)
+    axes = _of_all_steps(partial(elements_sent, config, plan, sequences), trainer.steps_here, sum(again), itemsize)
+    if itemsize < WIDE:
+        wide = _of_all_steps(partial(wide_elements, config, plan, sequences), trainer.steps_here, sum(again),
+                             WIDE - itemsize)
+        axes = {axis: nbytes + wide.get(axis, 0) for axis, nbytes in axes.items()}
+    if "shard" in plan.ways:
+        numbers = sequences * config.context * config.width
+        axes["tp"] += sum(again) * (plan.tp - 1) * bytes_of(numbers, config.width, itemsize, plan.ways)
     with trainer.world.ledger.control():
         shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
-        own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
-        each = strategy.cut.all_gather(own).reshape(-1, len(own))
+        own = np.array([[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64)
+        each = strategy.cut.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
         rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
-            (layer, 6 if layer in again else 4) for layer in range(config.layers))], np.int64))
-    axes = {**dict(zip(shared, map(int, each.sum(axis=0)), strict=True)), **axes}
+            (layer, 6 if again[layer] else 4) for layer in range(config.layers))], np.int64))
+    sent, plain = (dict(zip(shared, map(int, counts), strict=True)) for counts in each)
+    unknown = data["plain"].keys() - data["axes"].keys()
+    axes = {**sent, **axes}
     if plan.ep > 1:
         axes["ep"] = int(rows.sum()) * config.width * itemsize
-    axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
-    return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
+    axes = {axis: nbytes for axis, nbytes in axes.items()
+            if axis not in unknown and math.prod(plan.axes[name] for name in axis.split(",")) > 1}
+    return {"sent_bytes": None if unknown else sum(axes.values()), "messages": None, "buckets": data["buckets"],
+            "axes": axes, **({"plain": plain} if plan.compress != "none" else {}),
             "held": sum(p.size for p in strategy.model.parameters()),
             "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None)}
+
+
+def recomputed_steps(trainer: Trainer) -> list[int]:
+    """For each layer of the model, in how many of this job's steps backward computed it again."""
+    if trainer.budget is not None:
+        return trainer.budget.recomputed_steps(trainer.steps_here)  # type: ignore[no-any-return]
+    layers = trainer.config.layers
+    blocks = chosen(trainer.plan.checkpoint_blocks, layers)
+    return [trainer.steps_here * (layer in blocks) for layer in range(layers)]
+
+
+def _of_all_steps(sent: Callable[..., dict[str, int]], steps: int, again: int, itemsize: int) -> dict[str, int]:
+    """Bytes of so many steps by axis, in which blocks were computed again so often in all; `sent`: elements of a step.
+    """
+    once, more = sent(recomputed=0), sent(recomputed=1)
+    return {axis: (steps * count + again * (more[axis] - count)) * itemsize for axis, count in once.items()}
 
 
 def stage_layers(trainer: Trainer) -> list[int] | None:

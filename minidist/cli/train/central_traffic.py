@@ -36,8 +36,9 @@ def _by_role(trainer: Trainer) -> Counts:
     """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
     plan, steps, workers = trainer.plan, trainer.steps_here, trainer.plan.workers
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, plan.servers)]
-    pulls = steps + plan.asynchronous
-    return ([[steps * sum(keys), steps * plan.servers]] * workers
+    rounds = steps // (plan.local_steps or 1)       # with local steps the way of a round is pushed, as a gradient
+    pulls = rounds + plan.asynchronous
+    return ([[rounds * sum(keys), rounds * plan.servers]] * workers
             + [[pulls * workers * nbytes, pulls * workers] for nbytes in keys])
 
 

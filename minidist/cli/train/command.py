@@ -37,7 +37,10 @@ from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.nn import GPT
+from minidist.observe.foresight import foresight
+from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
+from minidist.observe.why import typical_step, why
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
 
@@ -115,8 +118,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
     if lives is None:
-        timeline.follow(world.ledger)
-    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
+        timeline.follow(world.ledger, waits=args.why)
+    trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
     keep_ring(settings.out, world)
@@ -158,6 +161,10 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
     problem = None
     if world.rank == 0:
         assert timelines is not None
+        if args.why:
+            step = typical_step(timelines)
+            metrics["why"] = {"step": step, **why(record_step(timelines, step)),
+                              "foresight": foresight(timelines, step)}
         try:
             write_folder(settings.out, metrics, timelines, weights)
             if args.json:
@@ -177,7 +184,7 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
 
 def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     """A model that this rank can use alone."""
-    if trainer.plan.zero < 3 and not trainer.plan.composed:
+    if trainer.plan.zero < 3 and not trainer.plan.composed and trainer.plan.local_steps is None:
         return trainer.model
     model = GPT(trainer.config)
     model.load_state_dict(weights)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
-from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train import axis_traffic, central_traffic, seldom_traffic
 from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
 from minidist.cli.train.steps import Course
@@ -39,7 +39,7 @@ def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Sav
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
             "memory_limit_bytes": limit_here(), "device": args.device, "parameters": count,
             "parameter_bytes": count * itemsize, "formula": gradient_formula(trainer, settings.training_batch(0)),
-            **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
+            **expert_record(trainer), **budget_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
             "losses": course.losses, "validation_loss": validation_loss, "step_seconds": course.step_seconds,
             "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
@@ -63,7 +63,12 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
                                                   if axis == "dp" or trainer.mesh.shape[axis] > 1},
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
         "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
-        **offload_record(trainer)})
+        **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
+
+
+def budget_record(trainer: Trainer) -> dict[str, Any]:
+    """What an activation budget made of each layer: "none", "scores" or "all"; None before it chose."""
+    return {} if trainer.budget is None else {"activation_choice": trainer.budget.chosen}
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:
@@ -98,21 +103,34 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     plan = trainer.plan
     if plan.strategy != "ddp":
         return central_traffic.formula(trainer, batch)
+    if plan.local_steps is not None:
+        return seldom_traffic.formula(trainer)
     if plan.composed:
         return axis_traffic.formula(trainer, _data_formula(trainer, axis_traffic.collectives(trainer)), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
-    return {name: data[name] for name in ("sent_bytes", "messages", "buckets")}
+    return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (
+        {"plain": data["plain"]} if plan.compress != "none" else {})
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis."""
+    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis.
+
+    "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as the numbers decide.
+    """
     plan, steps, axes, messages = trainer.plan, trainer.steps_here, dict[str, int](), 0
+    plain, unknown, compressed = dict[str, int](), set[str](), False
     for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
         formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
-        axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
+        sent = formula.bytes_of(case) if call.sent is None else call.sent
+        plain[axis] = plain.get(axis, 0) + steps * times * formula.bytes_of(case)
+        axes[axis] = axes.get(axis, 0) + steps * times * sent
+        compressed |= call.sent is not None
+        unknown |= {axis} if sent < 0 else set()
         messages += steps * times * formula.messages_of(case)
     kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
-    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+    axes = {axis: nbytes for axis, nbytes in axes.items() if axis not in unknown}
+    return {"sent_bytes": None if unknown else sum(axes.values()), "axes": axes, "plain": plain,
+            "messages": None if compressed else messages,
             "buckets": sum(call.verb in kinds and not call.once for call in calls)}

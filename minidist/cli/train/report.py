@@ -10,9 +10,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train import axis_traffic, central_traffic, compressed_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
+from minidist.observe.why_report import causes_line, foresight_line, headline, why_table
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
 Metrics = dict[str, Any]
@@ -32,8 +33,16 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     _print_memory(console, metrics)
     if metrics["steps"] and metrics["plan"]["offload"] != "none":
         _print_offload(console, metrics)
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
-                  markup=False, soft_wrap=True)
+    _print_activations(console, metrics)
+    if "why" in metrics:
+        _rule(console, f"why step {metrics['why']['step']} took as long as it did")
+        console.print(headline(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(why_table(metrics["why"], title=""))
+        console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
+        console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
+    pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
+    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), {pictures}, "
+                  "model.safetensors", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
 
 
@@ -87,10 +96,17 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
     elif "axes" in metrics["formula"]:
         _rule(console, "what all ranks sent in a step along each axis, in bytes, measured and by formula")
         console.print(axis_traffic.traffic_table(metrics))
+    elif metrics["plan"]["compress"] != "none":
+        _rule(console, "what each rank sent in a step, in bytes and messages, measured and by the scheme's formula")
+        console.print(compressed_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
-        what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
-        _rule(console, f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula")
+        what = "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
+        if (every := metrics["plan"]["local_steps"]) is not None:
+            what = f"outer gradients in {plural(every, 'step')}"
+        _rule(console, f"what each rank sent for {what}, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
+    if metrics["plan"]["compress"] != "none":
+        console.print(compressed_traffic.saving(metrics), markup=False, soft_wrap=True)
 
 
 def _print_memory(console: Console, metrics: Metrics) -> None:
@@ -120,6 +136,19 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
     console.print(f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n", markup=False)
 
 
+def _print_activations(console: Console, metrics: Metrics) -> None:
+    """A line on the inputs that blocks kept, and one on the choice of an activation budget."""
+    kept, choice = metrics["ranks"][0].get("kept_inputs"), metrics.get("activation_choice")
+    if kept is not None and metrics["steps"]:
+        console.print(f"inputs of blocks kept by rank 0 in a step: {kept['input_bytes'] // metrics['steps']:,} bytes, "
+                      f"as {kept['kept_bytes'] // metrics['steps']:,} ({metrics['plan']['keep_activations']})\n",
+                      markup=False, soft_wrap=True)
+    if choice is not None:
+        console.print(f"activation memory {metrics['plan']['activation_memory']:,} bytes: computed again are "
+                      f"{choice.count('all')} of {len(choice)} blocks, of {choice.count('scores')} the scores\n",
+                      markup=False, soft_wrap=True)
+
+
 def short(number: float) -> str:
     """4.0 -> "4", 2.6667 -> "2.67"."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
@@ -142,15 +171,23 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     elsewhere = {"none": (), "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
                  "all": STATE}[plan["offload"]]
-    if plan["strategy"] == "parameter-server":
+    if plan["local_steps"] is not None:     # its own and the common weights; servers have the outer momentum
+        momentum = plan["strategy"] == "ddp" and (plan["outer"] == "nesterov" or bool(plan["outer_momentum"]))
+        held |= {"parameters": 2 * each.parameters, "optimizer": each.optimizer + momentum * each.parameters}
+    elif plan["strategy"] == "parameter-server":
         elsewhere = ("optimizer",)      # rank 0 is a worker
     return {category: 0.0 if category in elsewhere else held[category] for category in STATE}
+
+
+def periods(metrics: Metrics) -> float:
+    """Steps; with local steps from meeting to meeting, and a resumed run may begin between two."""
+    return float(metrics["steps"] / (metrics["plan"]["local_steps"] or 1))
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
     """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
-    whole = formula["sent_bytes"] // metrics["steps"] // (size - 1)     # gathered or reduced: at least 2Ψ
+    whole = int(formula["sent_bytes"] / periods(metrics)) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
         copies = f"{size // plan['shard']} copies of {plan['shard']} ranks"
         return f"by formula, {copies}", f"by formula, {copies}"
@@ -161,17 +198,17 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
-    size, steps, formula = metrics["size"], metrics["steps"], metrics["formula"]
+    size, steps, formula = metrics["size"], periods(metrics), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
     table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
     sent, messages = ([sum(count for axis, verbs in rank[kind].items() if axis != "control" for count in verbs.values())
-                       // steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
+                       / steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
     for rank in range(size):
-        table.add_row(str(rank), f"{sent[rank]:,}", exactly(share), f"{messages[rank]:,}",
+        table.add_row(str(rank), exactly(sent[rank]), exactly(share), exactly(messages[rank]),
                       exactly(formula["messages"] / steps / size), end_section=rank == size - 1)
-    table.add_row("all", f"{sum(sent):,}", f"{formula['sent_bytes'] // steps:,}", f"{sum(messages):,}",
-                  f"{formula['messages'] // steps:,}")
+    table.add_row("all", exactly(sum(sent)), exactly(formula["sent_bytes"] / steps), exactly(sum(messages)),
+                  exactly(formula["messages"] / steps))
     return table
 
 

@@ -23,6 +23,7 @@ from minidist.files import DISK_FAILED, scratch, sweep
 from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
+from minidist.observe.why_report import draw_why
 
 MANIFEST = "metrics.json"
 
@@ -107,6 +108,8 @@ def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline
                  weights: dict[str, np.ndarray]) -> None:
     """Write model.safetensors, trace.json, loss.png and metrics.json; none takes its place before all are there.
 
+    With --why, why.png too.
+
     metrics.json goes first and comes back last, with the digests of the others: where it is, all are of one run, also
     if the folder is used again and a run is killed here.
     Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
@@ -116,6 +119,8 @@ def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline
         write_perfetto(drafts / "trace.json", timelines)
         draw_loss(drafts / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
                   title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
+        if "why" in metrics:
+            draw_why(drafts / "why.png", metrics["why"], f"the critical path of step {metrics['why']['step']}")
         names = sorted(draft.name for draft in drafts.iterdir())
         metrics["files"] = {name: sha256(drafts / name) for name in names}
         write_json(drafts / MANIFEST, metrics)

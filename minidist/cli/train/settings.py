@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
+from minidist.comm.cost.bucket_size import best_bucket_bytes
+from minidist.comm.group import Group
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
-from minidist.device.backend import module_for
+from minidist.device.backend import dtype, module_for
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.room import training_bytes
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
-from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.activations import chosen, ways_of
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
@@ -30,7 +32,7 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
 """Options that are fields of MixtureConfig, besides --experts."""
 
 AUTO = "auto"
-"""The value of --save-every that has the interval computed."""
+"""The value of --save-every and --bucket-bytes that has it computed."""
 
 OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
 """Options that the ranks which a launcher of ours starts do not get."""
@@ -72,7 +74,27 @@ class Settings:
         given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
-        return replace(plan, **{**plan_options(args), **given})
+        if args.elastic and plan.copies == 1:
+            given["compress"] = "none"      # of all ranks one is left on the data axis
+        plan = replace(plan, **{**plan_options(args), **given})
+        if plan.local_steps is not None and args.batch < plan.workers:
+            fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
+                 f"give at least {plan.workers}")
+        return plan
+
+    def plan_on(self, world: Group) -> Plan:
+        """The plan for the ranks of a job that has met. With --bucket-bytes auto their link decides.
+
+        Raises:  ConfigError if the link was not measured.
+        """
+        plan = self.plan(world.size)
+        if self.args.bucket_bytes != AUTO:
+            return plan
+        if world.link is None:
+            fail(f"--bucket-bytes auto: what messages over {world.transport.name} cost was not measured; run `minidist "
+                 f"bench calibrate` first, or give a size")
+        itemsize = dtype(self.args.dtype if self.args.precision == "fp32" else "float16").itemsize
+        return replace(plan, bucket_bytes=best_bucket_bytes(itemsize * self.config.numbers, world.size, world.link))
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
@@ -94,7 +116,9 @@ class Settings:
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options that are named like a field of Plan, but for those whose default depends on others."""
     given = {each.name: getattr(args, each.name) for each in fields(Plan)
-             if each.name not in ("staleness", "replicas") and hasattr(args, each.name)}
+             if each.name not in ("staleness", "replicas", "bucket_bytes") and hasattr(args, each.name)}
+    if isinstance(getattr(args, "bucket_bytes", None), int):
+        given["bucket_bytes"] = args.bucket_bytes
     if args.zero is None:
         given["zero"] = 3 if args.offload == "all" else 0
     return given
@@ -128,11 +152,18 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
         fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.local_steps is not None:
+        check_local_steps(args)
+    if args.compress != "none" and args.verify:
+        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
+    if args.verify and "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
+        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
+             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
     if args.save_every == AUTO and not args.interruptions_per_day:
         fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
              "--interruptions-per-day N, or give a number of steps")
@@ -140,6 +171,9 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
     if args.save_async and not args.save_every:
         fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
+    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
+        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
+             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
@@ -147,6 +181,19 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
+
+
+def check_local_steps(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with --local-steps."""
+    every, rest = args.local_steps, args.steps % args.local_steps
+    if args.verify:
+        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+    if args.elastic:
+        fail("--elastic: with --local-steps a lost rank takes weights of its own with it; leave out one of the two")
+    if rest:
+        ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
+        fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
+             f"come of the last {rest}; choose {ways}")
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:

@@ -40,6 +40,15 @@ def begun(settings: Settings) -> Course:
     return Course(settings.resume.losses, [], settings.resume.about["metrics"]["step_seconds"])
 
 
+def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:
+    """Take the losses that are there, and all but `leave` of the others, each with the time when its step began."""
+    there = []
+    while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
+        late, start = on_their_way.popleft()
+        there.append((late.wait(), start))
+    return there
+
+
 def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, saver: Saver | None = None) -> Course:
     """Make every step. A loss that is not known when its step returns is read after the next step was started.
 
@@ -52,11 +61,11 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
     def read(leave: int = 0) -> None:
         """The losses that are there, and all but so many of those that are not."""
         nonlocal last
-        while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
-            late, start = on_their_way.popleft()
-            course.losses.append(late.wait())
-            start, last = max(start, last), time.perf_counter()
-            course.seconds.append(last - start)
+        if there := _arrived(on_their_way, leave):
+            since, last = max(there[0][1], last), time.perf_counter()
+        for loss, _ in there:               # of several that have come together each took the same time
+            course.losses.append(loss)
+            course.seconds.append((last - since) / len(there))
             sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
             report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
 
@@ -70,7 +79,9 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
             batch = settings.training_batch(step)
             start = time.perf_counter()
             on_their_way.append((start_step(batch), start))
-            read(leave=0 if step + 1 == args.steps else 1)
+            read(leave=1)
+            if step + 1 == args.steps:
+                read()
             if args.verify and step + 1 == min(STEPS, args.steps):
                 course.early = trainer.state_dict()
             if saver is not None:

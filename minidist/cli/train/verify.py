@@ -21,6 +21,7 @@ from minidist.console import plural
 from minidist.device import account
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.memory.activations import ways_of
 
 STEPS = 20
 BOUNDS = {"float64": 1e-10, "float32": 3e-2}
@@ -67,7 +68,10 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
 def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
     """The weights before the first and after the same steps on one process."""
     with account.use(account.MemoryAccount()):      # without the run's memory limit
-        serial = Trainer(Plan(precision=settings.args.precision), settings.config, alone, **settings.trainer_options())
+        args, rounded = settings.args, "8bit" in ways_of(settings.args.keep_activations)
+        plan = Plan(precision=args.precision, **({"checkpoint_blocks": args.checkpoint_blocks,
+                                                  "keep_activations": "8bit"} if rounded else {}))
+        serial = Trainer(plan, settings.config, alone, **settings.trainer_options())
         start = serial.state_dict()
         for step in range(min(STEPS, settings.args.steps)):
             serial.step(settings.training_batch(step))

@@ -1,6 +1,7 @@
 """Calls under way: what a `start_…` verb returns, and the worker that carries a group's calls out in order."""
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,6 +48,15 @@ class PendingCall(Pending, RunningCall):
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
+        if not self.call.ledger.watchers:
+            return self._wait()
+        start = time.perf_counter()
+        try:
+            return self._wait()
+        finally:
+            self.call.publish_wait(start)
+
+    def _wait(self) -> Any:
         with self:
             if not self.finished.wait(QUIET):
                 with self.worker.transport.waits.lasting("this rank's worker", tuple):

@@ -80,6 +80,7 @@ class Call(RunningCall):
         self._header = CallHeader(self.signature, group)
         self._meta = self._header.meta
         self._nbytes = self._messages = 0
+        self._asked = time.perf_counter() if self.ledger.watchers else 0.0
         self.side, self._done = side, None
         if side is not None:
             self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
@@ -103,7 +104,17 @@ class Call(RunningCall):
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
-                "sequence": self.signature.sequence, "where": self.signature.where})
+                "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
+
+    def _for_watchers(self) -> dict[str, Any]:
+        """What only watchers are told of a call: how long it stood in the queue, and what tells it from others."""
+        return {"group": f"{self.signature.group:x}", "messages": self._messages,
+                "queued": self._start - self._asked} if self._asked else {}
+
+    def publish_wait(self, start: float) -> None:
+        """Tell watchers that the program has waited for this call since `start`."""
+        self._publish("wait", start, {"group": f"{self.signature.group:x}", "sequence": self.signature.sequence,
+                                      "where": call_site.caller(sys._getframe(1))})
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""

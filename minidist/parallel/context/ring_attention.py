@@ -50,8 +50,8 @@ from functools import partial
 import numpy as np
 
 from minidist.autograd import ops
-from minidist.autograd.ops.attention import check_shapes
-from minidist.autograd.ops.online_attention import OnlineGradients, OnlineSoftmax
+from minidist.autograd.ops.attention import check_shapes, fits_kernel
+from minidist.autograd.ops.online_attention import FusedGradients, FusedSoftmax, OnlineGradients, OnlineSoftmax
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
@@ -83,7 +83,7 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 # `ring_attention` below adds backward (the same ring once more, in which the gradients of keys and values travel with
 # them and come home), all heads and sequences at once, and overlap: the next keys are on their way while these are
 # multiplied. It cuts a sequence so that all ranks have equally much to do (`zigzag`), skips what lies ahead instead of
-# computing it, and works in tiles.
+# computing it, and works in tiles, on a GPU by the kernel of chapter 22.
 
 # ------------------------------------------------------------------------------------------------------- partition
 
@@ -154,10 +154,11 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
     if q.shape[2] != own:
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
-    scaled = _scaled(q)
-    running = OnlineSoftmax(scaled)
+    fused = fits_kernel(q)
+    scaled = q if fused else _scaled(q)
+    running = FusedSoftmax(q) if fused else OnlineSoftmax(scaled)
     for source, kv in around(group, _packed(k, v), length):
-        keys_all, values_all = widen(kv)
+        keys_all, values_all = kv if fused else widen(kv)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
             running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
     y, log_total = running.finish()
@@ -168,12 +169,13 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 @ring_attention.gradient("q", "k", "v")
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
-    group, length = node.options["group"], node.options["length"]
-    backward = OnlineGradients(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    group, length, fused = node.options["group"], node.options["length"], fits_kernel(node.q)
+    backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
+        _scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, kv in around(group, _packed(node.k, node.v), length):
-        keys_all, values_all = widen(kv)
-        gradients = account.current().hold(array_module(dy).zeros(kv.shape, keys_all.dtype), "communication")
+        keys_all, values_all = kv if fused else widen(kv)
+        gradients = account.current().hold(array_module(dy).zeros(kv.shape, backward.dq.dtype), "communication")
         for queries, keys, causal in visible(length, group.rank, source, group.size):
             dk, dv = gradients[:, :, :, keys]
             backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)

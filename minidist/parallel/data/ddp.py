@@ -49,6 +49,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
+from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
@@ -56,6 +57,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
+from minidist.parallel.step.scheme import GradientRun, Scheme
 from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -91,6 +93,7 @@ class DDP(DataAxis):
              static: True if the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             scheme: how gradients travel (default: as they are; chapter 21); not with `static`.
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if the replicas do not start equal.
     """
@@ -99,8 +102,12 @@ class DDP(DataAxis):
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", unused: str = "zero", static: bool = False,
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+                 precision: Precision | None = None, recorder: Recorder | None = None,
+                 scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
+        if scheme is not None and static:
+            raise ConfigError("DDP: static=True makes buckets anew after the first step, and a scheme keeps state for "
+                              "each; leave one of the two out")
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
@@ -111,6 +118,8 @@ class DDP(DataAxis):
         self._to_record = static
         self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
         self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
+        self.scheme: Scheme = scheme or Scheme(algorithm)
+        self._attach()
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -143,7 +152,11 @@ class DDP(DataAxis):
         bucket = self.buckets[index]
         group = sharers(bucket.parameters, self.group)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
-        self._pending.append(group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm))
+        self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
+
+    def _attach(self) -> None:
+        self.scheme.attach([GradientRun.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
+                            for bucket in self.buckets])
 
     def _follow(self, completed: list[Parameter]) -> None:
         """Put gradients into buckets in the order in which the first step completed them (`static`).
@@ -157,6 +170,7 @@ class DDP(DataAxis):
         self.buckets = []
         self.buckets = make_buckets(reversed(order), self.bucket_bytes)
         self._order.arrange([bucket.parameters for bucket in self.buckets])
+        self._attach()
         reached = set(map(id, order))
         self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
 
@@ -174,8 +188,8 @@ class DDP(DataAxis):
 
     def traffic(self, passes: int) -> list[Collective]:
         """An all-reduce a bucket, whatever the number of passes."""
-        return [Collective("all_reduce", bucket.data.nbytes, sharers(bucket.parameters, self.group))
-                for bucket in self.buckets]
+        return [Collective(run.verb, run.size * run.dtype.itemsize, run.group, sent=self.scheme.sent_bytes(run))
+                for run in self.scheme.runs]
 
 
 def _agreed(group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]) -> list[Parameter]:

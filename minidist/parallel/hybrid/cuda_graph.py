@@ -234,6 +234,8 @@ def refuse(trainer: Trainer) -> None:
             not isinstance(trainer.strategy, Single),
         f"precision {plan.precision}: fp16's loss scale is the host's to decide, and fp32 has attention's products, "
         f"of more than two dims": plan.precision != "bf16",
+        "inputs that are put away, and a choice of blocks by time, are the host's to order":
+            bool(plan.ways) or plan.activation_memory is not None,
         "experts: the host reads the routing": config.mixture is not None,
         "the optimizer counts its steps on the host; take adamw or adam": not isinstance(trainer.optimizer, Adam),
         f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width > 128}

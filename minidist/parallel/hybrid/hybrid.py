@@ -6,10 +6,10 @@
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on follows from the plan. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
-2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
-single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep), context
-(cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of
-them blocks may be checkpointed (activations.py).
+2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of parameter_server.py, or with local_steps= of chapter 21; one
+rank alone takes the step of single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline
+(pp), experts (ep), context (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on
+with this chapter. With any of them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
-from minidist.parallel.hybrid.strategies import make_model, make_store, make_strategy
+from minidist.parallel.hybrid.strategies import make_budget, make_keeper, make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
@@ -122,18 +122,23 @@ class Trainer:
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
         self.precision, self.model = make_model(plan, self.config, self.mesh)
-        checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
+        self.keeper = make_keeper(plan, self.mesh, self.store, recorder=self.recorder)
+        checkpoint_blocks(self.model, plan.checkpoint_blocks, self.keeper)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
             if plan.offload == "all":
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
+            self.budget = make_budget(plan, self.model, self.mesh, self.keeper,
+                                      getattr(self.strategy, "pipeline", None))
             if plan.zero == 3:
                 zero3: Any = self.strategy.data_axis
                 require_memory(plan.device_memory, zero3.units, zero3.root)
             self.optimizer: Optimizer = self._make_optimizer(self.strategy.parameters)
+            if self.strategy.data_axis.scheme is not None:
+                self.strategy.data_axis.scheme.take_optimizer(self.optimizer)
         except BaseException:
             self.store.close()
             self.account.limit = None
@@ -157,7 +162,8 @@ class Trainer:
         return self.model.loss(part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first))
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
-        if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):
+        noise = self.config.mixture is not None and self.config.mixture.noise
+        if not self.config.dropout and not noise and "8bit" not in self.plan.ways:
             return None
         return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
 
@@ -242,6 +248,7 @@ class Trainer:
         """
         plan.require(self.world.size, self.config)
         plan.require_model(self.config)
+        self.plan.require_change(plan)
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
         self.mesh.close(world=self.world is not self._launched)
@@ -275,6 +282,8 @@ class Trainer:
                 saver.close()
         finally:
             self.store.close()
+            if self.keeper is not None:
+                self.keeper.close()
             self.mesh.close()
             self.account.limit = None
 
@@ -291,10 +300,13 @@ class Trainer:
         One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
         """
         self.world.tell_step(self.steps_done)
-        with (self.world.ledger.during("step"), self.store.traffic.during_step(),
+        moves = (self.keeper or self.store).traffic
+        with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
               self.recorder.span("step", step=self.steps_done)):
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
                                             clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()
+        if self.budget is not None:
+            self.budget.step_done()
         self.steps_done += 1
         return loss

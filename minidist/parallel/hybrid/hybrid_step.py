@@ -150,6 +150,7 @@ class Hybrid(Strategy):
         updated = self.data_axis.updated()
         found = [Summand(table, self.ends) for table in self._twice() if self.ends is not None]
         found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
+        self._outside = [(id(summand.parameter), summand.group) for summand in found]
         pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
 
@@ -230,6 +231,12 @@ class Hybrid(Strategy):
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         return self.data_axis.frozen(changes=changes)
+
+    def summand_of(self, parameter: Parameter) -> tuple[int, int]:
+        number, count = 0, 1
+        for group in (group for owner, group in self._outside if owner == id(parameter)):
+            number, count = number * group.size + group.rank, count * group.size
+        return number, count
 
     def state_replaced(self) -> None:
         self.data_axis.state_replaced()

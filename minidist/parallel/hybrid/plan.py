@@ -7,6 +7,7 @@ from typing import Any
 from minidist.errors import PlanError
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
+from minidist.parallel.hybrid.option_checks import check_change
 from minidist.parallel.hybrid.plan_checks import (
     ATTENTIONS,
     AXES,
@@ -17,6 +18,7 @@ from minidist.parallel.hybrid.plan_checks import (
     STRATEGIES,
     ZERO_STAGES,
 )
+from minidist.parallel.memory.activations import ways_of
 
 __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 
@@ -36,7 +38,12 @@ class Plan:
                 keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory, less traffic)
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
+                compress      how gradients travel along the data axis: "none", or a scheme with its options, as
+                              "top-k:density=0.01" (compress/compress.py)
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
+                keep_activations    how their inputs are kept: "whole", or words of WAYS (memory/kept_inputs.py)
+                activation_memory   choose those blocks by measured times, so that a rank's activations take at most so
+                              many bytes (memory/activation_budget.py); None: as checkpoint_blocks says
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
                 schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
@@ -49,6 +56,11 @@ class Plan:
                 servers       of parameter-server: how many ranks of the data axis, the last
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
+                local_steps   each rank trains alone for so many steps, then all meet once (None: every gradient is
+                              summed); outer, outer_lr, outer_momentum: of the outer optimizer, one of OUTER_OPTIMIZERS
+                              (None: as published); fragments: how many parts the weights travel in; delay: steps that
+                              one is on its way; mix: how much of a rank's own weights then stays; outer_compress: how
+                              they travel (chapter 21)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
     Raises:     PlanError for a size below 1, an unknown word, and for options that do not go together.
     """
@@ -67,7 +79,10 @@ class Plan:
     keep_gathered: bool = False
     accumulate: int = 1
     precision: str = "fp32"
+    compress: str = "none"
     checkpoint_blocks: str = "none"
+    keep_activations: str = "whole"
+    activation_memory: int | None = None
     offload: str = "none"
     device_memory: int | None = None
     strategy: str = "ddp"
@@ -80,12 +95,21 @@ class Plan:
     servers: int = 1
     asynchronous: bool = False
     staleness: int | None = 2
+    local_steps: int | None = None
+    outer: str = "nesterov"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    outer_compress: str = "none"
 
     def __post_init__(self) -> None:
         plan_checks.check(self)
 
     require_model = plan_checks.check_model
     require = plan_checks.check_ranks
+    require_change = check_change
     savings = property(plan_checks.savings)
 
     # --------------------------------------------------------------------------------------------------- counting
@@ -119,6 +143,11 @@ class Plan:
     def stages(self) -> int:
         """Stages of the pipeline: one a rank, interleaved two."""
         return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The words of keep_activations, in the order in which they are taken."""
+        return ways_of(self.keep_activations)
 
     @property
     def pieces(self) -> int:

@@ -10,7 +10,13 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.nn.config import divisors
 from minidist.nn.shares import narrowest
-from minidist.parallel.memory.activations import chosen
+from minidist.parallel.hybrid.option_checks import (
+    budget_misfits,
+    check_compress,
+    check_kept_inputs,
+    check_local_steps,
+)
+from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
@@ -50,11 +56,6 @@ OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "att
 """Options that depend on the sizes of the axes, and what stands for none."""
 
 
-def words(axes: Mapping[str, int]) -> str:
-    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
-    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
-
-
 def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
     """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises: PlanError."""
     given = order.split(",") if isinstance(order, str) else list(order)
@@ -83,13 +84,18 @@ def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
 def savings(plan: "Plan") -> str:
     """Ways to take less of the device's memory that the plan does not use yet, for errors."""
     ways = ["take fewer sequences at once (accumulate)"]
-    if plan.checkpoint_blocks != "all":
+    if plan.checkpoint_blocks != ALL and plan.activation_memory is None:
         ways.append("keep less of them (checkpoint_blocks)")
     if plan.zero < 3 and plan.copies > 1:
         ways.append("divide more (zero)")
     if plan.offload != "all" and not plan.composed and plan.shard in (None, plan.copies):
         ways.append("offload more (offload)")
     return ", ".join(("raise it", *ways[:-1])) + f", or {ways[-1]}"
+
+
+def words(axes: Mapping[str, int]) -> str:
+    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
+    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
 
 
 def check(plan: "Plan") -> None:
@@ -105,7 +111,8 @@ def check(plan: "Plan") -> None:
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     axis_order(plan.order)
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, check_compress, _check_pipeline,
+                 _check_sequence, check_kept_inputs, check_local_steps):
         part(plan)
 
 
@@ -179,6 +186,7 @@ def _check_strategy(plan: "Plan") -> None:
         raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
 
 
+
 def _check_pipeline(plan: "Plan") -> None:
     numbers = layer_numbers(plan.stage_layers)
     if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
@@ -245,6 +253,7 @@ def _or(other: tuple["Plan", str] | None) -> str:
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
+    yield from budget_misfits(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
@@ -275,5 +284,7 @@ def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, 
                f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
     if plan.strategy != "ddp":
         yield f"strategy={plan.strategy}: no rank there adds up the experts' loads", "strategy=ddp"
+    if plan.local_steps is not None:
+        yield f"local_steps={plan.local_steps}: no rank there adds up the experts' loads", "local_steps=None"
     if plan.precision == "fp8":
         yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

@@ -62,16 +62,16 @@ def restore(snapshots: Sequence[Snapshot], strategy: Strategy, optimizer: Optimi
     Every rank calls it; the snapshots are of one step, and of any plan of the same model.
     Raises:  CheckpointError on every rank if a number is in no snapshot.
     """
-    places = state_places(strategy, optimizer)
     small = merged_state([small for shared in share_records(group, [snapshot.small for snapshot in snapshots])
                           for small in shared])
+    places = state_places(strategy, optimizer, small)
     offers = [(place, array) for snapshot in snapshots
               for place, array in zip(snapshot.places, snapshot.arrays, strict=True)]
     with group.ledger.during("state"):
         numbers = exchange(group, offers, places)
-    for array, values in zip(state_arrays(strategy, optimizer, changes=True), numbers, strict=True):
+    for array, values in zip(state_arrays(strategy, optimizer, changes=True, saved=small), numbers, strict=True):
         array[...] = to_device(values, device_of(array))
-    set_small_state(strategy, optimizer, small)
+    set_small_state(strategy, optimizer, small, group.rank)
     strategy.state_replaced()
 
 

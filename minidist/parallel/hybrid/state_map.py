@@ -6,25 +6,31 @@ whole tensor a rank has. So each array of state is described by runs of position
     weight (4, 6), tp=2 by columns        rank 0: [0, 3) [6, 9) [12, 15) [18, 21)        rank 1: [3, 6) [9, 12) …
     of rank 0's part, ZeRO on 2 ranks     chunk 0: [0, 3) [6, 9)                         chunk 1: [12, 15) [18, 21)
 
+Where ranks have weights and optimizer state of their own (local steps, chapter 21), each saves its own, under its
+number: "m of rank 2/blocks.0.norm.weight". What they have in common goes under the plain names.
+
 Two plans need not know each other: where the runs of a saved array and of a wanted array overlap, numbers are copied
 (`overlap`). A regular run of runs is written in short as a stripe (start, length, step, count): [0, 3, 6, 4].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.device.backend import Array
+from minidist.comm.health.failure import say_line
+from minidist.device.backend import Array, array_module
 from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
+from minidist.parallel.hybrid.scheme_state import StateEntry, described, own_entries, take_counters, wanted_entries
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.strategy import Strategy
 
 WEIGHT = "weight"       # the kind of weights, in mixed precision of their masters; other kinds are the optimizer's
+OF_RANK = " of rank "   # and its number, behind the kind of what one rank has for itself
 
 
 class Place(NamedTuple):
@@ -56,26 +62,47 @@ class Place(NamedTuple):
         return len(self.runs) == 1 and self.size == int(np.prod(self.shape, dtype=np.int64))
 
 
-def state_places(strategy: Strategy, optimizer: Optimizer) -> list[Place]:
-    """What this rank has of the state, in the order of `state_arrays`.
-
-    Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
-    """
+def require_together(strategy: Strategy) -> None:
+    """Raise CheckpointError for a strategy whose ranks are never together between two steps."""
     if strategy.asynchronous:
         raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
                               f"of the whole job can be saved or loaded; take synchronous updates")
-    names = _names(strategy)
-    places = []
+
+
+def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None) -> list[Place]:
+    """What this rank has of the state, in the order of `state_arrays`.
+
+    Args:    saved: the small state of a training of perhaps another plan: then what this rank takes of its state.
+    Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
+    """
+    require_together(strategy)
+    names, diverged = _names(strategy), strategy.diverged
+    places, mark = [], "" if diverged is None else f"{OF_RANK}{diverged.rank}"
     for slot in optimizer.slots:
         owner, part = _owner_of(slot.weights)
         name, shape, runs = _whole_name(names[id(owner)], owner), _whole_shape(owner), _runs_of(owner, part)
         arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
-        places += [Place(kind, name, shape, runs, array.dtype) for kind, array in arrays.items()]
-    return places + [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
-                     for p, part, _ in strategy.frozen(changes=False)]
+        places += [Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()]
+    places += [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
+               for p, part, _ in strategy.frozen(changes=False)]
+    places += [Place(kind, name, array.shape, np.array([[0, array.size]], np.int64), array.dtype)
+               for kind, name, array in _in_common(strategy)]
+    return places + [_place_of(entry, names) for entry in _entries(strategy, saved)]
 
 
-def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> Iterator[Array]:
+def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[StateEntry]:
+    return own_entries(strategy) if saved is None else wanted_entries(strategy, saved, whole_names(strategy))
+
+
+def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
+    p, dtype = entry.parameter, entry.array.dtype
+    if p is None:
+        return Place(entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype)
+    return Place(entry.kind, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, entry.part), dtype)
+
+
+def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool,
+                 saved: dict[str, Any] | None = None) -> Iterator[Array]:
     """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is written is kept.
 
     After changes call strategy.state_replaced().
@@ -88,13 +115,35 @@ def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool) -> 
             yield array.reshape(-1)
     for _, _, array in strategy.frozen(changes=changes):
         yield array
+    for _, _, array in _in_common(strategy):
+        yield array.reshape(-1)
+    for entry in _entries(strategy, saved):
+        if entry.adds:
+            owed = array_module(entry.array).zeros_like(entry.array)
+            yield owed
+            entry.array[...] += owed
+        else:
+            yield entry.array
+
+
+def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:
+    """(kind, name, array) of what ranks that have diverged have in common; nothing of other strategies."""
+    return iter(()) if strategy.diverged is None else strategy.diverged.common_state()
+
+
+def ranks_apart(keys: Iterable[str]) -> int:
+    """How many ranks have a state of their own, by the keys of their places; 0: the state is of all together."""
+    kinds = {key.partition("/")[0].partition(OF_RANK)[2] for key in keys}
+    return len(kinds - {""})
 
 
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
+    kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged
     return {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
                         if slot.weights.data.size},
-            "precision": strategy.precision.state()}
+            "precision": strategy.precision.state(), **({"scheme": kept} if kept else {}),
+            **({} if diverged is None else {"local steps": diverged.steps})}
 
 
 def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -106,11 +155,21 @@ def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Take over a merged small_state."""
+def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:
+    """Take over a merged small_state. Rank 0 says what is left out."""
     for name, slot in _slots_by_name(strategy, optimizer):
         slot.steps = state["updates"].get(name, 0)
     strategy.precision.load_state(state["precision"])
+    if strategy.diverged is not None:
+        strategy.diverged.steps = state["local steps"]
+    left_out = take_counters(strategy, state.get("scheme", {}))
+    if left_out and rank == 0:
+        say_line(f"minidist: {left_out}")
+
+
+def whole_names(strategy: Strategy) -> dict[int, str]:
+    """The dotted path of each parameter, by its id, as in the whole model."""
+    return {id(p): _whole_name(name, p) for name, p in strategy.model.named_parameters()}
 
 
 def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -2,19 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.device.backend import Array, dtype_name
 from minidist.nn import GPT, DropoutKey, GPTConfig
-from minidist.parallel.hybrid.mesh import Mesh
-from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.strategy import DataAxis, Strategy
+
+if TYPE_CHECKING:
+    from minidist.parallel.hybrid.mesh import Mesh
+    from minidist.parallel.hybrid.plan import Plan
 
 PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
@@ -23,7 +30,11 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
-    "precision": "precision.mixed_precision.MixedPrecision",
+    "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
+    "stage": "memory.activation_budget.Stage",
+    "local-steps": "compress.local_steps.LocalSteps", "streaming": "compress.streaming.StreamingLocalSteps",
+    "asynchronous": "compress.async_local_steps.AsyncLocalSteps", "outers": "compress.outer.OUTERS",
+    "precision": "precision.mixed_precision.MixedPrecision", "compress": "compress.compress.scheme_of",
 }
 """A plan's word -> module and name, inside parallel/."""
 
@@ -34,7 +45,7 @@ def load(name: str) -> Any:
     return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 
 
-def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GPT]:
+def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision, GPT]:
     """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh` share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
@@ -45,7 +56,7 @@ def make_model(plan: Plan, config: GPTConfig, mesh: Mesh) -> tuple[Precision, GP
     return precision, model
 
 
-def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any, precision: Precision,
+def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any, precision: Precision,
                   key: Callable[[Array, int], DropoutKey | None], recorder: Recorder,
                   loss: Callable[..., Any]) -> Strategy:
     """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
@@ -56,6 +67,8 @@ def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: st
         return load("data-parallel")(   # type: ignore[no-any-return]
             model, plan.replicas, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
             forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
+    if plan.local_steps is not None:
+        return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
         return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
                                         asynchronous=plan.asynchronous, staleness=plan.staleness, **options)
@@ -64,7 +77,24 @@ def make_strategy(model: GPT, group: Group, plan: Plan, *, seed: int, device: st
     return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
 
 
-def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
+def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> Strategy:
+    """The strategy of ranks that meet seldom."""
+    outer: Any = load("outers")[plan.outer]
+    given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
+    options |= {"every": plan.local_steps,
+                "outer": outer._replace(**{name: value for name, value in given.items() if value is not None})}
+    if plan.asynchronous:
+        return load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,   # type: ignore
+                                    **options)
+    named = plan.outer_compress
+    options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
+    streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
+    if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
+        return load("local-steps")(model, group, **options)   # type: ignore[no-any-return]
+    return load("streaming")(model, group, **streaming, **options)   # type: ignore[no-any-return]
+
+
+def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
     """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all"."""
     store = load(f"offload={plan.offload}")
     if plan.offload == "all":
@@ -72,7 +102,31 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
     return store(recorder=recorder) if plan.offload == "optimizer" else store()
 
 
-def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
+def make_keeper(plan: "Plan", mesh: "Mesh", store: Any, *, recorder: Recorder) -> Any:
+    """What keeps the inputs of checkpointed blocks, or None: they stay as they are."""
+    if not plan.ways:
+        return None
+    tp = mesh["tp"]
+    own = partial(shard_of, group=tp) if plan.sequence_parallel else None
+    return load("kept")(plan.ways, tp=tp, own=own, host=store.host, recorder=recorder)
+
+
+def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: Any) -> Any:
+    """What chooses the blocks to compute again, or None where the plan says it; `pipeline`: that of the strategy."""
+    if plan.activation_memory is None:
+        return None
+    blocks = dict(model.blocks if isinstance(model.blocks, dict) else enumerate(model.blocks))
+    make, stages = load("budget"), [load("stage")(tuple(blocks))]
+    if pipeline is not None:
+        edges, schedule = [0, *accumulate(pipeline.layers)], pipeline.schedule
+        stages = [load("stage")(tuple(layer for stage in range(rank, schedule.stages, plan.pp)
+                                      for layer in range(edges[stage], edges[stage + 1])), schedule.held(rank))
+                  for rank in range(plan.pp)]
+    return make(blocks, keeper, plan.activation_memory, stages=stages, rank=mesh["pp"].rank, world=mesh.world,
+                memory=account.current())
+
+
+def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any = None,
                    **options: Any) -> DataAxis:
     """DDP or ZeRO, to train the replicas of a model or of a part of it.
 
@@ -80,6 +134,8 @@ def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: s
              store: where ZeRO's chunks lie; options: further ones of the strategy.
     """
     options["algorithm"] = plan.algorithm
+    if plan.compress != "none":
+        options["scheme"] = load("compress")(plan.compress)
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
     if stage:
         options |= {"shard": plan.shard, "store": store}

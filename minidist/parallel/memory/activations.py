@@ -30,6 +30,9 @@ what is computed again has the same bits, and dropout is drawn by (layer, seed, 
 
 Under ZeRO-3 nothing more is gathered: the unit's weights are there for its backward, and its forward runs then.
 
+The inputs that are left, (L - 1) x, can be made less in turn: kept_inputs.py. Which blocks to choose for a memory of a
+given size: activation_budget.py.
+
 notes:   N1 §2.2, N2 §10.4
 Source:  Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing
          Activation Recomputation in Large Transformer Models".
@@ -37,6 +40,7 @@ Source:  Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Kort
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -66,15 +70,18 @@ def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy:
 # attention alone, and dropout that drops the same numbers in both forwards.
 
 NONE, SCORES, ALL = "none", "scores", "all"
+WAYS = ("8bit", "shard", "offload")
+WHOLE = "whole"
 
 
-def checkpoint(modules: Sequence[Module]) -> None:
+def checkpoint(modules: Sequence[Module], keeper: Any = None) -> None:
     """From now on backward computes the inside of these modules again; only their arguments and results stay.
 
     Each returns one Tensor; their forwards must depend on their arguments and weights alone.
+    Args:    keeper: an InputKeeper (kept_inputs.py), which keeps their first arguments; None: they stay as they are.
     """
     for module in modules:
-        module.recomputed = True
+        module.recomputed, module.keeper = True, keeper
 
 
 def forget_scores(model: GPT) -> None:
@@ -83,12 +90,15 @@ def forget_scores(model: GPT) -> None:
         block.attention.keeps_scores = False
 
 
-def checkpoint_blocks(model: GPT, which: str) -> None:
-    """Do with a model's blocks what `which` says: "none", "scores", "all", or numbers as "0,2,3". Raises: as chosen."""
+def checkpoint_blocks(model: GPT, which: str, keeper: Any = None) -> None:
+    """Do with a model's blocks what `which` says: "none", "scores", "all", or numbers as "0,2,3".
+
+    Args:    keeper: as checkpoint's. Raises: as chosen.
+    """
     if which == SCORES:
         forget_scores(model)
     elif which != NONE:
-        checkpoint([model.blocks[number] for number in chosen(which, len(model.blocks))])
+        checkpoint([model.blocks[number] for number in chosen(which, len(model.blocks))], keeper)
 
 
 def chosen(which: str, blocks: int) -> list[int]:
@@ -102,6 +112,18 @@ def chosen(which: str, blocks: int) -> list[int]:
         some = f"numbers of blocks from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}" if blocks > 1 else "0"
         raise PlanError(f"checkpoint_blocks {which[:60]!r}: choose {NONE}, {SCORES}, {ALL}, or {some}")
     return sorted({int(number) for number in numbers})
+
+
+def ways_of(kept: str) -> tuple[str, ...]:
+    """The words of WAYS in `kept`, "whole" or some joined by commas, in the order in which they are taken.
+
+    Raises:  PlanError for another word.
+    """
+    words = [] if kept == WHOLE else kept.split(",")
+    if not set(words) <= set(WAYS) or len(set(words)) < len(words):
+        raise PlanError(f"keep_activations {kept[:60]!r}: choose {WHOLE}, or one or several of {', '.join(WAYS)}, "
+                        f"joined by commas, like 8bit,offload")
+    return tuple(way for way in WAYS if way in words)
 
 
 def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: str = "cpu") -> int:

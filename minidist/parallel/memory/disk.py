@@ -24,11 +24,11 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, bytes_view, to_host
+from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import DiskError, TimeoutError
 from minidist.parallel.data.device_copies import host_bytes
 from minidist.parallel.memory.transfer_lanes import LIMIT, Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.zero.shards import MemoryTraffic
 
 PAGE = 4096
 """Regions and buffers begin at multiples of it, in bytes."""

@@ -60,12 +60,13 @@ from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of, to_host
 from minidist.nn import GPT, Module
+from minidist.nn.weights import unround
 from minidist.optim import Optimizer
 from minidist.optim.optimizer import Slot
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
-from minidist.parallel.step.precision import Precision, unround
+from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.shards import ShardStore

@@ -10,7 +10,7 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import device_of
 from minidist.errors import MemoryLimitError
 from minidist.nn import GPT
-from minidist.parallel.memory.activations import pass_bytes
+from minidist.parallel.memory.activations import ALL, pass_bytes
 from minidist.parallel.zero.memory_formula import Each
 
 
@@ -55,10 +55,11 @@ def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
 
 def require_room(plan: Any, model: GPT, account: MemoryAccount, sequences: int) -> None:
     """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
-    if plan.device_memory is None or plan.composed or model.config.mixture is not None:
+    if plan.device_memory is None or plan.composed or model.config.mixture is not None or plan.ways:
         return
     at_once = -(-sequences // (plan.dp * plan.accumulate))
-    kept = pass_bytes(model.config, at_once, plan.checkpoint_blocks, device=device_of(next(model.parameters()).data))
+    which = plan.checkpoint_blocks if plan.activation_memory is None else ALL
+    kept = pass_bytes(model.config, at_once, which, device=device_of(next(model.parameters()).data))
     held = account.now["total"]
     if held + kept > plan.device_memory:
         rows = f"{at_once} sequence{'s' * (at_once > 1)}"

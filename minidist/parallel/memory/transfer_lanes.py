@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from minidist.device.backend import is_simulated
+from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.zero.shards import MemoryTraffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""

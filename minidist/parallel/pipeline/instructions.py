@@ -107,3 +107,11 @@ class Schedule:
     def computes(self, rank: int) -> list[Instruction]:
         """A rank's list without its messages."""
         return [instruction for instruction in self.lists[rank] if isinstance(instruction, COMPUTES)]
+
+    def held(self, rank: int) -> int:
+        """The most microbatches that are on a rank's stages at once: forward done, and not the whole backward."""
+        now = most = 0
+        for instruction in self.computes(rank):
+            now += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeights))
+            most = max(most, now)
+        return most

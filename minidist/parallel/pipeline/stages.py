@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.recompute import hollow_array
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, array_module, beside
+from minidist.device.backend import Array, beside
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
 from minidist.nn.layers import DropoutKey
@@ -92,6 +93,7 @@ class ArrivedActivation(Tensor):
     """An activation that came from another rank; its gradient is sent there, so it counts as communication."""
 
     __slots__ = ()
+    lends_data = True
 
     def __init__(self, data: Array) -> None:
         super().__init__(data, requires_grad=True)
@@ -105,10 +107,7 @@ class ArrivedActivation(Tensor):
 
 def hollow(y: Tensor) -> Tensor:
     """`y` for its backward, without its numbers: they were sent to another rank, and backward needs only the shape."""
-    if y.node is None:
-        return y
-    xp = array_module(y.data)
-    return Tensor._of(xp.broadcast_to(xp.zeros((), y.dtype), y.shape), y.node, y.index)
+    return y if y.node is None else Tensor._of(hollow_array(y.data), y.node, y.index)
 
 
 def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:

@@ -52,9 +52,10 @@ from minidist.device import account, backend
 from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
+from minidist.nn.weights import unround
 from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.parallel.precision.float8 import FORMATS, HISTORY, Float8
-from minidist.parallel.step.precision import Precision, Span, unround
+from minidist.parallel.step.precision import Precision, Span
 from minidist.parallel.step.step import Batch
 
 

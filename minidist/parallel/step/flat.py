@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.comm.chunks import bounds
+from minidist.comm.chunks import bounds, spans_within
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module
@@ -54,14 +54,9 @@ class Flat:
         self.chunk = slice(edges[self.group.rank], edges[self.group.rank + 1])
         self.chunk_size, self.nbytes = self.chunk.stop - self.chunk.start, self.size * self.dtype.itemsize
 
-    def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
-        """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
-        start, begin = 0, self.chunk.start
-        for parameter in self.parameters:
-            first = min(max(start, begin), self.chunk.stop)
-            last = max(first, min(start + parameter.size, self.chunk.stop))
-            yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
-            start += parameter.size
+    def chunk_spans(self, chunk: slice | None = None) -> Iterator[tuple[Parameter, slice, range]]:
+        """(parameter, its piece's place in a chunk, the piece's positions in the flattened parameter): this rank's."""
+        return spans_within([(parameter, range(parameter.size)) for parameter in self.parameters], chunk or self.chunk)
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""

@@ -12,22 +12,12 @@ import numpy as np
 
 from minidist.autograd.backward import Surveyed, WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of
+from minidist.device.backend import Array
 from minidist.nn import Module
-from minidist.nn.weights import Weight
 from minidist.optim import Optimizer, clip_scale, norm_of
 
 Span: TypeAlias = tuple[Parameter, Any, Any]
 """A parameter, its place in an array, and which of its elements lie there: positions, or () for all."""
-
-
-def unround(master: Array, weights: Array, spans: Iterable[Span]) -> None:
-    """Write the drawn numbers into a float32 copy of weights that are still their rounding; `spans` as master's."""
-    for parameter, place, positions in spans:
-        if weights.dtype in LOW_PRECISION and isinstance(parameter, Weight) and parameter.seed is not None:
-            drawn = parameter.draw(parameter.seed, positions, device=device_of(weights), dtype="float32")
-            still = drawn.astype(weights.dtype) == weights[place]
-            master[place] = array_module(weights).where(still, drawn, master[place])
 
 
 class Precision:

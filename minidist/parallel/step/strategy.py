@@ -28,6 +28,7 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 
 
@@ -38,6 +39,7 @@ class Collective(NamedTuple):
     nbytes: int
     group: Group
     once: bool = False
+    sent: int | None = None     # bytes of all its ranks, if a scheme compresses; -1: the numbers decide
 
 
 class Strategy(ABC):
@@ -45,6 +47,8 @@ class Strategy(ABC):
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
                 asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
+                diverged: of ranks with weights and state of their own (local steps): what they have in common.
+                scheme: how gradients travel, where a strategy lets one choose.
     """
 
     model: Module
@@ -53,6 +57,8 @@ class Strategy(ABC):
     recorder: Recorder
     parameters: list[Any]
     asynchronous = False
+    diverged: Any = None
+    scheme: Scheme | None = None
 
     @property
     def data_axis(self) -> "Strategy":
@@ -91,6 +97,10 @@ class Strategy(ABC):
 
         Every rank calls it.
         """
+
+    def summand_of(self, parameter: Parameter) -> tuple[int, int]:
+        """(which, of how many): beside the data axis, over whose ranks the gradient of a parameter is summed."""
+        return 0, 1
 
     def traffic(self, passes: int) -> list[Collective]:
         """The collectives of gradients and weights in a step of so many backward passes; none on one rank."""
@@ -155,6 +165,8 @@ class DataAxis(Strategy):
         """Forget the gradients of the previous step."""
         self._summed = False
         self.model.zero_grad()
+        if self.scheme is not None:
+            self.scheme.begin_step(self.precision.scale)
 
     def begin_pass(self) -> None:
         """A forward is about to run."""

@@ -30,7 +30,7 @@ class GradientShards:
     """
 
     def __init__(self, axis: ZeroAxis, what: str) -> None:
-        self.flats, self.sharing, self.store, self.algorithm = axis.flats, axis.sharing, axis.store, axis.algorithm
+        self.flats, self.sharing, self.store = axis.flats, axis.sharing, axis.store
         self.recorder, self.what = axis.recorder, what
         self._last = True                               # this is the step's last backward
         self._empty = [True] * len(self.flats)          # nothing has been added to the shard yet
@@ -70,8 +70,7 @@ class GradientShards:
         buffer = self._buffers[index]
         room = self.store.gradient_room(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
-        pending = flat.group.start_reduce_scatter(buffer, out=buffer[flat.chunk] if room is None else room,
-                                                  algorithm=self.algorithm)
+        pending = self.sharing.start_scatter(index, flat, buffer, buffer[flat.chunk] if room is None else room)
         self.settle()
         self._in_flight = index, pending, room is None
 
@@ -90,7 +89,7 @@ class GradientShards:
     def _start_sum(self, index: int) -> None:
         shard = self.store.gradient_room(self.flats[index])
         if shard is not None and self.flats[index].group is self.sharing.shard:
-            self.sharing.start_sum(shard, f"{self.what} {index}")
+            self.sharing.start_sum(index, shard, f"{self.what} {index}")
 
     def settle(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""

@@ -21,7 +21,9 @@ from minidist.parallel.step.flat import Flat, Squares, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Loss
+from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
 
@@ -73,13 +75,15 @@ class ShardedReplica(ZeroAxis):
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
-                 store: ShardStore | None = None, recorder: Recorder | None = None) -> None:
+                 store: ShardStore | None = None, recorder: Recorder | None = None,
+                 scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
-                         recorder=recorder)
+                         recorder=recorder, scheme=scheme)
         check_equal_replicas(model.parameters(), group, when="before the first step")
         runs = cut(trainable(model.parameters()), bucket_bytes)
         self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
+        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
@@ -103,6 +107,14 @@ class ShardedReplica(ZeroAxis):
         self.arrivals.settle()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
+
+    def collectives(self, scatters: int) -> list[Collective]:
+        """So many reduce-scatters of every bucket, its all-gather, and sums over copies."""
+        sent = [None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
+                for flat, run in zip(self.flats, self.scheme.runs, strict=True)]
+        return ([Collective("reduce_scatter", flat.nbytes, flat.group, sent=count)
+                 for flat, count in zip(self.flats, sent, strict=True)] * scatters
+                + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats] + self.sums_of_copies())
 
     def state_replaced(self) -> None:
         self.arrivals.start()

@@ -19,8 +19,7 @@ sum of its gradients, the optimizer's state. ShardStore keeps all on the device,
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,12 +31,14 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, to_host, widen
+from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import ConfigError
 from minidist.nn import Module, divisors
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.scheme import GradientRun, Scheme
 from minidist.parallel.step.step import Loss
 from minidist.parallel.step.strategy import Collective, DataAxis
 
@@ -46,62 +47,55 @@ class HybridSharding:
     """The ranks that share a copy with this rank, and those that hold the same shard of other copies.
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
-             algorithm: of the all-reduce between copies.
+             algorithm: of the all-reduce between copies; scheme: how gradients travel, several copies': between them.
     Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
              replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
-    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder) -> None:
+    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder,
+                 scheme: Scheme | None = None) -> None:
         size = group.size if shard is None else shard
         if size not in divisors(group.size):
             raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
                               f"{', '.join(map(str, divisors(group.size)))}")
         self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
+        self.scheme = scheme or Scheme(algorithm)
         one = self.copies == 1
         self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
         self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         self._pending: list[Pending] = []
 
-    def start_sum(self, chunk: Array, what: str) -> None:
-        """Begin to sum a shard's gradients, already summed within this copy, over all copies, in place.
+    def divides(self, flat: Flat) -> bool:
+        """Whether a flat has several copies."""
+        return self.copies > 1 and flat.group is self.shard
+
+    def run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
+        """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over them."""
+        if self.replicas is None or not self.divides(flat):
+            return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
+        return GradientRun(tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce")
+
+    def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
+        """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
+        if not self.divides(flat):
+            return self.scheme.start_reduce_scatter(index, gradients, out)
+        return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
+
+    def start_sum(self, index: int, chunk: Array, what: str) -> None:
+        """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all copies, in place.
 
         Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
         """
         if self.replicas is not None:
             self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
-            self._pending.append(self.replicas.start_all_reduce(chunk, out=chunk, algorithm=self.algorithm))
+            self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
     def settle(self) -> None:
         """Return when all sums are there."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
-
-
-class MemoryTraffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
-
-    Attributes: step, other: direction -> bytes
-    """
-
-    def __init__(self) -> None:
-        self.step, self.other = dict[str, int](), dict[str, int]()
-        self._counted = self.other
-
-    def count(self, source: str, target: str, nbytes: int) -> None:
-        """`nbytes` set out from one memory to the other."""
-        way = f"{source} to {target}"
-        self._counted[way] = self._counted.get(way, 0) + nbytes
-
-    @contextmanager
-    def during_step(self) -> Iterator[None]:
-        """Moves that begin inside count as a training step's."""
-        before, self._counted = self._counted, self.step
-        try:
-            yield
-        finally:
-            self._counted = before
 
 
 class ShardStore:
@@ -202,6 +196,7 @@ class ZeroAxis(DataAxis):
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
              on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
+             scheme: how gradients travel (default: as they are; chapter 21). Weights always travel as they are.
     Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
@@ -210,9 +205,11 @@ class ZeroAxis(DataAxis):
     stored: Sequence[Flat]
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
-                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None) -> None:
+                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None,
+                 scheme: Scheme | None = None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
-        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder)
+        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder, scheme=scheme)
+        self.scheme: Scheme = self.sharing.scheme
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
@@ -243,7 +240,7 @@ class ZeroAxis(DataAxis):
 
     def sums_of_copies(self) -> list[Collective]:
         """The all-reduces of every shard of one copy over the copies, once a step."""
-        ranks, replicas = self.sharing.shard, self.sharing.replicas
-        return [] if replicas is None else [
-            Collective("all_reduce", (stop - start) * flat.dtype.itemsize, replicas, once=True)
-            for flat in self.flats if flat.group is ranks for start, stop in pairwise(bounds(flat.size, ranks.size))]
+        runs = [self.sharing.run(flat, slice(*edges)) for flat in self.flats if self.sharing.divides(flat)
+                for edges in pairwise(bounds(flat.size, flat.group.size))]
+        return [Collective(run.verb, run.size * run.dtype.itemsize, run.group, True, self.scheme.sent_bytes(run))
+                for run in runs]

@@ -109,10 +109,9 @@ class Zero1(ShardedReplica):
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
-        gradients, chunk, group = self.buckets[index].data, self.flats[index].chunk, self.flats[index].group
-        self.recorder.announce(group.axis, f"reduce_scatter bucket {index}")
-        pending = group.start_reduce_scatter(gradients, out=gradients[chunk], algorithm=self.algorithm)
-        self._pending.append((index, pending))
+        gradients, flat = self.buckets[index].data, self.flats[index]
+        self.recorder.announce(flat.group.axis, f"reduce_scatter bucket {index}")
+        self._pending.append((index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk])))
         self._take_sums(wait=False)
 
     def _take_sums(self, *, wait: bool) -> None:
@@ -124,9 +123,8 @@ class Zero1(ShardedReplica):
             if self.store.gradient_room(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
             if flat.group is self.sharing.shard:
-                self.sharing.start_sum(gradients[flat.chunk], f"bucket {index}")
+                self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""
-        return [Collective(verb, flat.nbytes, flat.group) for verb in ("reduce_scatter", "all_gather")
-                for flat in self.flats] + self.sums_of_copies()
+        return self.collectives(scatters=1)

@@ -97,6 +97,7 @@ class Zero2(ShardedReplica):
         """The next sums replace the shards."""
         self._summed = False
         self.gradients.forget()
+        self.scheme.begin_step(self.precision.scale)
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -138,5 +139,4 @@ class Zero2(ShardedReplica):
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter a bucket and pass, an all-gather a bucket."""
-        return [Collective(verb, flat.nbytes, flat.group) for verb in ["reduce_scatter"] * passes + ["all_gather"]
-                for flat in self.flats] + self.sums_of_copies()
+        return self.collectives(scatters=passes)

@@ -137,6 +137,7 @@ class Zero3(ZeroAxis):
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
+        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
         self._reduced = set[Unit]()             # whose gradients have set out in this backward

@@ -21,6 +21,7 @@ import minidist as md
 from minidist.cli import main
 from minidist.cli.train import command as train
 from minidist.cli.train import settings as train_settings
+from minidist.comm.cost.link_model import LinkCost, Profile, profile_path, save_profile
 from minidist.console import Parser
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
@@ -118,6 +119,46 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
         for kind in ("sent_bytes", "messages"):
             total = sum(rank[kind].get("dp", {}).get("all_reduce", 0) for rank in metrics["ranks"])
             assert metrics["formula"][kind] == total
+
+
+@pytest.mark.parametrize("plan", [[], ["--zero", "1"], ["--zero", "3"], ["--plan", "tp=2"], ["--plan", "pp=2"]])
+def test_why(plan: list[str], book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recorded step: its causes add up to what the ranks stood still, on the screen and in metrics.json."""
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--data", str(book), "-n", "2", "--transport", "threads", "--out", str(run), "--why",
+                 *plan]) == 0
+    printed, metrics = capsys.readouterr().out, json.loads((run / "metrics.json").read_text())
+    report = metrics["why"]
+    assert 1 <= report["step"] < 4 and f"why step {report['step']} took as long" in printed
+    assert sum(row["seconds"] for row in report["rows"]) == pytest.approx(sum(report["exposed"]))
+    assert sum(report["causes"].values()) == pytest.approx(sum(report["exposed"]))
+    assert 0 < max(report["computing"]) <= report["bound"] * 1.001 <= report["seconds"] * 1.002
+    assert report["rows"][0]["cause"] in printed
+    assert report["foresight"]["known"] == report["foresight"]["calls"] > 0
+    assert (run / "why.png").read_bytes().startswith(b"\x89PNG") and "why.png" in metrics["files"]
+
+
+@pytest.mark.parametrize("size", ["4KiB", "auto"])
+def test_bucket_bytes(size: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                      capsys: pytest.CaptureFixture[str]) -> None:
+    """As given, or by the measured link; without a measured link auto is refused."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    words = ["train", *TINY, "--data", str(book), "-n", "2", "--transport", "threads", "--out", str(tmp_path / "run"),
+             "--bucket-bytes", size]
+    if size == "auto":
+        assert main(words) == 2
+        assert "what messages over threads cost was not measured; run `minidist bench cal" in capsys.readouterr().err
+        save_profile(Profile([LinkCost("threads", 2, 1.0, 0.0, 1e-6, 0.0, 0.0)], {}), profile_path())
+    assert main(words) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    whole = -(-8 * metrics["parameters"] // 1024) * 1024
+    assert metrics["plan"]["bucket_bytes"] == (4096 if size == "4KiB" else max(64 << 10, whole))
+    assert metrics["formula"]["buckets"] > 3 if size == "4KiB" else metrics["formula"]["buckets"] == 1
+
+
+def test_without_why_there_is_no_report(runs: dict[str, Any]) -> None:
+    for metrics, printed, folder in runs.values():
+        assert "why" not in metrics and "why step" not in printed and not (folder / "why.png").exists()
 
 
 def test_ranks_as_threads_of_one_process(runs: dict[str, Any], book: Path, tmp_path: Path,
@@ -380,6 +421,8 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),
         (["--asynchronous"], "are for strategy parameter-server"),
+        (["--bucket-bytes", "0"], "a bucket holds at least one byte"),
+        (["-n", "2", "--strategy", "data-parallel", "--why"], "--why: explains a step that all ranks make together"),
         (["-n", "2", "--strategy", "parameter-server", "--asynchronous", "--verify"], "equals no run of one process"),
         (["--optimizer", "adamx"], "did you mean adam"),
         (["--dtype", "float16"], "float32"),

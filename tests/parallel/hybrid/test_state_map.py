@@ -105,5 +105,5 @@ def test_kinds_frozen_weights_and_updates() -> None:
         assert by_name.pop("blocks.0.mlp.up.bias") == ["weight"]
         assert {*map(tuple, by_name.values())} == {tuple(kinds)} and "tokens.weight" in by_name
         state = {"updates": {name: 7 for name in by_name}, "precision": {"skipped": 2}}
-        state_map.set_small_state(strategy, rule, state)
+        state_map.set_small_state(strategy, rule, state, rank=0)
         assert small_state(strategy, rule) == state

@@ -1,0 +1,19 @@
+"""Traffic of ranks that meet seldom (local steps): what all meetings of a run sent, by formula."""
+
+from typing import Any, cast
+
+from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.parallel.compress.local_steps import LocalSteps
+from minidist.parallel.hybrid.hybrid import Trainer
+
+
+def formula(trainer: Trainer) -> dict[str, Any]:
+    """Bytes and messages of all ranks and steps. A scheme's messages are those of its exchange in two phases."""
+    strategy, sent, messages = cast(LocalSteps, trainer.strategy), 0, 0
+    times = strategy.sends(trainer.steps_before, trainer.steps_done)
+    for call, often in zip(strategy.traffic(trainer.plan.accumulate), times, strict=True):
+        case, ranks = Case(size=call.group.size, nbytes=call.nbytes), call.group.size
+        by_ring = FORMULAS[call.verb, trainer.plan.algorithm]
+        sent += often * (by_ring.bytes_of(case) if call.sent is None else call.sent)
+        messages += often * (by_ring.messages_of(case) if call.sent is None else 2 * ranks * (ranks - 1))
+    return {"sent_bytes": sent, "messages": messages, "buckets": len(times)}

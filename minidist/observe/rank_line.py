@@ -1,0 +1,140 @@
+"""Chapter 23 · A rank's events as a line of work, along which calls and waits can be moved.
+
+    trace    Busy 3 | Start a | Busy 2 | Await a | Busy 1
+    work     0 ......... 3 ......... 5 ......... 6              seconds of work, without waits
+    marks                Start a     Await a
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from minidist.observe.events import Await, Busy, Event, GroupCall, Start
+from minidist.observe.step_record import NO_CORE, StepCall, StepRecord, group_call
+
+
+class RankLine:
+    """One rank's work, and its marks (Start and Await) by how much work lies before them, in order."""
+
+    def __init__(self, trace: Iterable[Event]) -> None:
+        self.work: list[Busy] = []
+        self.marks: list[tuple[float, Start | Await]] = []
+        self.total = 0.0
+        for event in trace:
+            if isinstance(event, Busy):
+                self.work.append(event)
+                self.total += cast(float, event.work)
+            elif isinstance(event, (Start, Await)):
+                self.marks.append((self.total, event))
+
+    def trace(self) -> list[Event]:
+        """The events again; marks of one place keep their order."""
+        events, now, todo = list[Event](), 0.0, [(cast(float, busy.work), busy.name) for busy in reversed(self.work)]
+        for place, mark in sorted(self.marks, key=lambda each: each[0]):
+            while todo and now < place:
+                seconds, name = todo.pop()
+                first = min(seconds, place - now)
+                events.append(Busy(first, name))
+                now = place if first < seconds else now + seconds
+                if first < seconds:
+                    todo.append((seconds - first, name))
+            events.append(mark)
+        return events + [Busy(seconds, name) for seconds, name in reversed(todo)]
+
+    def begin_of(self, name: str) -> float:
+        """Work before the first piece of this name; all of it if there is none."""
+        before = 0.0
+        for busy in self.work:
+            if busy.name == name:
+                return before
+            before += cast(float, busy.work)
+        return self.total
+
+    def starts(self) -> dict[int, float]:
+        """Work before the start of each call."""
+        return {mark.id: place for place, mark in self.marks if isinstance(mark, Start)}
+
+    def awaits(self) -> dict[int, float]:
+        """Work before the first wait for each call."""
+        return {mark.id: place for place, mark in reversed(self.marks) if isinstance(mark, Await)}
+
+    def drop(self, calls: Iterable[int]) -> None:
+        """Forget all marks of these calls."""
+        gone = set(calls)
+        self.marks = [(place, mark) for place, mark in self.marks if mark.id not in gone]
+
+
+class StepLines:
+    """The lines of all ranks, and the calls by their ids, for what_if.py to change.
+
+    Attributes: record; lines: one a rank. calls: id -> the call, its seconds.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self.record = record
+        self.lines = [RankLine(event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE)
+                      for trace in record.traces()]
+        self.calls = dict(enumerate(record.calls))
+        self.seconds = {number: call.alone for number, call in self.calls.items()}
+
+    def add(self, like: StepCall, name: str, nbytes: int, seconds: float) -> int:
+        """A new call, like one of the step. Returns: its id."""
+        number = max(self.calls) + 1
+        self.calls[number] = StepCall(like.group, number, name, like.axis, like.verb, like.algorithm, like.where,
+                                      nbytes, like.messages, dict(like.ranks))
+        self.seconds[number] = seconds
+        return number
+
+    def event(self, number: int) -> GroupCall:
+        """The call as the replay takes it."""
+        return group_call(self.calls[number])
+
+    def traces(self) -> list[list[Event]]:
+        """The events of all ranks."""
+        return [line.trace() for line in self.lines]
+
+    def seconds_by_name(self) -> dict[str, float]:
+        """For StepRecord.replay."""
+        return {self.event(number).name: seconds for number, seconds in self.seconds.items()}
+
+    def in_background(self, verb: str) -> list[int]:
+        """The calls of a verb, by group and number, that ran in the background."""
+        return [number for number, call in self.calls.items() if call.verb == verb and call.in_background]
+
+
+def prefetch(job: StepLines, ahead: int) -> None:
+    """Let each gather of a unit set out `ahead` units before its turn, in forward and in backward, as ZeRO-3 does.
+
+    The room counts, not the number: with the unit at work, 1 + ahead of the largest (zero3.py).
+    """
+    gathers = set(job.in_background("all_gather"))
+    largest = max((job.calls[number].nbytes for number in gathers), default=0)
+    for line in job.lines:
+        backward = line.begin_of("backward")
+        order = [(place, mark.id) for place, mark in line.marks if isinstance(mark, Await) and mark.id in gathers]
+        before: dict[int, list[int]] = {}       # gather -> those that set out before the wait for it
+        for phase in ([number for place, number in order if place < backward],
+                      [number for place, number in order if place >= backward]):
+            before.update(_sets_out(phase, {number: job.calls[number].nbytes for number in phase}, largest, ahead))
+        moved = {number for group in before.values() for number in group}
+        marks = list[tuple[float, Start | Await]]()
+        for place, mark in line.marks:
+            if isinstance(mark, Await):
+                marks += [(place, Start(number, job.event(number))) for number in before.pop(mark.id, [])]
+            if isinstance(mark, Await) or mark.id not in moved:
+                marks.append((place, mark))
+        line.marks = marks
+
+
+def _sets_out(phase: Sequence[int], nbytes: dict[int, int], largest: int, ahead: int) -> dict[int, list[int]]:
+    """For each gather, in the order of the waits: the gathers that set out just before the wait for it."""
+    begun, before = set[int](), {}
+    for place, number in enumerate(phase):
+        group, room = [number], (1 + ahead) * largest - nbytes[number]
+        for other in phase[place + 1:]:
+            room -= nbytes[other]
+            if room < 0 or not ahead:
+                break
+            group.append(other)
+        before[number] = [one for one in group if one not in begun]
+        begun.update(group)
+    return before

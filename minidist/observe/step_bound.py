@@ -1,0 +1,89 @@
+"""Chapter 23 · How short a recorded step could be, and what made it as long as it was.
+
+The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in the way that need not:
+a call holds no other up, and weights set out as soon as they are there. Two things are left:
+
+    the longest chain    work | transfer of the last bucket | work
+    the busiest link     work before its first call | all its calls, one after the other | work after its last call
+
+No order, priority or prefetch of the same calls comes below the longer one. Other buckets, another link or a faster
+rank may: what_if.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from typing import Any, cast
+
+from minidist.observe.events import Await, Busy, Event, Start
+from minidist.observe.replay import Replayed
+from minidist.observe.replay_path import critical_path
+from minidist.observe.step_record import NO_CORE, StepRecord
+
+
+def lower_bound(record: StepRecord) -> float:
+    """Seconds below which no order of the recorded calls can bring the step; at most those that it took."""
+    moves = {number for number, call in enumerate(record.calls) if call.verb == "all_gather" and call.in_background}
+    traces = [weights_first([event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE], moves)
+              for trace in record.traces()]
+    alone = record.replay([[_apart(event) for event in trace] for trace in traces])
+    chain = max(stops[-1] for stops in alone.stops)
+    links = [_link_seconds(record, traces, group) for group in {call.group for call in record.calls}]
+    return min(record.seconds, max([chain, *links]))        # a call does not end on all ranks at the same moment
+
+
+def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event]:
+    """The trace with these gathers begun as soon as their weights are there: after the last update before them."""
+    moved = list[Event]()
+    updated, early = 0, 0
+    for event in trace:
+        if isinstance(event, Start) and event.id in gathers:
+            moved.insert(updated + early, event)
+            early += 1
+            continue
+        moved.append(event)
+        if isinstance(event, Busy) and event.name == "optimizer":
+            updated, early = len(moved), 0
+    return moved
+
+
+def _apart(event: Event) -> Event:
+    """The event, if it is a call's, with a group of the call's own: no call holds it up."""
+    if not isinstance(event, Start):
+        return event
+    return event._replace(call=event.call._replace(axis=f"{event.call.axis}/{event.call.name}"))
+
+
+def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: str) -> float:
+    """The least work before a call of the group, its calls that are waited for, the least work after one of them."""
+    head, tail = dict[int, float](), dict[int, float]()
+    for trace in traces:
+        work, total = 0.0, sum(cast(float, event.work) for event in trace if isinstance(event, Busy))
+        for event in trace:
+            if isinstance(event, Busy):
+                work += cast(float, event.work)
+            elif isinstance(event, Start) and event.call.axis == group:
+                head[event.id] = max(head.get(event.id, 0.0), work)
+            elif isinstance(event, Await) and record.calls[event.id].group == group:
+                tail[event.id] = max(tail.get(event.id, 0.0), total - work)
+    if not tail:
+        return 0.0
+    return (min(head[call] for call in tail) + sum(record.calls[call].alone for call in tail)
+            + min(tail.values()))
+
+
+def path_of(record: StepRecord, replayed: Replayed) -> list[dict[str, Any]]:
+    """The critical path of the replayed step: its pieces, neighbours of one name joined, seconds from the begin."""
+    begins: dict[str, list[tuple[float, Any]]] = defaultdict(list)
+    for station in {station for mine in replayed.stations for station in mine}:
+        begins[station.slot.axis] += list(zip(station.begins, station.jobs, strict=True))
+    path = list[dict[str, Any]]()
+    for piece in critical_path(replayed, calls=False):
+        name = piece.name
+        if piece.kind != "busy":
+            name = next(job.name for begin, job in begins[piece.name] if begin == piece.start).rpartition(" #")[0]
+        if path and (path[-1]["name"], path[-1]["rank"], path[-1]["kind"]) == (name, piece.rank, piece.kind):
+            path[-1]["stop"] = piece.stop
+        else:
+            path.append({"kind": piece.kind, "name": name, "rank": piece.rank, "start": piece.start,
+                         "stop": piece.stop})
+    return path

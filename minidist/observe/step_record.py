@@ -1,0 +1,284 @@
+"""Chapter 23 · A recorded step: the collectives and the waits of all ranks, and the events that the replay plays.
+
+    compute          forward | backward: layer 2 | layer 1 | wait for a | wait for b | optimizer
+    asked for                                    a         b
+    communication                                | a ................ | b ........ |
+
+A call is asked for by each rank, and comes with the last of them. It begins when the call before it in its group has
+ended, too; it ends on all ranks about together. A rank waits for a call from when its program stands still to when it
+goes on. All else is work.
+
+    record = record_step(timelines, step)       # of timelines that followed waits
+    replayed = record.replay()                  # the same step from its events: what_if.py changes them first
+
+notes: N2 §11.1
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+from minidist.errors import ConfigError
+from minidist.observe.events import Await, Busy, Event, GroupCall, Start
+from minidist.observe.overlap import Interval, subtract, union, waiting, working
+from minidist.observe.replay import Replayed, replay
+from minidist.observe.timeline import Span, Timeline
+
+NO_CORE = "no core"
+"""The call had ended on all ranks; the program that waited for it was not running yet."""
+
+
+class Asked(NamedTuple):
+    """A call as one rank saw it, in seconds: asked for by the program, begun, ended."""
+
+    asked: float
+    start: float
+    stop: float
+    blocking: bool          # the program stood still all the time
+
+
+@dataclass(eq=False)
+class StepCall:
+    """A collective of the step, on all its ranks. Compared by identity.
+
+    Attributes: group, number  its group, and its place among the calls of the group
+                nbytes         sent by the rank that sends most; messages: of that rank
+                where          the line of the program that asked for it
+                ranks          rank -> its view
+                begin, end     when all ranks had come and the link of the group was free; when the last rank ended
+    """
+
+    group: str
+    number: int
+    name: str
+    axis: str
+    verb: str
+    algorithm: str
+    where: str
+    nbytes: int
+    messages: int
+    ranks: dict[int, Asked] = field(default_factory=dict)
+    begin: float = 0.0
+    end: float = 0.0
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that came last."""
+        return max(self.ranks, key=lambda rank: self.ranks[rank].asked)
+
+    @property
+    def came(self) -> float:
+        """When the last rank had asked for it."""
+        return self.ranks[self.last_rank].asked
+
+    @property
+    def alone(self) -> float:
+        """Seconds of the transfer itself."""
+        return self.end - self.begin
+
+    @property
+    def in_background(self) -> bool:
+        """Neither of scalars, nor did a rank stand still for it from the first moment on."""
+        return self.axis != "control" and not any(one.blocking for one in self.ranks.values())
+
+    @property
+    def key(self) -> str:
+        """Its name in the replay, unlike that of all other calls."""
+        return f"{self.name} #{self.number} of {self.group}"
+
+
+class StepWait(NamedTuple):
+    """A rank stood still from start to stop; `call`: for which call, or None for what is no collective."""
+
+    name: str
+    start: float
+    stop: float
+    call: StepCall | None
+
+
+@dataclass
+class StepRecord:
+    """A step of all ranks, in seconds of one clock.
+
+    Attributes: windows  of each rank, when its step began and ended
+                calls    those that were under way in it, by group and number
+                waits    of each rank, in order; they do not overlap
+                work     of each rank, named pieces of work, in order: (name, start, stop)
+    """
+
+    windows: list[Interval]
+    calls: list[StepCall]
+    waits: list[list[StepWait]]
+    work: list[list[tuple[str, float, float]]]
+
+    @property
+    def begin(self) -> float:
+        """When the first rank began."""
+        return min(start for start, _ in self.windows)
+
+    @property
+    def seconds(self) -> float:
+        """From the first rank's begin to the last rank's end."""
+        return max(stop for _, stop in self.windows) - self.begin
+
+    def exposed(self, rank: int) -> float:
+        """Seconds in which a rank stood still."""
+        return sum(wait.stop - wait.start for wait in self.waits[rank])
+
+    def before(self, call: StepCall) -> StepCall | None:
+        """The call before it in its group, if that held it up."""
+        place = self.calls.index(call)
+        other = self.calls[place - 1] if place else None
+        return other if other is not None and other.group == call.group and call.begin > call.came else None
+
+    def members(self, axis: str, rank: int) -> list[int]:
+        """The ranks of a group; each call has a group's id before its number, if it has one."""
+        group = axis.partition("/")[0]
+        return sorted({one for call in self.calls if call.group == group for one in call.ranks})
+
+    def traces(self) -> list[list[Event]]:
+        """The events of each rank; the work of a Busy is its seconds, the id of a call its place in `calls`."""
+        return [self._trace(rank) for rank in range(len(self.windows))]
+
+    def _trace(self, rank: int) -> list[Event]:
+        """A rank's events from the common begin to the end of its step."""
+        start, stop = self.windows[rank]
+        places = {call: place for place, call in enumerate(self.calls)}
+        points: list[tuple[float, int, Event, float]] = []      # when, starts first, event, when the program goes on
+        for place, call in enumerate(self.calls):
+            if rank in call.ranks:
+                asked = min(max(call.ranks[rank].asked, self.begin), stop)
+                points.append((asked, 0, Start(place, group_call(call)), asked))
+        points += [(wait.start, 1, Await(places[wait.call]), wait.stop) for wait in self.waits[rank]
+                   if wait.call is not None and rank in wait.call.ranks]
+        events, now = list[Event](), self.begin
+        for at, _, event, after in sorted(points, key=lambda point: point[:2]):
+            events += self._busy(rank, now, at)
+            events.append(event)
+            if isinstance(event, Await):
+                ended = max(at, now, min(self.calls[event.id].end, stop))   # the replay's; here it ended a bit sooner
+                if after > ended:
+                    events.append(Busy(after - ended, NO_CORE))
+                now = ended
+            now = max(now, after)
+        return [*events, *self._busy(rank, now, stop)]
+
+    def _busy(self, rank: int, start: float, stop: float) -> Iterator[Busy]:
+        """What a rank did between two moments, none of them in a wait for a call."""
+        if start < self.windows[rank][0] < stop:
+            yield Busy(self.windows[rank][0] - start, "before the step")
+            start = self.windows[rank][0]
+        now = start
+        for name, begin, end in self.work[rank]:
+            if end <= now or begin >= stop:
+                continue
+            if begin > now:
+                yield Busy(begin - now, "other")
+            yield Busy(min(end, stop) - max(begin, now), name)
+            now = min(end, stop)
+        if now < stop:
+            yield Busy(stop - now, "other")
+
+    def replay(self, traces: Sequence[Sequence[Event]] | None = None,
+               seconds: dict[str, float] | None = None) -> Replayed:
+        """The step again, from its events or from changed ones.
+
+        Args:    traces: one a rank; seconds: of calls by their name in the events (default: as recorded).
+        """
+        chosen = {call.key: call.alone for call in self.calls} if seconds is None else seconds
+        return replay(self.traces() if traces is None else traces, range(len(self.windows)), self.members,
+                      lambda rank, work: cast(float, work), lambda call, group: (chosen[call.name], {}), folded=False)
+
+
+def group_call(call: StepCall) -> GroupCall:
+    """The call as an event; its axis is its group."""
+    return GroupCall(call.group, call.verb, call.algorithm, call.nbytes, name=call.key)
+
+
+# -------------------------------------------------------------------------------------------------- from the timelines
+
+def record_step(timelines: Sequence[Timeline], step: int) -> StepRecord:
+    """The record of one step.
+
+    Args:    timelines: of all ranks, on one clock; they followed waits (`Timeline.follow(ledger, waits=True)`).
+    Raises:  ConfigError if a rank's timeline lacks the step.
+    """
+    windows = []
+    for rank, timeline in enumerate(timelines):
+        found = [span for span in timeline.spans if span.name == "step" and span.details.get("step") == step]
+        if not found:
+            raise ConfigError(f"step {step} is not in the timeline of rank {rank}, which has {len(timeline.spans)} "
+                              f"spans; choose another step, or record more")
+        windows.append((found[-1].start, found[-1].stop))
+    calls = _calls(timelines, windows)
+    known = {(call.group, call.number): call for call in calls}
+    waits = [_waits(timeline, rank, windows[rank], known) for rank, timeline in enumerate(timelines)]
+    work = [_work(timeline, windows[rank], waits[rank]) for rank, timeline in enumerate(timelines)]
+    return StepRecord(windows, calls, waits, work)
+
+
+def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[StepCall]:
+    """The calls under way in the step, by group and number, with their begins and ends."""
+    found: dict[tuple[str, int], StepCall] = {}
+    for rank, timeline in enumerate(timelines):
+        for span in timeline.spans:
+            if span.row == "communication" and "group" in span.details:
+                _add(found, rank, span)
+    calls, before = [], StepCall("", 0, "", "", "", "", "", 0, 0)
+    for _, call in sorted(found.items()):
+        call.end = max(one.stop for one in call.ranks.values())
+        call.begin = min(call.end, max(call.came, before.end) if before.group == call.group else call.came)
+        before = call
+        if any(windows[rank][0] < one.stop and one.asked < windows[rank][1] for rank, one in call.ranks.items()):
+            calls.append(call)
+    begin = min(start for start, _ in windows)
+    for call in calls:
+        call.begin = max(call.begin, begin)
+    return calls
+
+
+def _add(found: dict[tuple[str, int], StepCall], rank: int, span: Span) -> None:
+    """Put a rank's view of a call to that of the others."""
+    about = span.details
+    key = about["group"], about["sequence"]
+    name = f"{span.name} of scalars" if about["axis"] == "control" else span.name
+    call = found.setdefault(key, StepCall(*key, name, about["axis"], about["verb"], about["algorithm"],
+                                          about["where"], 0, 0))
+    call.nbytes, call.messages = max((call.nbytes, call.messages), (about["nbytes"], about["messages"]))
+    call.ranks[rank] = Asked(span.start - about["queued"], span.start, span.stop, about["blocking"])
+
+
+def _waits(timeline: Timeline, rank: int, window: Interval, known: dict[tuple[str, int], StepCall]) -> list[StepWait]:
+    """What a rank waited for in its step: calls, and under their own name the waits for all else."""
+    found = [(span.start, span.stop, known.get((span.details["group"], span.details["sequence"])))
+             for span in timeline.spans if span.row == "waits"]
+    found += [(one.asked, one.stop, call) for call in known.values()
+              if (one := call.ranks.get(rank)) is not None and one.blocking]
+    waits, now = [], window[0]
+    for start, stop, call in sorted(found, key=lambda wait: wait[:2]):
+        if start < window[1] and stop > window[0] and call is not None:
+            waits.append(StepWait(call.name, max(start, now), max(min(stop, window[1]), start, now), call))
+            now = waits[-1].stop
+    of_calls = union((wait.start, wait.stop) for wait in waits)
+    for span in waiting(timeline):
+        inside = [(max(span.start, window[0]), min(span.stop, window[1]))]
+        if inside[0][0] < inside[0][1]:
+            waits += [StepWait(span.name, *rest, None) for rest in subtract(inside, of_calls)]
+            of_calls = union([*of_calls, *inside])
+    return sorted(waits, key=lambda wait: wait[1:3])
+
+
+def _work(timeline: Timeline, window: Interval, waits: Sequence[StepWait]) -> list[tuple[str, float, float]]:
+    """Named pieces of work without the waits in them; of spans inside each other the innermost names a piece."""
+    free = subtract([window], union((wait.start, wait.stop) for wait in waits))
+    spans = [span for span in working(timeline) if span.stop > window[0] and span.start < window[1]]
+    edges = sorted({edge for span in spans for edge in (span.start, span.stop)})
+    pieces = []
+    for start, stop in free:
+        cuts = [start, *(edge for edge in edges if start < edge < stop), stop]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            around = [span for span in spans if span.start <= begin and end <= span.stop]
+            if around:
+                pieces.append((max(around, key=lambda span: span.start).name, begin, end))
+    elsewhere = [(wait.name, wait.start, wait.stop) for wait in waits if wait.call is None]
+    return sorted([*pieces, *elsewhere], key=lambda piece: piece[1])

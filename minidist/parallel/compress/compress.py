@@ -1,0 +1,124 @@
+"""Chapter 21 · Gradient compression: send fewer bytes, and keep what was not sent.
+
+The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a gradient in 16, 8 or
+4 bits, the largest hundredth of it, or its signs alone often train as well. What a scheme leaves out must not be lost:
+each rank keeps it as a *residual*, and adds it to the next step's gradient (error feedback). So what is applied in the
+long run is the whole gradient, later:
+
+    gradients of all steps  =  what was applied  +  what the residuals of all ranks hold now
+
+Of n float32 numbers, for an all-reduce over P ranks (exact formulas: in each module):
+
+    scheme       bytes that a rank sends          numbers that it keeps     what is left out of a step
+    none         2(P-1)/P × 4n                    0                         nothing
+    fp16, bf16   2(P-1)/P × 2n                    0                         digits beyond 11, 8
+    8bit, 4bit   2(P-1)/P × 1.03n, 0.53n          n + n/P                   digits below the scale of a block
+    sign         2(P-1)/P × 0.126n                n + n/P                   all but the sign
+    1-bit        as sign, after its warm-up       n + n/P                   all but the sign, of Adam's momentum
+    top-k        (P-1) × 8k                       n                         all but the k largest
+    threshold    (P-1) × 8k, k varies             n                         all that is small
+    adaptive     as top-k, k follows the link     n                         all but the k largest
+    random-k     2(P-1)/P × 4k                    n                         all but k, drawn anew
+    powersgd     2(P-1)/P × 4r (a + b)            n + r b                   of (a, b) matrices all beyond rank r
+    predict      as its codec, or a byte          3n + 2n/P                 what a forecast has right
+
+DDP sends its buckets by a scheme; ZeRO-1 and ZeRO-2 the reduce-scatter of gradients, half of those bytes, and their
+all-gather of weights stays as it is, because a replica must not drift; so ZeRO gains at most a factor of two. With
+several copies of ZeRO's state the sums between them are compressed, and those within a copy are not.
+
+notes:   N2 §10.1, §11.2, N3 §4, N4
+Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient Compression";
+         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD".
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.errors import ConfigError
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.step.scheme import Scheme
+from minidist.parallel.step.step import Batch, part_of
+
+
+def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch],
+                         density: float) -> None:
+    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step (error feedback)."""
+    residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        for p, residual in zip(model.parameters(), residuals, strict=True):
+            gradient: Any = p.grad
+            residual += gradient.reshape(-1)                            # 1 this gradient, and what was not sent before
+            k = max(1, round(density * p.size))
+            chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])            # 2 where it is largest
+            places = group.all_gather(chosen, algorithm="ring")                     # 3 send these alone
+            values = group.all_gather(residual[chosen], algorithm="ring")
+            residual[chosen] = 0                                                    # 4 the others stay here
+            gradient[...] = 0
+            np.add.at(gradient.reshape(-1), places, values)             # 5 the sum, in rank order: alike on all
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# A `Scheme` (step/scheme.py) does this for a bucket at a time and while backward goes on; most share one exchange,
+# which sends each number twice instead of P - 1 times (two_phase.py). What a scheme sends and keeps: its module.
+
+SCHEMES = {
+    "none": "minidist.parallel.step.scheme.Scheme",
+    "fp16": "casts.make", "bf16": "casts.make", "8bit": "quantise.make", "4bit": "quantise.make",
+    "top-k": "sparse.make_top_k", "threshold": "sparse.make_threshold", "random-k": "random_k.make",
+    "sign": "sign.make", "1-bit": "one_bit_adam.make", "powersgd": "powersgd.make",
+    "predict": "predict.make", "adaptive": "adaptive.make",
+}
+"""A scheme's name -> who makes it: a module of this folder and a callable `make(name, **options)`."""
+
+
+def scheme_of(text: str) -> Scheme:
+    """The scheme that "NAME" or "NAME:option=value,option=value" says, not yet attached.
+
+    Raises:  ConfigError for another name, option or value.
+    """
+    name, _, rest = text.partition(":")
+    if name not in SCHEMES:
+        raise ConfigError(f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}")
+    if name == "none":
+        if rest:
+            raise ConfigError(f"compress {text!r}: none takes no options")
+        return Scheme()
+    module, _, function = SCHEMES[name].rpartition(".")
+    make = getattr(import_module(f"minidist.parallel.compress.{module}"), function)
+    scheme: Scheme = make(name, **_options(text, rest, make))
+    return scheme
+
+
+def _options(text: str, rest: str, make: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a text, each as the default of the maker's keyword of that name."""
+    known = {option: parameter.default for option, parameter in inspect.signature(make).parameters.items()
+             if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        option, equals, value = pair.partition("=")
+        option = option.replace("-", "_")
+        if option not in known or not equals:
+            takes = f"takes {', '.join(known)}" if known else "takes none"
+            raise ConfigError(f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}")
+        options[option] = _value(text, option, value, known[option])
+    return options
+
+
+def _value(text: str, option: str, value: str, default: Any) -> Any:
+    """An option's value, of its default's type."""
+    try:
+        if isinstance(default, bool):
+            return {"yes": True, "no": False}[value]
+        return value if default is None or isinstance(default, str) else type(default)(value)
+    except (KeyError, ValueError):
+        wanted = "yes or no" if isinstance(default, bool) else f"like {default}"
+        raise ConfigError(f"compress {text!r}: {option}={value!r}; write it {wanted}") from None

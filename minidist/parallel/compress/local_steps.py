@@ -1,0 +1,284 @@
+"""Chapter 21 · Local steps: each rank trains alone for H steps, then all meet once (local SGD, DiLoCo).
+
+The idea. DDP sends every gradient in every step. But a rank can go on for a while with its own rows alone: its weights
+drift away from the others', slowly. So the ranks meet every H steps. How far a rank has come since the last meeting,
+the weights of then minus its weights now, is its *outer gradient*. The mean of these is one step of an outer optimizer
+on the common weights, from which all ranks go on. The inner optimizer (AdamW, say) is each rank's own and never
+travels.
+
+    rank 0    | step | step | step |  w - w0 --+                       +-- w --> | step | step | …
+    rank 1    | step | step | step |  w - w1 --+-- mean -- outer step --+-- w --> | step | step | …
+    rank 2    | step | step | step |  w - w2 --+                       +-- w --> | step | step | …
+
+    outer optimizer                        name
+    SGD, rate 1: the mean of the weights   local SGD (FedAvg); with H = 1 and SGD inside it is DDP
+    Nesterov, rate 0.7, momentum 0.9       DiLoCo
+
+A rank's outer gradient counts by its share of the rows, so parts of a batch may differ in size.
+
+What each rank holds, Ψ parameters of w bytes with Adam inside:
+
+    parameters   2wΨ   its own, and the common ones as the last outer step left them
+    gradients    wΨ
+    optimizer    2wΨ   its own Adam's; with outer momentum wΨ more
+    in flight    wΨ    the outer gradient
+
+Cost, H steps, ring all-reduce, ranks together: 2(P-1) × wΨ bytes, where DDP sends H times that. Each step one float64 a
+rank, under `control`: its loss. It travels behind the next step, and no rank waits for it before the loss is read.
+
+The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the last meeting are not
+in them. A rank's own weights and inner state belong to that rank: a checkpoint has them all, and only as many ranks can
+go on from it.
+
+notes:   N2 §11.2, §11.4, N3 §3.2
+Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023, "DiLoCo: Distributed
+         Low-Communication Training of Language Models" (2311.08105).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.calls.async_call import Pending
+from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array
+from minidist.errors import ConfigError
+from minidist.nn import GPT, Module
+from minidist.optim import Optimizer, squares_of
+from minidist.parallel.compress.outer import OUTERS, Fragment, Outer, cut_fragments
+from minidist.parallel.compress.two_phase import Phased
+from minidist.parallel.step.flat import join, trainable, views
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.scheme import Scheme
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.strategy import Collective, Strategy
+
+
+def plain_diloco(model: GPT, inner: Optimizer, group: Group, batches: Iterable[Batch], every: int, *,
+                 lr: float = 0.7, momentum: float = 0.9) -> None:
+    """DiLoCo: `every` steps alone, then one step of Nesterov's momentum on what the ranks have in common."""
+    common = [p.data.copy() for p in model.parameters()]
+    speeds = [np.zeros_like(weights) for weights in common]
+    for step, (inputs, targets) in enumerate(batches, start=1):
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()     # of my rows alone
+        inner.step()                                                                    # no message
+        inner.zero_grad()
+        if step % every:
+            continue
+        share = len(part.inputs) / len(inputs)
+        for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
+            gradient = group.all_reduce(share * (weights - p.data), algorithm="ring")   # the mean way since we met
+            speed *= momentum
+            speed += gradient
+            weights -= lr * (gradient + momentum * speed)                               # Nesterov: look ahead
+            p.data[...] = weights                                                       # all go on from here
+
+
+# `LocalSteps` below keeps all weights in one vector, so that a meeting is one message instead of one a parameter. It
+# also takes frozen weights, several passes, clipping (of each rank's own gradient), outer gradients that a scheme of
+# this chapter compresses, and checkpoints between two meetings. streaming.py sends the vector in parts, behind the
+# steps; async_local_steps.py does without meetings.
+
+
+class GatheredLoss(LateLoss):
+    """The loss of a step, whose shares the ranks have sent each other. Args: pending: an all-gather of float64."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+    def wait(self) -> float:
+        return float(np.sum(self.pending.wait()))
+
+
+class LocalSteps(Strategy):
+    """Trains a replica that meets the others every few steps.
+
+    Args:    model: equal on all ranks, of one dtype; its weights move into one vector. Frozen weights stay.
+             group: the ranks that share the batch; each needs a row of it in every step.
+             every: H, the steps from meeting to meeting; outer: the outer optimizer.
+             scheme: how outer gradients travel (default: as they are, by a ring).
+             loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
+    Attributes: parameters: what the inner optimizer is made of: this rank's weights; steps: made so far.
+                own, common: this rank's weights and those of all; fragments: their parts; outer: the outer optimizer.
+    Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start equal.
+    """
+
+    scheme: Scheme
+
+    def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"],
+                 scheme: Scheme | None = None, loss: Loss | None = None, recorder: Recorder | None = None,
+                 fragments: int = 1) -> None:
+        if every < 1 or every % fragments:
+            raise ConfigError(f"local steps {every}, fragments {fragments}: each fragment travels once in so many "
+                              f"steps; take a whole number of steps for each, as {max(1, every // fragments)} × "
+                              f"{fragments}")
+        self.model, self.group, self.every, self.steps = model, group, every, 0
+        self.loss, self.recorder, self.precision = loss or loss_of(model), recorder or Silent(), Precision()
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+        self.weights = self.parameters = trainable(model.parameters())
+        if len({p.dtype for p in self.weights}) > 1:
+            raise ConfigError("local steps: weights of several dtypes do not fit in one vector; give all one dtype")
+        self.own = join(self.weights)
+        self.common = account.current().hold(self.own.copy(), "parameters")
+        self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
+        self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
+        self.scheme.attach([fragment.run for fragment in self.fragments])
+        self.scalars = group.split(0, axis=group.axis)      # losses do not queue behind outer gradients
+        self.diverged = self
+
+    # ------------------------------------------------------------------------------------------------------ a step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch: of each rank's weights, on its rows. Args, Returns: as Strategy.step.
+
+        clip: bound of the norm of this rank's own gradient. The loss is the mean over all rows, each by the weights of
+        the rank that has it.
+        """
+        return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
+
+    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+                   accumulate: int = 1) -> LateLoss:
+        """As `step`; the loss is still on its way, and this rank goes on."""
+        part = part_of(batch, size=self.group.size, rank=self.group.rank)
+        mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
+        share = part.targets.size / batch[1].size
+        with self.group.ledger.control():
+            pending = self.scalars.start_all_gather(np.array([mean * share]), algorithm="ring")
+        self.steps += 1
+        self._meet(share)
+        return GatheredLoss(pending)
+
+    def _meet(self, share: float) -> None:
+        """After a step: if the ranks meet now, send, take the outer step, and go on from the common weights."""
+        if self.steps % self.every == 0:
+            self._send(self.fragments[0], share)
+            self._merge(self.fragments[0])
+
+    def _send(self, fragment: Fragment, share: float) -> None:
+        """The outer gradient sets out. Cost: one all-reduce of the fragment, as the scheme does it."""
+        room = account.current().hold(fragment.data - fragment.own, "communication")
+        room *= share
+        self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
+        for other in self.fragments:
+            if isinstance(other.pending, Phased):
+                other.pending.advance()     # its second phase belongs to its own step of the scheme
+        self.scheme.begin_step()
+        fragment.pending, fragment.room = self.scheme.start_all_reduce(fragment.number, room), room
+
+    def _take_outer_step(self, fragment: Fragment) -> None:
+        """Wait for the sum of the outer gradients; the outer step on the common weights of the fragment."""
+        if fragment.pending is not None:
+            with self.recorder.span("wait for outer gradients"):
+                fragment.pending.wait()
+            fragment.grad, fragment.pending, fragment.room = fragment.room, None, None
+            with self.recorder.span("outer step"):
+                self.outer.step()           # of the one fragment that has a gradient
+            fragment.grad = None
+
+    def _merge(self, fragment: Fragment, mix: float = 0.0) -> None:
+        """own = mix · own + (1 - mix) · common."""
+        self._take_outer_step(fragment)
+        if mix:
+            fragment.own *= mix
+            fragment.own += (1 - mix) * fragment.data
+        else:
+            fragment.own[...] = fragment.data
+
+    # --------------------------------------------------------------------------------------- the common weights
+
+    def settle(self) -> None:
+        """Wait for outer gradients on their way, and take their outer steps. Every rank calls it.
+
+        It changes no number of the run: nothing reads the common weights of a fragment before it is merged. A scheme
+        may send its second phase here, which belongs to the step that has sent the first.
+        """
+        with self.group.ledger.during("step"):
+            for fragment in self.fragments:
+                self._take_outer_step(fragment)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model reads the common weights."""
+        self.settle()
+        self._point(self.common)
+        try:
+            yield
+        finally:
+            self._point(self.own)
+
+    def _point(self, vector: Array) -> None:
+        for parameter, view in views(self.weights, vector):
+            parameter.data = view
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the common weights, whole, on the host, by dotted path. Every rank calls it."""
+        with self.evaluating():
+            return self.model.state_dict()
+
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """As Strategy's, of the common weights."""
+        with self.evaluating():
+            super().check_replicas(group, when=when)
+
+    def traffic(self, passes: int) -> list[Collective]:
+        """The collectives of `every` steps, whatever the number of passes."""
+        return [Collective("all_reduce", fragment.data.nbytes, self.group, sent=self.scheme.sent_bytes(fragment.run))
+                for fragment in self.fragments]
+
+    def sends(self, first: int, last: int) -> list[int]:
+        """How often each fragment has set out in the steps after step `first` up to step `last`."""
+        return [last // self.every - first // self.every]
+
+    # --------------------------------------------------------------------------------------- state, for checkpoints
+
+    @property
+    def rank(self) -> int:
+        """Whose weights and inner state these are (Strategy.diverged)."""
+        return self.group.rank
+
+    def common_state(self) -> Iterator[tuple[str, str, Array]]:
+        """(kind, name, array) of the state that all ranks have in common: weights, and outer momentum by fragment."""
+        self.settle()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for parameter, view in views(self.weights, self.common):
+            yield "weight", names[id(parameter)], view
+        for slot in self.outer.slots:
+            for kind, array in slot.state.items():
+                yield f"outer {kind}", slot.name, array
+
+
+def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | None, clip: float | None,
+               accumulate: int) -> float:
+    """A step of a rank's own optimizer on its own rows; returns their mean loss.
+
+    Args:    strategy: its model, weights, loss, precision and recorder. The others: as Strategy.step.
+    Raises:  ConfigError if there is no row: then there is no step to make.
+    """
+    if not len(part.inputs):
+        raise ConfigError(f"local steps: a rank has no row of the batch, whose rows end at {part.first}; each rank "
+                          f"trains on its own rows, so give every rank at least one")
+    optimizer.zero_grad()
+    total = 0.0
+    for micro in micro_parts(part, accumulate):
+        if len(micro.inputs):
+            with strategy.recorder.span("forward", rows=len(micro.inputs)):
+                loss = strategy.loss(micro, part.targets.size)
+            with strategy.recorder.span("backward"):
+                loss.backward()
+            total += float(loss.item())
+    with strategy.recorder.span("optimizer"):
+        zero_unused(strategy.weights)
+        strategy.precision.update(optimizer, lambda: squares_of(p.grad for p in strategy.weights), lr=lr, clip=clip)
+    return total

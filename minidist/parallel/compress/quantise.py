@@ -1,0 +1,194 @@
+"""8bit and 4bit: each number becomes the index of the nearest entry of a small code book, times a scale of its block.
+
+A block's scale is its largest |number|, so one large gradient makes its block coarse, and no other. Two code books:
+
+    linear     -127 … 127 (4 bits: -7 … 7) over 127 (7): equal distances, so the error is at most 1/254 (1/14) scale
+    dynamic    seven decades (4 bits: three), each with twice as many entries as the one below: the error is up to 1/94
+               (1/6) scale at the top, but a number a hundred times smaller still has 16 entries to choose from
+
+and two roundings. To the nearest the error is smallest, but always the same for the same number: what is lost must be
+fed back. Stochastic rounding takes one of the two neighbours, the nearer one more often, so that the mean is the
+number itself: errors cancel over ranks and steps, and no residual is needed. Its random numbers are a hash of scheme,
+bucket, rank and step (device/backend.py), so a second run rounds the same way.
+
+Bytes of m numbers in blocks of k: 4 ceil(m/k) for the scales, then m codes (8 bits) or ceil(m/2) bytes of two codes.
+At k = 128: 1.03 and 0.53 bytes a number, of float32's 4.
+State: with feedback residuals, n + n/P numbers a rank (ZeRO: n); else none.
+
+A block with infinity or NaN arrives as NaN, so that a loss scale sees the overflow on every rank.
+
+Source:  Alistarh et al. 2017, "QSGD" (stochastic); Dettmers 2016, "8-Bit Approximations for Parallelism in Deep
+         Learning" (dynamic trees); Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (blocks).
+"""
+
+from functools import cache
+
+import numpy as np
+
+from minidist.device.backend import Array, array_module, narrow, random_uniform
+from minidist.device.dispatch import kernel, launcher
+from minidist.errors import ConfigError
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
+
+BITS = {"8bit": 8, "4bit": 4}
+LARGEST = {8: 127, 4: 7}                # code of the linear book
+BOOKS, ROUNDINGS, FEEDBACK = ("linear", "dynamic"), ("nearest", "stochastic"), ("auto", "yes", "no")
+KERNEL_BLOCK = 128                      # of kernels/quantise.cu, whose bytes these are
+
+
+class Quantiser(Codec):
+    """Codes of 8 or 4 bits. Args: as make."""
+
+    def __init__(self, bits: int, *, block: int, book: str, rounding: str) -> None:
+        self.bits, self.block, self.book, self.stochastic = bits, block, book, rounding == "stochastic"
+
+    def encode(self, values: Array, draw: RandomStream) -> Array:
+        """Scales, then codes."""
+        xp = array_module(values)
+        if self._by_kernel and kernel("quantise", values) is not None:
+            codes, scales = launcher("quantise")(values, bits=self.bits)
+            return xp.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
+        blocks = _blocks(values, self.block)
+        scales = self._scales(blocks)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            shares = blocks / xp.where(scales > 0, scales, 1)[:, None].astype(values.dtype)
+            shares[~xp.isfinite(scales)] = 0
+        drawn = None
+        if self.stochastic:
+            positions = xp.arange(draw.first, draw.first + blocks.size, dtype=np.int64)
+            drawn = random_uniform(draw.stream, draw.seed, positions).reshape(blocks.shape)
+        codes = (self._linear if self.book == "linear" else self._dynamic)(shares, drawn).reshape(-1)[:values.size]
+        return xp.concatenate([scales.view(np.uint8), codes if self.bits == 8 else _packed(codes)])
+
+    def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
+        xp, size = array_module(payload), 4 * self._blocks_of(count)
+        scales, codes = payload[:size].copy().view(np.float32), payload[size:]
+        if self._by_kernel and kernel("quantise", scales) is not None:
+            numbers = launcher("restore_quantised")(codes.view(np.int8).copy(), scales, count, bits=self.bits)
+            return numbers.astype(kind, copy=False)
+        codes = codes if self.bits == 8 else _unpacked(codes, count)
+        if self.book == "linear":
+            numbers = (codes if self.bits == 8 else (codes ^ 8) - 8).view(np.int8).astype(kind)
+        else:
+            numbers = xp.asarray(book_of(self.bits)).astype(kind)[codes]
+        blocks = _blocks(numbers, self.block)
+        with np.errstate(invalid="ignore", over="ignore"):
+            blocks *= scales[:, None].astype(kind)
+        return blocks.reshape(-1)[:count]
+
+    def nbytes(self, count: int, kind: np.dtype) -> int:
+        return 4 * self._blocks_of(count) + -(-count * self.bits // 8)
+
+    def _blocks_of(self, count: int) -> int:
+        return -(-count // self.block)
+
+    @property
+    def _by_kernel(self) -> bool:
+        return self.book == "linear" and not self.stochastic and self.block == KERNEL_BLOCK
+
+    def _scales(self, blocks: Array) -> Array:
+        """What a code's share of the book is multiplied by, float32; of a block with infinity or NaN that."""
+        xp = array_module(blocks)
+        if not len(blocks):
+            return xp.empty(0, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = xp.maximum(blocks.max(axis=1), -blocks.min(axis=1)).astype(np.float32)
+            return largest / np.float32(LARGEST[self.bits] if self.book == "linear" else 1)
+
+    def _linear(self, shares: Array, drawn: Array | None) -> Array:
+        """int8 codes as uint8."""
+        xp, most = array_module(shares), LARGEST[self.bits]
+        if drawn is None:
+            xp.rint(shares, out=shares)
+        else:
+            shares += drawn
+            xp.floor(shares, out=shares)
+        return xp.clip(shares, -most, most, out=shares).astype(np.int8).view(np.uint8)
+
+    def _dynamic(self, shares: Array, drawn: Array | None) -> Array:
+        """Indices into the book. A share is rounded to float16 first, whose 65,536 numbers have a table of indices."""
+        xp = array_module(shares)
+        half = narrow(shares.astype(np.float32, copy=False), np.dtype(np.float16)).view(np.uint16)
+        if drawn is None:
+            return xp.asarray(_nearest(self.bits))[half]
+        below, book = xp.asarray(_below(self.bits))[half], xp.asarray(book_of(self.bits))
+        distance = shares - book[below]
+        return (below + (drawn * (book[below + 1] - book[below]) < distance)).astype(np.uint8)
+
+
+def make(name: str, *, block: int = KERNEL_BLOCK, book: str = "linear", rounding: str = "nearest",
+         feedback: str = "auto", seed: int = 0) -> TwoPhase:
+    """The scheme.
+
+    Args:    block: numbers of one scale; book: one of BOOKS; rounding: one of ROUNDINGS.
+             feedback: keep what is lost; auto: with rounding to the nearest. seed: of stochastic rounding.
+    Raises:  ConfigError for another value.
+    """
+    for option, value, choices in (("book", book, BOOKS), ("rounding", rounding, ROUNDINGS),
+                                   ("feedback", feedback, FEEDBACK)):
+        if value not in choices:
+            raise ConfigError(f"compress {name}: {option}={value!r}; choose one of {', '.join(choices)}")
+    if not 2 <= block <= 1 << 20 or block % 2:
+        raise ConfigError(f"compress {name}: block={block}; a scale is for an even number from 2 to {1 << 20}")
+    codec = Quantiser(BITS[name], block=block, book=book, rounding=rounding)
+    return TwoPhase(name, codec, feedback=rounding == "nearest" if feedback == "auto" else feedback == "yes", seed=seed)
+
+
+@cache
+def book_of(bits: int) -> np.ndarray:
+    """The dynamic code book: 2^bits numbers from -1 to 1, rising, float32.
+
+    Decade i of d = bits - 1 (from 10^-i down to a tenth of it) has 2^(d-1-i) numbers of each sign, in the middles of
+    equal parts. Beside them stand 0 and 1; the lowest is -1, so that every number lies between two of them.
+    """
+    decades, numbers = bits - 1, [0.0, 1.0]
+    for decade in range(decades):
+        edges = np.linspace(0.1, 1, 2 ** (decades - 1 - decade) + 1)
+        middles = 10.0 ** -decade * (edges[:-1] + edges[1:]) / 2
+        numbers += [*middles, *-middles]
+    book = np.sort(np.array(numbers, np.float32))
+    book[0] = -1
+    return book
+
+
+@cache
+def _halves() -> np.ndarray:
+    """The value of each float16 in float32, from -1 to 1; beyond, and NaN as 0."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return np.clip(np.nan_to_num(values, nan=0.0, posinf=1.0, neginf=-1.0), -1, 1)
+
+
+@cache
+def _nearest(bits: int) -> np.ndarray:
+    """Of each float16, the index of the nearest number of the book, of two the upper."""
+    book = book_of(bits)
+    return np.searchsorted((book[:-1] + book[1:]) / 2, _halves(), side="right").astype(np.uint8)
+
+
+@cache
+def _below(bits: int) -> np.ndarray:
+    """Of each float16, the index of the last number of the book that is not above it, but for the highest."""
+    book = book_of(bits)
+    return np.clip(np.searchsorted(book, _halves(), side="right") - 1, 0, len(book) - 2).astype(np.uint8)
+
+
+def _blocks(values: Array, block: int) -> Array:
+    """(⌈n/block⌉, block), padded with zeros; a copy where it is padded."""
+    xp, rest = array_module(values), -values.size % block
+    if rest:
+        values = xp.concatenate([values, xp.zeros(rest, values.dtype)])
+    return values.reshape(-1, block)
+
+
+def _packed(codes: Array) -> Array:
+    """Two codes a byte, the first in the low half."""
+    if codes.size % 2:
+        codes = array_module(codes).concatenate([codes, codes[:1] * 0])
+    return (codes[::2] & 15) | (codes[1::2] << 4)
+
+
+def _unpacked(pairs: Array, count: int) -> Array:
+    """The codes, 0 … 15."""
+    codes = array_module(pairs).empty(2 * pairs.size, np.uint8)
+    codes[::2], codes[1::2] = pairs & 15, pairs >> 4
+    return codes[:count]

@@ -1,0 +1,103 @@
+"""`minidist train --local-steps`: what it prints and writes, stopped and resumed, and its mistakes in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from minidist.cli import main
+from minidist.cli.train import saving
+from minidist.parallel.step.replicas import weights_digest
+
+TINY = ["train", "--transport", "threads", "--batch", "6", "--context", "8", "--layers", "1", "--width", "8", "--heads",
+        "2", "--dtype", "float64", "--steps", "8"]
+STREAMING = ["-n", "3", "--local-steps", "4", "--fragments", "2", "--delay", "1", "--mix", "0.5", "--outer-compress",
+             "bf16:feedback=yes"]
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of two thousand symbols."""
+    file = tmp_path_factory.mktemp("data") / "book.txt"
+    file.write_text("".join(f"{i}: a quick brown fox jumps over {i * i} dogs.\n" for i in range(50)))
+    return file
+
+
+def train(book: Path, out: Path, *options: str) -> dict[str, Any]:
+    """Train; the metrics."""
+    assert main([*TINY, *options, "--data", str(book), "--out", str(out)]) == 0
+    return dict(json.loads((out / "metrics.json").read_text()))
+
+
+@pytest.mark.parametrize("options", [
+    ["-n", "3", "--local-steps", "4"], STREAMING, ["-n", "2", "--local-steps", "2", "--outer", "sgd"],
+    ["--local-steps", "8"]])
+def test_a_run(options: list[str], book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    metrics = train(book, tmp_path / "run", *options)
+    printed, error = capfd.readouterr()
+    assert error == "" and len(metrics["losses"]) == 8
+    sent = sum(sum(rank["sent_bytes"].get("dp", {}).values()) for rank in metrics["ranks"])
+    told = sum(sum(rank["messages"].get("dp", {}).values()) for rank in metrics["ranks"])
+    assert [sent, told] == [metrics["formula"]["sent_bytes"], metrics["formula"]["messages"]]
+    every = metrics["plan"]["local_steps"]
+    assert (f"what each rank sent for outer gradients in {every} steps" in printed) == (metrics["size"] > 1)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
+    held = {name: metrics["ranks"][0]["memory"][name]["now"] / metrics["parameter_bytes"]
+            for name in ("parameters", "gradients", "optimizer")}
+    momentum = metrics["plan"]["outer"] == "nesterov"
+    assert held == {"parameters": 2, "gradients": 1, "optimizer": 2 + momentum}
+    assert f"16 + 8 + {16 + 8 * momentum} = {40 + 8 * momentum} bytes a parameter" in printed
+
+
+def test_workers_that_meet_the_server_by_themselves(book: Path, tmp_path: Path,
+                                                    capfd: pytest.CaptureFixture[str]) -> None:
+    metrics = train(book, tmp_path / "run", "-n", "3", "--local-steps", "4", "--strategy", "parameter-server",
+                    "--asynchronous")
+    assert capfd.readouterr().err == "" and len(metrics["losses"]) == 8
+    for rank, expected in zip(metrics["ranks"], metrics["formula"]["by_rank"], strict=True):
+        assert [sum(rank[kind].get("dp", {}).values()) for kind in ("sent_bytes", "messages")] == expected
+    assert weights_digest(load_file(tmp_path / "run" / "model.safetensors")) == metrics["weights_sha256"]
+
+
+def test_stopped_and_resumed_it_has_the_same_bits(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capfd: pytest.CaptureFixture[str]) -> None:
+    """After step 5, when a fragment has set out and is not mixed in yet; a checkpoint exports the common weights."""
+    whole, run = train(book, tmp_path / "whole", *STREAMING), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.Saver, "stopping", lambda self: 15 if self.trainer.steps_done == 5 else 0)
+        assert main([*TINY, *STREAMING, "--data", str(book), "--out", str(run), "--save-every", "8"]) == 75
+    assert main(["train", "--resume", str(run), "--quiet"]) == 0
+    resumed = json.loads((run / "metrics.json").read_text())
+    for key in ("losses", "weights_sha256", "validation_loss", "plan"):
+        assert resumed[key] == whole[key], key
+    sent = sum(sum(rank["sent_bytes"].get("dp", {}).values()) for rank in resumed["ranks"])
+    assert (resumed["resumed_from"], sent) == (5, resumed["formula"]["sent_bytes"])
+    capfd.readouterr()
+    assert main(["checkpoint", str(run), "--export", str(tmp_path / "export.safetensors")]) == 0
+    assert weights_digest(load_file(tmp_path / "export.safetensors")) == whole["weights_sha256"]
+    assert main(["train", "--resume", str(run), "-n", "2", "--steps", "12"]) != 0
+    error = capfd.readouterr().err
+    assert "was saved with local steps by 3 ranks" in error and "go on with local steps on 3" in error
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--local-steps", "3"], "nothing would come of the last 2; choose 6 or 9"),
+    (["--local-steps", "16"], "nothing would come of the last 8; choose 16"),
+    (["--local-steps", "4", "--verify"], "equal no run of one process; leave out --local-steps or --verify"),
+    (["-n", "2", "--local-steps", "4", "--elastic", "1:2"], "takes weights of its own with it"),
+    (["-n", "7", "--local-steps", "4"], "--batch 6: with --local-steps each of 7 ranks trains on its own sequences"),
+    (["-n", "4", "--plan", "tp=2,dp=2", "--local-steps", "4"], "with tp=2: each rank trains a whole model by itself"),
+    (["--fragments", "2"], "is for ranks that meet seldom; add local_steps=25"),
+    (["--local-steps", "4", "--outer-compress", "3bit"], "choose one of none, fp16"),
+    (["--local-steps", "4", "--outer", "adam"], "--outer"), (["--local-steps", "4", "--mix", "1"], "--mix")])
+def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in TINY if "--elastic" not in options or word not in ("--transport", "threads")]
+    assert main([*words, *options, "--data", str(book)]) != 0
+    error = capfd.readouterr().err
+    assert says in error and error.count("\n") == 1 and "Traceback" not in error

@@ -1,0 +1,76 @@
+"""Exercise 24: filled rightly it passes, each wrong filling fails under its name; what the lesson's tables say."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from filling import assert_named, graded, right
+
+from minidist import lessons
+from minidist.grading import load_module
+
+RIGHT = right("24")
+LESSON = load_module(lessons.find("24").part("lesson.py"), "24")
+WRONG = {
+    "a message that waits for the wrong rank": {1: "group[1:]"},
+    "a call that does not wait for the last rank": {
+        2: "max(ended.get((way, count[way] - 1), 0.0), min(came[way, count[way]].values()))"},
+    "calls of one group at the same time": {2: "max(came[way, count[way]].values())"},
+    "work of another length": {3: "event.work"},
+    "waits that add up, or turn the clock back": {4: "ended[started[event.id]]"},
+    "ranks on other devices": {5: "place + shape[axis] * coordinates[axis]"},
+    "not what the link carries": {6: "2 * (size - 1) / size * nbytes / bandwidth"},
+    "not the share of all devices' peak": {7: "tokens * flops_a_token / (seconds * peak)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("24", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    assert_named("24", mistake, WRONG[mistake], tmp_path)
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("24", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 3" in result.results[-1].line() and "exercise_24.py line" in result.results[-1].line()
+
+
+def test_a_guess_is_five_numbers_of_seconds() -> None:
+    assert LESSON.seconds_of("0.1,.2,3,4,5e-1") == [0.1, 0.2, 3.0, 4.0, 0.5]
+    for text in ("0.1", "1,2,3,4,x", "1,2,3,4,0", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="write 5 numbers of seconds"):
+            LESSON.seconds_of(text)
+
+
+def test_the_break_its_lose_what_the_story_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The virtual clock is exact: the story's figures are these."""
+    told = lessons.find("24").part("README.md").read_text(encoding="utf-8")
+    for name, figures in (("slow-ring", ("48.95 ms", "92.72 ms")), ("tensor-across-nodes", ("0.298 s", "0.408 s")),
+                          ("straggler", ("0.166 s", "0.329 s"))):
+        LESSON.BREAKS[name]()
+        out = capsys.readouterr().out
+        assert all(figure in out and figure in told for figure in figures), name
+
+
+def test_data_parallel_efficiency_depends_on_bandwidth_and_passes_rather_than_on_size() -> None:
+    """N1:100 says that large models are limited; their gradients grow, and so does the computing beside them."""
+    lab = LESSON.lab
+    (small, wide), (large,) = (lab.efficiencies(lab.sized(layers, 1024, 16), gbps)
+                               for layers, gbps in ((4, (8.0, 64.0)), (12, (8.0,))))
+    assert 0.1 < small < 0.9 and large == pytest.approx(small, rel=0.25)
+    assert wide > 1.5 * small
+    assert lab.efficiencies(lab.sized(4, 1024, 16), (8.0,), passes=4)[0] > 1.2 * small
+
+
+@pytest.mark.soak
+def test_the_table_by_size_row_by_row() -> None:
+    """ZeRO-1 is no slower than the row's ZeRO-2; 3D is slower by a tenth at 70 billion, by little at 175."""
+    rows = list(LESSON.lab.advised())
+    assert all(row.advised is not None for row in rows)
+    losses = [row.advised.step_seconds / row.best.step_seconds - 1 for row in rows]
+    assert all(loss >= 0 for loss in losses) and losses[0] < 0.01 < losses[1] and losses[2] < 0.03 and losses[3] < 0.03

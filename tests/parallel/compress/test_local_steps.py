@@ -1,0 +1,291 @@
+"""Local steps: equal to their published formulas, at the cost that the docstring states, and across a restart."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_steps import new_model, reference, vector_of
+from training import difference, global_batch, tiny, train, train_tiny
+
+import minidist as md
+from minidist.errors import CheckpointError, ConfigError, MismatchError, PlanError
+from minidist.optim import AdamW
+from minidist.parallel.compress.local_steps import LocalSteps, plain_diloco
+from minidist.parallel.compress.outer import OUTERS, Outer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
+
+BOUND = 1e-10
+LOCAL_SGD = {"outer": "sgd", "outer_lr": 1.0, "optimizer": "sgd", "clip": None}
+
+
+def run(size: int, **options: Any) -> list[dict[str, Any]]:
+    """`train` on `size` threads."""
+    return md.run(lambda world: train(world, **options), size=size)
+
+
+def flat(weights: dict[str, np.ndarray]) -> np.ndarray:
+    """The weights by name as one vector, in the model's order."""
+    return np.concatenate([np.ravel(weights[name]) for name, _ in new_model().named_parameters()])
+
+
+# ------------------------------------------------------------------------------------------------------ the numbers
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_meeting_after_each_step_is_ddp(size: int) -> None:
+    """Outer rate 1, no momentum, SGD inside; also where parts of the batch differ in size."""
+    local, ddp = (run(size, steps=4, sequences=7, **options)[0]
+                  for options in ({"local_steps": 1, **LOCAL_SGD}, {"optimizer": "sgd", "clip": None}))
+    assert difference(local["weights"], ddp["weights"]) < BOUND
+    np.testing.assert_allclose(local["losses"], ddp["losses"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_diloco_equals_its_formula(size: int) -> None:
+    ranks, one = run(size, steps=6, local_steps=3), reference(size, steps=6, every=3)
+    np.testing.assert_allclose(flat(ranks[0]["weights"]), one["common"], rtol=0, atol=BOUND)
+    np.testing.assert_allclose(ranks[0]["losses"], one["losses"], rtol=1e-12)
+    assert len({rank["digest"] for rank in ranks}) == 1          # the same bits on all ranks
+    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+    assert run(size, steps=6, local_steps=3)[0]["digest"] == ranks[0]["digest"]       # and on a second run
+
+
+def test_local_sgd_is_the_mean_of_the_weights() -> None:
+    ranks = run(3, steps=4, sequences=6, local_steps=4, **LOCAL_SGD)
+    one = reference(3, steps=4, every=5, sequences=6, inner="sgd", clip=None)         # they never meet
+    np.testing.assert_allclose(flat(ranks[0]["weights"]), np.mean(one["own"], axis=0), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"outer": "sgd", "outer_momentum": 0.8, "outer_lr": 0.5}, {"outer_lr": 0.3}])
+def test_other_outer_optimizers(options: dict[str, Any]) -> None:
+    formula = {"lr": options["outer_lr"], "momentum": options.get("outer_momentum", 0.9),
+               "nesterov": options.get("outer") != "sgd"}
+    ranks, one = run(2, steps=6, local_steps=2, **options), reference(2, steps=6, every=2, **formula)
+    np.testing.assert_allclose(flat(ranks[0]["weights"]), one["common"], rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("bug", ["no share", "the sign", "the common weights are not updated"])
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, merge = LocalSteps._send, LocalSteps._merge
+    if bug == "no share":
+        monkeypatch.setattr(LocalSteps, "_send", lambda self, fragment, share: send(self, fragment, 1.0))
+    elif bug == "the sign":
+        monkeypatch.setattr(LocalSteps, "_send", lambda self, fragment, share: send(self, fragment, -share))
+    else:
+        def lazy(self: Any, fragment: Any, mix: float = 0.0) -> None:
+            before = fragment.data.copy()
+            merge(self, fragment, mix)
+            fragment.data[...] = before
+        monkeypatch.setattr(LocalSteps, "_merge", lazy)
+    wrong = run(2, steps=6, local_steps=3)[0]
+    assert np.max(np.abs(flat(wrong["weights"]) - reference(2, steps=6, every=3)["common"])) > 1e-6
+
+
+def test_the_plain_version_has_the_same_numbers() -> None:
+    batches = [global_batch(step, 5, tiny()) for step in range(6)]
+
+    def rank(world: Any) -> np.ndarray:
+        model = new_model()
+        plain_diloco(model, AdamW(model.parameters(), 1e-2), world, batches, 3)
+        return vector_of(model)
+
+    found = md.run(rank, size=3)
+    np.testing.assert_allclose(found[0], reference(3, steps=6, every=3, clip=None)["common"], rtol=0, atol=BOUND)
+    assert all(np.array_equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
+def test_same_bits_on_every_transport(transport: str) -> None:
+    options = {"steps": 4, "local_steps": 2, "outer_compress": "bf16"}
+    there = md.run(train_tiny, {}, options, size=3, transport=transport)
+    assert {rank["digest"] for rank in there} == {run(3, **options)[0]["digest"]}
+
+
+def test_passes_and_dropout_do_not_see_the_split() -> None:
+    """With one rank each row has the same dropout as with three: it is keyed by its number in the global batch."""
+    config = tiny(dropout=0.3)
+    options = {"steps": 2, "local_steps": 1, "config": config, **LOCAL_SGD}
+    assert difference(run(3, **options)[0]["weights"], run(1, **options)[0]["weights"]) < BOUND
+    assert difference(run(2, accumulate=2, **options)[0]["weights"], run(2, **options)[0]["weights"]) < BOUND
+
+
+# ---------------------------------------------------------------------------------------------- messages and memory
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_bytes_are_the_formula(size: int) -> None:
+    """Two meetings in seven steps: an all-reduce of all weights each; and each step's losses, under control."""
+    ranks = run(size, steps=7, sequences=9, local_steps=3)
+    nbytes = 8 * sum(p.size for p in new_model().parameters())
+    assert sum(rank["sent"].get("dp", {}).get("all_reduce", 0) for rank in ranks) == 2 * 2 * (size - 1) * nbytes
+    assert all(rank["sent"].get("dp", {}).keys() <= {"all_reduce"} for rank in ranks)
+    assert sum(rank["sent"].get("control", {}).get("all_gather", 0) for rank in ranks) == 7 * size * (size - 1) * 8
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", ["fp16", "4bit:block=64"])
+def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
+    """Two meetings, two phases each; 4bit: half a byte a number, and 4 bytes a block of 64, of each rank's chunk."""
+    ranks = run(size, steps=5, sequences=8, local_steps=2, outer_compress=name)
+    chunks = [len(chunk) for chunk in np.array_split(vector_of(new_model()), size)]
+    once = sum(2 * m if name == "fp16" else 4 * -(-m // 64) + -(-m // 2) for m in chunks)
+    assert sum(sum(rank["sent"]["dp"].values()) for rank in ranks) == 2 * 2 * (size - 1) * once
+    assert {rank["memory"]["communication"]["now"] for rank in ranks} == {0}
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+
+def test_four_bits_of_the_way_are_nearly_the_way() -> None:
+    """The outer step is that of the whole outer gradient to a part of its largest entry: 1/14, in two phases, times
+    the rate 0.7 × 1.9 of the first step."""
+    start = vector_of(new_model())
+    exact, coarse = (flat(run(3, steps=2, local_steps=2, **options)[0]["weights"]) - start
+                     for options in ({}, {"outer_compress": "4bit:book=linear,rounding=nearest"}))
+    assert 0 < np.max(np.abs(coarse - exact)) <= 2.1 / 14 * np.max(np.abs(exact))
+    digests = {run(3, steps=4, local_steps=2, outer_compress="4bit")[rank]["digest"] for rank in range(3)}
+    assert len(digests) == 1                            # the same random numbers in a second run
+
+
+def test_no_rank_waits_for_another_between_meetings() -> None:
+    """Rank 1 makes its first step when rank 0 has made two."""
+    ahead = threading.Event()
+
+    def rank(world: Any) -> list[float]:
+        trainer = Trainer(Plan(dp=2, local_steps=3), tiny(), world, seed=3)
+        assert world.rank == 0 or ahead.wait(20)
+        late = [trainer.start_step(global_batch(step, 4, tiny())) for step in range(2)]
+        assert world.rank == 1 or not late[0].done()
+        ahead.set()
+        late.append(trainer.start_step(global_batch(2, 4, tiny())))
+        return [loss.wait() for loss in late]
+
+    first, second = md.run(rank, size=2)
+    assert first == second
+
+
+def test_memory_is_the_formula() -> None:
+    """float32, Adam: 8Ψ of parameters, 4Ψ of gradients, 8Ψ + 4Ψ of moments, 4Ψ in flight while the ranks meet."""
+    memory = run(2, steps=2, local_steps=2, config=tiny(dtype="float32"))[0]["memory"]
+    count = sum(p.size for p in new_model().parameters())
+    now = {name: memory[name]["now"] for name in ("parameters", "gradients", "optimizer", "communication")}
+    assert now == {"parameters": 8 * count, "gradients": 4 * count, "optimizer": 12 * count, "communication": 0}
+    assert memory["communication"]["peak"] >= 4 * count
+
+
+# --------------------------------------------------------------------------------------- which weights are the run's
+
+def test_the_weights_of_a_run_are_the_common_ones() -> None:
+    """Between two meetings evaluation, digest and copies are of the last meeting; then a rank goes on with its own."""
+    def rank(world: Any) -> None:
+        trainer = Trainer(Plan(dp=2, local_steps=2), tiny(), world, seed=3, lr=1e-2)
+        held_out = [global_batch(77, 4, tiny())]
+        losses, digests = [], []
+        for step in range(4):
+            trainer.step(global_batch(step, 4, tiny()))
+            own = vector_of(trainer.model)
+            digests.append(trainer.weights_sha256())
+            losses.append(trainer.evaluate(held_out))
+            trainer.check_replicas()
+            assert np.array_equal(vector_of(trainer.model), own)
+            assert np.array_equal(flat(trainer.state_dict()), own) == (step % 2 == 1)
+        start = new_model().loss(*held_out[0], divisor=held_out[0][1].size)
+        assert digests[1] == digests[2] != digests[3]
+        assert losses[0] == pytest.approx(float(start.item()), rel=1e-12)
+        assert losses[1] == losses[2] != losses[3]
+
+    md.run(rank, size=2)
+
+
+def test_common_weights_that_differ_are_seen() -> None:
+    def rank(world: Any) -> None:
+        strategy = LocalSteps(new_model(), world, every=1)
+        strategy.common[3] += world.rank
+        strategy.check_replicas(world)
+
+    with pytest.raises(MismatchError, match=r"weights of ranks \[1\] differ from rank 0's"):
+        md.run(rank, size=2)
+
+
+# --------------------------------------------------------------------------------------------------------- a restart
+
+RESTARTS = [{"local_steps": 3}, {"local_steps": 4, "fragments": 2, "delay": 2, "mix": 0.25},
+            {"local_steps": 3, "outer": "sgd"}, {"local_steps": 2, "outer_compress": "bf16:feedback=yes"},
+            {"local_steps": 4, "fragments": 4, "delay": 3, "outer_compress": "4bit:rounding=stochastic"}]
+
+
+@pytest.mark.parametrize(("options", "asynchronous_save"), [
+    *((options, number % 2 == 1) for number, options in enumerate(RESTARTS)),
+    *(pytest.param(options, number % 2 == 0, marks=pytest.mark.soak) for number, options in enumerate(RESTARTS))])
+def test_goes_on_with_the_same_bits(options: dict[str, Any], asynchronous_save: bool, tmp_path: Path) -> None:
+    """Saved between two meetings, with a fragment on its way."""
+    def rank(world: Any, *, until: int, save: int = 0, load: bool = False) -> tuple[list[float], str, str]:
+        trainer = Trainer(Plan(dp=3, **options), tiny(), world, seed=3, lr=1e-2)
+        if load:
+            trainer.load(tmp_path / "saved")
+        losses = []
+        for step in range(trainer.steps_done, until):
+            losses.append(trainer.step(global_batch(step, 5, tiny())))
+            if step + 1 == save:
+                (trainer.start_save if asynchronous_save else trainer.save)(tmp_path / "saved")
+        own = vector_of(trainer.model).tobytes().hex()
+        digest = trainer.weights_sha256()
+        trainer.close()
+        return losses, digest, own
+
+    whole = md.run(lambda world: rank(world, until=9), size=3)
+    saved = md.run(lambda world: rank(world, until=9, save=5), size=3)
+    again = md.run(lambda world: rank(world, until=9, load=True), size=3)
+    assert saved == whole                                       # to save changes nothing
+    for one, other in zip(whole, again, strict=True):
+        assert (other[0], *other[1:]) == (one[0][5:], *one[1:])
+
+
+@pytest.mark.parametrize(("saved", "size", "loaded", "says"), [
+    ({"local_steps": 2}, 2, {"local_steps": 2}, "was saved with local steps by 3 ranks.*go on with local steps on 3"),
+    ({"local_steps": 2}, 3, {}, "was saved with local steps by 3 ranks"),
+    ({}, 3, {"local_steps": 2}, "was saved without local steps, and so without a state of each rank's own")])
+def test_another_plan_cannot_go_on(saved: dict[str, Any], size: int, loaded: dict[str, Any], says: str,
+                                   tmp_path: Path) -> None:
+    def save(world: Any) -> None:
+        Trainer(Plan(dp=3, **saved), tiny(), world).save(tmp_path / "saved")
+
+    def load(world: Any) -> None:
+        Trainer(Plan(dp=size, **loaded), tiny(), world).load(tmp_path / "saved")
+
+    md.run(save, size=3)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        md.run(load, size=size)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_is_not_changed_in_memory() -> None:
+    def rank(world: Any) -> None:
+        trainer = Trainer(Plan(dp=2, local_steps=2), tiny(), world)
+        with pytest.raises(PlanError, match="change_plan: with local steps each rank has weights and state of its own"):
+            trainer.change_plan(Plan(dp=2))
+        trainer.step(global_batch(0, 4, tiny()))                # it goes on
+
+    md.run(rank, size=2)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+def test_a_rank_without_a_row() -> None:
+    with pytest.raises(ConfigError, match="give every rank at least one"):
+        run(3, steps=1, sequences=2, local_steps=2)
+
+
+def test_replicas_that_do_not_start_equal() -> None:
+    def rank(world: Any) -> None:
+        model = new_model()
+        next(model.parameters()).data[0] += world.rank
+        LocalSteps(model, world, every=2)
+
+    with pytest.raises(MismatchError, match="before the first step"):
+        md.run(rank, size=2)
+
+
+def test_outer_optimizers() -> None:
+    assert OUTERS["nesterov"] == Outer(0.7, 0.9, nesterov=True)
+    assert OUTERS["sgd"].make([type("T", (), {"data": np.zeros(2), "grad": None, "name": "t"})]).lr == 1.0
+    with pytest.raises(ConfigError, match="take a whole number of steps for each, as 1 × 3"):
+        md.run(lambda world: LocalSteps(new_model(), world, every=2, fragments=3), size=1)
