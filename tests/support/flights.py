@@ -37,7 +37,8 @@ class VirtualJob:
     def at(self, rank: int, now: float):
         """In the block it is this time for the rank."""
         self.now = now
-        clock = SimpleNamespace(perf_counter=lambda: 1e6 + now, time=lambda: self._start + now + self.skew.get(rank, 0.0))
+        today = self._start + self.skew.get(rank, 0.0)
+        clock = SimpleNamespace(perf_counter=lambda: 1e6 + now, time=lambda: today + now)
         with patch.object(recorder, "time", clock):
             yield
 

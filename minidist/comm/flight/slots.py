@@ -4,7 +4,8 @@
     slots       record n is in slot n % SLOTS: MOVING, then msgpack of what stays the same from call to call: the
                 fields FIELDS of its kind, shortened to fit
 
-A slot's number is cleared before the slot is written, and set last: a record that SIGKILL tore has none.
+A slot's number is cleared before the slot is written, and set last: a record that SIGKILL tore has none. A ring that is
+still written to is read twice: a record that was overwritten meanwhile has another number the second time.
 """
 
 import struct
@@ -51,16 +52,28 @@ def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
              FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes and messages.
     Raises:  ConfigError if there is no such file, or it is no ring.
     """
-    try:
-        ring = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"no flight recorder in {path}: {error.strerror}") from error
+    ring, later = _read_twice(Path(path))
     length = int.from_bytes(ring[len(MAGIC):len(MAGIC) + 4], "little")
     if ring[:len(MAGIC)] != MAGIC or len(ring) != RING_BYTES or length > HEADER_BYTES:
         raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
                           f"give a file that FlightRecorder.keep_in has made")
     start = len(MAGIC) + 4
-    return msgpack.unpackb(ring[start:start + length], strict_map_key=False), entries_of(ring)
+    entries = [entry for entry in entries_of(ring)
+               if NUMBER.unpack_from(later, place(entry["number"]))[0] == entry["number"]]
+    return msgpack.unpackb(ring[start:start + length], strict_map_key=False), entries
+
+
+def _read_twice(path: Path) -> tuple[bytes, bytes]:
+    """The file, and again, with the same header both times; that changes only when the rank uses a new group."""
+    try:
+        ring = path.read_bytes()
+        for _ in range(10):
+            ring, before = path.read_bytes(), ring
+            if ring[:HEADER_BYTES] == before[:HEADER_BYTES]:
+                break
+    except OSError as error:
+        raise ConfigError(f"no flight recorder in {path}: {error.strerror}") from error
+    return before, ring
 
 
 def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
@@ -81,7 +94,10 @@ def _entry(ring: bytes, at: int) -> Entry | None:
         return None
     entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
              "step": None if step == NO_STEP else step, "made": made, "begun": begun, "ended": ended}
-    texts = msgpack.unpackb(ring[at + MOVING.size:at + MOVING.size + length]) if length else []
+    try:
+        texts = msgpack.unpackb(ring[at + MOVING.size:at + MOVING.size + length]) if length else []
+    except ValueError:      # overwritten while it was read
+        return None
     if KINDS[kind] in (CALL, MESSAGE):
         entry |= {"nbytes": nbytes, "messages": messages}
     if KINDS[kind] in (CALL, MESSAGE, WAIT):

@@ -124,6 +124,22 @@ def test_a_record_that_was_torn_is_left_out(tmp_path):
     assert [entry["sequence"] for entry in read_ring(path)[1]] == [2]
 
 
+def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, monkeypatch):
+    recorder, path = FlightRecorder(), tmp_path / "ring"
+    recorder.keep_in(path)
+    for sequence in range(1, SLOTS + 1):
+        make(recorder, sequence)
+    old = bytearray(path.read_bytes())
+    make(recorder, SLOTS + 1)               # in the slot of record 1
+    new = path.read_bytes()
+    texts = HEADER_BYTES + 240 + 60
+    old[texts:texts + 180] = new[texts:texts + 180]
+    old[HEADER_BYTES + 2 * 240 + 60:HEADER_BYTES + 3 * 240] = bytes(180)        # record 2: no msgpack of its length
+    reads = iter([bytes(old), new])
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda self: next(reads))
+    assert [entry["number"] for entry in read_ring(path)[1]][:2] == [3, 4]
+
+
 def test_the_calls_of_a_group_are_recorded_on_every_transport():
     def job(world):
         world.tell_step(4)
