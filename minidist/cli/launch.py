@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "%(default)s)")
     add_limits(parser.add_argument, "on this node")
     parser.add_argument("--flight", metavar="DIR",
-                        help="keep each rank's flight recorder there, as a file, for `minidist diagnose DIR`; under "
-                             "other launchers MINIDIST_FLIGHT=DIR does (default: in memory)")
+                        help="keep each rank's flight recorder there, as a file, for `minidist diagnose DIR` "
+                             "(default: in memory)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")

@@ -1,9 +1,8 @@
 """Where the flight recorder of a rank is kept, and what SIGUSR2 does to a rank's process.
 
     minidist launch -n 4 --flight DIR script.py         DIR/00000.ring to DIR/00003.ring
-    MINIDIST_FLIGHT=DIR mpirun -n 4 python script.py    the same under any other launcher
     minidist train --out RUN                            RUN/flight/00000.ring and so on
-    world.ledger.flight.keep_in(file)                   in a function of md.run
+    world.ledger.flight.keep_in("DIR/00003.ring")       in a program under another launcher, and in a function of md.run
 """
 
 import os
@@ -20,7 +19,7 @@ def ring_file(folder: str | Path, world_rank: int) -> Path:
 
 
 def begin_flight(world: Group) -> None:
-    """Once a rank has joined its job: SIGUSR2 dumps its recorder, and MINIDIST_FLIGHT names its folder.
+    """Once a rank has joined its job: SIGUSR2 dumps its recorder, and its folder is the launcher's --flight.
 
     Raises: ConfigError if the ring cannot be made there.
     """
