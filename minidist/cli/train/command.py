@@ -20,6 +20,7 @@ from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elast
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import make_console, make_report
 from minidist.cli.train.report import print_report
+from minidist.cli.train.rings import drop_rings, keep_ring
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
 from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
@@ -94,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
         with run_folder(settings.out):
             if args.elastic:
                 return start_elastic(settings, size)
-            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience,
-                         limits=limits_of(args, settings.out))
+            status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
+                           patience=args.patience, limits=limits_of(args, settings.out))
+            drop_rings(settings.out, status)
+            return status
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
@@ -120,6 +123,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
+    keep_ring(settings.out, world)
     if lives is not None:
         lives.begin(trainer)
     elif settings.resume is not None:

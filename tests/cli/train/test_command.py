@@ -184,7 +184,9 @@ def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
 def test_the_run_folder(runs: dict[str, Any]) -> None:
     for metrics, _, folder in runs.values():
         names = {file.name for file in folder.iterdir()}
-        assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors"}
+        assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight"}
+        rings = sorted(file.name for file in (folder / "flight").iterdir())
+        assert rings == [f"{rank:05d}.ring" for rank in range(metrics["size"])]
         assert json.loads((folder / "metrics.json").read_text()) == metrics
         weights = load_file(folder / "model.safetensors")
         assert weights_digest(weights) == metrics["weights_sha256"]
