@@ -158,7 +158,8 @@ def what_if(page: Page) -> None:
                          for key, value in vars(change).items() if value is not None)
         rows.append([f"{strategy}: {name}", f"{1e3 * before:.1f}", f"{1e3 * told:.1f}", f"{1e3 * after:.1f}",
                      f"{told / after - 1:+.1%}", verdict(told, after, 0.1)])
-    page.table("A recorded step under a change (ms)", ["", "recorded", "predicted", "run", "difference", "within 10 %"], rows)
+    page.table("A recorded step under a change (ms)",
+               ["", "recorded", "predicted", "run", "difference", "within 10 %"], rows)
 
 
 def bucket_sizes(page: Page) -> None:

@@ -77,6 +77,14 @@ def test_the_plain_path_is_that_of_the_replay(job: lab.Job) -> None:
     assert lower_bound(record) <= record.seconds * (1 + 1e-12)
 
 
+def test_the_plain_path_goes_through_the_rank_that_came_last() -> None:
+    """Backward is slow on rank 1, the update on rank 0."""
+    record = load_module(lessons.find("23").part("check.py"), "23").two_slow()
+    assert [part.rank for part in plain_critical_path(record)] == [1, None, 0]
+    assert [(piece["kind"], piece["rank"]) for piece in why(record)["path"] if piece["kind"] == "busy"] == [
+        ("busy", 1), ("busy", 1), ("busy", 0)]
+
+
 @pytest.mark.parametrize(("strategy", "change"), LESSON.CHANGES)
 def test_a_prediction_is_what_then_runs(strategy: str, change: object) -> None:
     """Exact, but for buckets that cut tensors otherwise than evenly: those within 4 %."""
