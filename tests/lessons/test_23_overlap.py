@@ -1,5 +1,6 @@
 """Exercise 23: filled rightly it passes, each wrong filling fails under its name; what the lesson's tables say."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_the_causes_of_a_late_bucket_name_it_alone() -> None:
 
 def test_the_story_says_what_the_clock_says() -> None:
     told = lessons.find("23").part("README.md").read_text(encoding="utf-8")
+    assert "".join(inspect.getsource(lab.soonest_needed_first).partition("ends, left")[1:]) in told
     for _, job, _ in LESSON.CASES:
         assert f"{1e3 * lab.run(job).seconds:.1f}" in told
     for bandwidth in (5e8, 2.5e8):
