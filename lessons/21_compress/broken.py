@@ -39,13 +39,13 @@ def no_masking() -> None:
     for name, options in (("masked", ""), ("not masked", ",masking=no")):
         way = {"compress": f"top-k:density=0.01,momentum=0.9{options}"}
         losses = on_threads(train_by_sgd, way)
-        print(f"{name:10} loss of step 1 {losses[0]:.2f}, highest {max(losses):.2f}, mean of the last 10 "
-              f"{np.mean(losses[-10:]):.2f}")
+        print(f"{name:10} loss of step 1 {losses[0]:.2f}, of step 30 {losses[-1]:.2f}, highest {max(losses):.2f}")
 
 
 def train_by_sgd(group: Group, way: dict[str, Any]) -> list[float]:
     """The losses of 30 steps of SGD without momentum of its own."""
-    losses: list[float] = lab.train(group, way, 30, optimizer="sgd", lr=0.5, clip=None)["losses"]
+    with np.errstate(all="ignore"):
+        losses: list[float] = lab.train(group, way, 30, optimizer="sgd", lr=0.7, clip=None)["losses"]
     return losses
 
 

@@ -18,7 +18,7 @@ from minidist.parallel.step.step import Batch, part_of
 
 TEXT = text.load("python")
 CONFIG = GPTConfig(vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2)
-SEQUENCES, STEPS, EVERY, PERIOD = 8, 150, 10, 25        # EVERY: steps between two validations; PERIOD: H of DiLoCo
+SEQUENCES, STEPS, EVERY, PERIOD = 8, 125, 10, 25        # EVERY: steps between two validations; PERIOD: H of DiLoCo
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -65,7 +65,7 @@ def global_batch(step: int, sequences: int = SEQUENCES) -> Batch:
 
 def validation() -> list[Batch]:
     """Held-out text."""
-    return [text.batch(TEXT.validation, 0, batch=16, context=CONFIG.context, seed=1)]
+    return [text.batch(TEXT.validation, 0, batch=32, context=CONFIG.context, seed=1)]
 
 
 def numbers(config: GPTConfig = CONFIG) -> int:
