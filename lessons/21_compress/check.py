@@ -1,21 +1,26 @@
-"""Grades exercise 21: ranks as threads train by your functions; the plain versions of the library are the answer key."""
+"""Grades exercise 21: ranks as threads train by your functions; the library's plain versions are the answer key."""
 
+import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from minidist import holes
 from minidist.comm.group import Group
-from minidist.grading import Result
+from minidist.grading import Result, answer_key, run_module
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Optimizer
 from minidist.parallel.compress.compress import plain_compressed_ddp
 from minidist.parallel.compress.local_steps import plain_diloco
-from minidist.parallel.step.step import Batch, part_of
+from minidist.parallel.step.step import Batch
 
+EXERCISE = Path(__file__).with_name("exercise.py")
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 7           # rows of every batch: three ranks have 3, 2 and 2
 STEPS, EVERY, DENSITY, LIMIT = 6, 3, 0.1, 60.0
@@ -23,25 +28,46 @@ STEPS, EVERY, DENSITY, LIMIT = 6, 3, 0.1, 60.0
 CUT_FROM = (plain_compressed_ddp, plain_diloco)
 ANSWERS = {11: "2 * itemsize / (ranks * (4 + itemsize))"}
 """The right code of the hole beyond the plain versions."""
+TOP_K_MISTAKES = {
+    "no error feedback": (1, "residual[...] = gradient.reshape(-1)", "what is not sent stays in the residual, and the "
+                          "next gradient is added to it: section 1 (holes 1, 4)"),
+    "sent twice": (4, "pass", "what was sent is still in the residual: set it to 0 there: section 1 (hole 4)"),
+    "one rank's value at each place": (5, "gradient.reshape(-1)[places] = values", "several ranks may send one place, "
+                                       "and x[places] += values keeps one of them: numpy.add.at (hole 5)"),
+    "a mean": (5, "np.add.at(gradient.reshape(-1), places, values / group.size)", "losses are divided by targets.size, "
+               "so gradients are added (hole 5)")}
+DILOCO_MISTAKES = {
+    "no copy": (6, "p.data", "the common weights are this rank's own array, so it never moved from them: copy them "
+                "(hole 6)"),
+    "meets one step early": (7, "(step + 1) % every", "they meet after step H, 2H, …: section 5 (hole 7)"),
+    "no share": (8, "weights - p.data", "the ranks' ways are added up: weigh each by its share of the rows (hole 8)"),
+    "equal shares": (8, "(weights - p.data) / group.size", "the ranks have different numbers of rows: weigh by `share` "
+                     "(hole 8)"),
+    "the sign": (8, "share * (p.data - weights)", "an outer gradient points back: the common weights minus this rank's "
+                 "(hole 8)"),
+    "momentum without the look ahead": (9, "lr * speed", "that is heavy-ball momentum; Nesterov's is gradient + "
+                                        "momentum × speed (hole 9)"),
+    "no momentum": (9, "lr * gradient", "that is local SGD; DiLoCo's step is gradient + momentum × speed (hole 9)"),
+    "does not go on from there": (10, "pass", "after a meeting every rank has the common weights (hole 10)")}
+"""Name -> (hole, wrong code, advice): how weights that are wrong are recognized."""
 
 Train = Callable[[GPT, Optimizer, Any, Iterable[Batch]], None]
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """What travels and what is trained by top-k; then DiLoCo; then the break-even."""
-    def top_k(module: Any, density: float) -> Train:
+    def top_k(module: Any, density: float = DENSITY) -> Train:
         return lambda *given: module.plain_compressed_ddp(*given, density)
 
     def diloco(module: Any) -> Train:
         return lambda *given: module.plain_diloco(*given, EVERY)
 
     answer = sys.modules[__name__]
-    yield from _sent(top_k(exercise, DENSITY), top_k(answer, DENSITY))
+    yield from _sent(top_k(exercise), top_k(answer))
     for density in (1.0, DENSITY):
-        yield from _weights(f"top-k, density {density:g}", top_k(exercise, density), top_k(answer, density),
-                            _top_k_mistakes(density))
+        yield _weights(f"top-k, density {density:g}", exercise, partial(top_k, density=density), TOP_K_MISTAKES)
     yield _meetings(diloco(exercise))
-    yield from _weights(f"DiLoCo, H={EVERY}", diloco(exercise), diloco(answer), _diloco_mistakes())
+    yield _weights(f"DiLoCo, H={EVERY}", exercise, diloco, DILOCO_MISTAKES)
     for ranks, itemsize in ((2, 4), (4, 4), (8, 8)):
         yield _break_even(exercise, ranks, itemsize)
 
@@ -116,44 +142,6 @@ def _wrong_values(target: np.ndarray, found: np.ndarray) -> str:
     return "sizes without their signs" if np.array_equal(found, np.abs(target)) else "other values than the residual's"
 
 
-def _plain_top_k(density: float, mistake: str) -> Train:
-    """The plain version with one mistake in it."""
-    def train(model: GPT, optimizer: Optimizer, group: Any, batches: Iterable[Batch]) -> None:
-        residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
-        for inputs, targets in batches:
-            part = part_of((inputs, targets), size=group.size, rank=group.rank)
-            model.loss(part.inputs, part.targets, divisor=targets.size).backward()
-            for p, residual in zip(model.parameters(), residuals, strict=True):
-                gradient: Any = p.grad
-                if mistake == "no error feedback":
-                    residual[...] = 0
-                residual += gradient.reshape(-1)
-                k = max(1, round(density * p.size))
-                chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])
-                places, values = group.all_gather(chosen), group.all_gather(residual[chosen])
-                if mistake != "sent twice":
-                    residual[chosen] = 0
-                gradient[...] = 0
-                if mistake == "one rank's value at each place":
-                    gradient.reshape(-1)[places] = values
-                else:
-                    np.add.at(gradient.reshape(-1), places, values / (group.size if mistake == "a mean" else 1))
-            optimizer.step()
-            optimizer.zero_grad()
-    return train
-
-
-def _top_k_mistakes(density: float) -> dict[str, tuple[Train, str]]:
-    advice = {
-        "no error feedback": "what was not sent must stay in the residual, and this gradient is added to it: section 1 "
-                             "(holes 1, 4)",
-        "sent twice": "what was sent is still in the residual, and is sent again: set it to 0 there (hole 4)",
-        "one rank's value at each place": "several ranks may send one place, and x[places] = values, as += does, keeps "
-                                          "one of them: numpy.add.at (hole 5)",
-        "a mean": "losses are divided by targets.size, so gradients are added (hole 5)"}
-    return {mistake: (_plain_top_k(density, mistake), why) for mistake, why in advice.items()}
-
-
 # ----------------------------------------------------------------------------------------------------------- DiLoCo
 
 def _meetings(student: Train) -> Result:
@@ -167,65 +155,31 @@ def _meetings(student: Train) -> Result:
                   "they meet after step H, 2H, …: section 5 (hole 7)")
 
 
-def _plain_diloco(mistake: str) -> Train:
-    """The plain version with one mistake in it."""
-    def train(model: GPT, inner: Optimizer, group: Any, batches: Iterable[Batch]) -> None:
-        lr, momentum = 0.7, 0.9
-        common = [p.data if mistake == "no copy" else p.data.copy() for p in model.parameters()]
-        speeds = [np.zeros_like(weights) for weights in common]
-        for step, (inputs, targets) in enumerate(batches, start=1):
-            part = part_of((inputs, targets), size=group.size, rank=group.rank)
-            model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
-            inner.step()
-            inner.zero_grad()
-            if step % EVERY if mistake != "meets one step early" else (step + 1) % EVERY:
-                continue
-            share = {"no share": 1.0, "equal shares": 1 / group.size}.get(mistake, len(part.inputs) / len(inputs))
-            for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
-                gradient = group.all_reduce(share * (weights - p.data) * (-1 if mistake == "the sign" else 1))
-                speed *= momentum
-                speed += gradient
-                weights -= lr * (speed if mistake == "momentum without the look ahead" else
-                                 gradient if mistake == "no momentum" else gradient + momentum * speed)
-                if mistake != "does not go on from there":
-                    p.data[...] = weights
-    return train
-
-
-def _diloco_mistakes() -> dict[str, tuple[Train, str]]:
-    advice = {
-        "no copy": "the common weights are this rank's own array, so it never moved from them: copy them (hole 6)",
-        "meets one step early": "they meet after step H, 2H, …: section 5 (hole 7)",
-        "no share": "the ranks' ways are added up: weigh each by its share of the rows (hole 8)",
-        "equal shares": "the ranks have different numbers of rows: weigh by `share` (hole 8)",
-        "the sign": "an outer gradient points back: the common weights minus this rank's (hole 8)",
-        "momentum without the look ahead": "that is heavy-ball momentum; Nesterov's is gradient + momentum × speed "
-                                           "(hole 9)",
-        "no momentum": "that is local SGD; DiLoCo's step is gradient + momentum × speed (hole 9)",
-        "does not go on from there": "after a meeting every rank has the common weights (hole 10)"}
-    return {mistake: (_plain_diloco(mistake), why) for mistake, why in advice.items()}
-
-
 # ------------------------------------------------------------------------------------------- beside the answer key
 
-def _weights(task: str, student: Train, answer: Train, mistakes: dict[str, tuple[Train, str]]) -> Iterator[Result]:
+def _weights(task: str, exercise: ModuleType, training: Callable[[Any], Train],
+             mistakes: dict[str, tuple[int, str, str]]) -> Result:
     """Alike on all ranks, and those of the plain version."""
-    ranks, target = _ranks(student), _ranks(answer)[0]["weights"]
+    ranks, target = _ranks(training(exercise)), _ranks(training(sys.modules[__name__]))[0]["weights"]
     scale = np.abs(target).max()
     error = max(float(np.abs(rank["weights"] - target).max() / scale) for rank in ranks)
-    task = f"{task}: weights of 3 ranks after {STEPS} steps"
+    task, wanted = f"{task}: weights of 3 ranks after {STEPS} steps", "those of the plain version, to 1e-10"
     if error < 1e-10:
-        yield Result(task, True, "those of the plain version, to 1e-10", "those of the plain version, to 1e-10")
-        return
-    for mistake, (train, why) in mistakes.items():
-        wrong = _ranks(train)
+        return Result(task, True, wanted, wanted)
+    for mistake, (hole, code, advice) in mistakes.items():
+        wrong = _ranks(training(_filled(hole, code)))
         if all(np.abs(a["weights"] - b["weights"]).max() < 1e-9 * scale for a, b in zip(ranks, wrong, strict=True)):
-            yield Result(task, False, "those of the plain version", f"off by {error:.1e}", mistake, why)
-            return
+            return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
     alike = all(np.array_equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
-    holes = "(holes 6 to 10)" if "DiLoCo" in task else "(holes 1 to 5)"
-    yield Result(task, False, "those of the plain version", f"off by {error:.1e}",
-                 "other weights" if alike else "the ranks' weights differ", f"line by line beside the story {holes}")
+    return Result(task, False, wanted, f"off by {error:.1e}", "other weights" if alike else "the ranks' weights differ",
+                  f"line by line beside the story (holes {'6 to 10' if 'DiLoCo' in task else '1 to 5'})")
+
+
+def _filled(hole: int, code: str) -> ModuleType:
+    """The exercise with right code in its holes, but in one."""
+    template = ast.parse(EXERCISE.read_text(encoding="utf-8"))
+    key = answer_key(sys.modules[__name__], template) | holes.right_code(template, (), {hole: code})
+    return run_module(holes.corrected(template, holes.answers_of(template, template, key)), EXERCISE, "21")
 
 
 def _break_even(exercise: ModuleType, ranks: int, itemsize: int) -> Result:

@@ -1,4 +1,4 @@
-"""What lesson 21's tables and figures share: a small GPT that learns text by each scheme, and what travels meanwhile."""
+"""What lesson 21's tables and figures share: a small GPT that learns text by each scheme, and what travels."""
 
 import statistics
 import time
@@ -152,7 +152,7 @@ def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, d
             applied[name] += bucket
             first.setdefault(name, share(bucket, whole))
         for p, gradient in zip(weights, np.split(whole, np.cumsum([p.size for p in weights])[:-1]), strict=True):
-            p.grad[...] = gradient.reshape(p.shape)                                     # type: ignore[index]
+            p.grad[...] = gradient.reshape(p.shape)
         optimizer.step()
         optimizer.zero_grad()
     return {name: {"first": first[name], "sum": share(applied[name], total),

@@ -28,8 +28,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png and loss.png from what was recorded."""
     runs, size = recorded["runs"], lab.numbers()
     figure = look.new_figure(13.5, 5.4, "What travels of a gradient, and what arrives, as recorded",
-                             f"A GPT of {size:,} parameters on {RANKS} ranks learns text; float32, one bucket. Left: the "
-                             f"ledger's bytes, mean of {lab.STEPS} steps.")
+                             f"A GPT of {size:,} parameters on {RANKS} ranks learns text; float32, one bucket. Left: "
+                             f"the ledger's bytes, mean of {lab.STEPS} steps.")
     _bytes(figure.add_axes((0.10, 0.13, 0.33, 0.64)), runs)
     _kept(figure.add_axes((0.60, 0.13, 0.38, 0.64)), recorded["kept"])
     look.save(figure, folder)
@@ -54,7 +54,7 @@ def _bytes(ax: Any, runs: dict[str, Any]) -> None:
 def _kept(ax: Any, kept: dict[str, dict[str, float]]) -> None:
     """Of one gradient and of the sum, as bars beside each other."""
     look.quiet(ax, grid="x")
-    for place, (name, found) in enumerate(kept.items()):
+    for place, found in enumerate(kept.values()):
         for key, shift, colour in (("first", -0.19, "#7fb0de"), ("sum", 0.19, "#2f5d9b")):
             value = 100 * found[key]
             ax.barh(place + shift, value, height=0.36, color=colour,
@@ -71,8 +71,8 @@ def _kept(ax: Any, kept: dict[str, dict[str, float]]) -> None:
 def draw_losses(runs: dict[str, Any], folder: Path) -> None:
     """loss.png: the held-out loss by step, and over the seconds of each link."""
     figure = look.new_figure(13.5, 8.4, "The same runs, over steps and over the seconds of three links",
-                             "Recorded: losses, messages, bytes, processor time of a step. By the α-β model of a shaped link: "
-                             "seconds = steps × that time + messages × 50 µs + bytes / bandwidth.")
+                             "Recorded: losses, messages, bytes, processor time of a step. By the α-β model of a "
+                             "shaped link: seconds = steps × that time + messages × 50 µs + bytes / bandwidth.")
     panels = [("", None), *((link.name, link) for link in lab.LINKS)]
     for number, (name, link) in enumerate(panels):
         ax = figure.add_axes((0.06 + 0.49 * (number % 2), 0.53 - 0.45 * (number // 2), 0.42, 0.32))

@@ -157,7 +157,8 @@ def restart(page: Page) -> None:
     rows = []
     for scheme in ("top-k:density=0.01", "4bit"):
         gaps = broken.gaps_after_restart(scheme)
-        rows.append([scheme, f"{gaps['restored']:.0e}", "ok" if gaps["restored"] == 0 else "off", f"{gaps['lost']:.0e}"])
+        rows.append([scheme, f"{gaps['restored']:.0e}", "ok" if gaps["restored"] == 0 else "off",
+                     f"{gaps['lost']:.0e}"])
     page.table("Weights of 4 + 4 steps beside those of 8", ["scheme", "residuals restored", "", "residuals lost"], rows,
                note="the largest difference; a checkpoint has each rank's residuals")
 

@@ -1,4 +1,4 @@
-"""Exercise 21: filled rightly it passes, and each wrong filling fails under its name; what the lesson's tables rest on."""
+"""Exercise 21: filled rightly it passes, each wrong filling fails under its name; what the lesson measures."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ WRONG = {
     "sizes without their signs": {3: "np.abs(residual[chosen])"},
     "values of shape": {3: "residual"},
     "sent twice": {4: "pass"},
-    "off by": {4: "residual[...] = 0"},
+    "next gradient is added to it": {4: "residual[...] = 0"},
     "one rank's value at each place": {5: "gradient.reshape(-1)[places] += values"},
     "a mean": {5: "np.add.at(gradient.reshape(-1), places, values / group.size)"},
     "other weights": {5: "pass"},
