@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import sys
 from helpers import SOON, run
 from training import global_batch, tiny
 
@@ -271,6 +272,7 @@ def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureF
         trainer.start_save(step_folder(tmp_path, 0)).wait()
         if world.rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            sys.dont_write_bytecode = True
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         save = trainer.start_save(step_folder(tmp_path, 1))
         steps(trainer, 1)

@@ -14,6 +14,7 @@ from training import difference, global_batch, tiny, train, train_tiny
 from zero import BOUND
 
 import minidist as md
+import sys
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.device import account
@@ -295,6 +296,7 @@ def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
     def work(world: Any) -> str:
         import resource
 
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         try:
             job(world, HOMES[4], offload_dir=tmp_path)
