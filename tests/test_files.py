@@ -3,11 +3,11 @@
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import sys
 from minidist.lessons.figures import save_mermaid
 from minidist.lessons.running import insert_mermaid
 

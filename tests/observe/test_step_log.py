@@ -4,11 +4,11 @@ import json
 import os
 import resource
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import sys
 
 from minidist.observe.step_log import MOST_BYTES, StepLog, StepState, read_step_log
 

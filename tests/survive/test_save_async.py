@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import sys
 from helpers import SOON, run
 from training import global_batch, tiny
 

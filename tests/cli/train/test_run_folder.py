@@ -4,12 +4,12 @@ import json
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sys
 
 from minidist.cli import main
 from minidist.cli.train.run_folder import run_folder, sha256, write_folder

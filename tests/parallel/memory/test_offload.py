@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from training import difference, global_batch, tiny, train, train_tiny
 from zero import BOUND
 
 import minidist as md
-import sys
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.device import account
