@@ -53,12 +53,18 @@ class Layouts:
 
     def _price(self, groups: Groups, verb: str, algorithm: str, nbytes: int,
                blocks: tuple[int, ...]) -> float:
-        """Seconds of a call of the first group while the others do the same."""
+        """Seconds of a call of the first group while the others do the same.
+
+        The bytes of an all-reduce are rounded up to a multiple of the ranks: one rank's messages then stand for all
+        (turned_walk.py). A ring of 1,024 ranks with 256 bytes is walked in a hundredth of the time.
+        """
         members = groups[0]
         if len(members) < 2 or nbytes <= 0:
             return 0.0
         if verb in ("send", "recv"):
             groups = tuple(group[:2] for group in groups)
+        elif verb == "all_reduce" and algorithm != "native":
+            nbytes = -(-nbytes // len(members)) * len(members)
         cost = call_cost(GroupCall("", verb, algorithm, nbytes, blocks), groups[0], self.cluster)
         if len(groups) == 1 or not cost.link_bytes:
             return cost.seconds
