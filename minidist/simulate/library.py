@@ -76,7 +76,7 @@ class Load(NamedTuple):
     between: float
 
 
-class Way(NamedTuple):
+class LibraryWay(NamedTuple):
     """How a call is carried out. Attributes: nbytes: of the array, as often as it goes round; seconds: of the call."""
 
     name: str
@@ -105,10 +105,10 @@ class Library:
         sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
         return way.seconds, {number: round(share * way.nbytes) for number, share in way.load.per_byte.items()}, sent
 
-    def fastest(self, verb: str, operands: "Operands") -> "Way":
+    def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
         """The way that the library takes, of any verb but all_to_all."""
         total = self._total(verb, operands)
-        return min((Way(name, load, times * total, self._seconds(name, load, times, total, protocol))
+        return min((LibraryWay(name, load, times * total, self._seconds(name, load, times, total, protocol))
                     for name, load, times in self._ways(verb)
                     for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])), key=lambda way: way.seconds)
 
