@@ -180,10 +180,11 @@ class Cells:
                     (kept[0] * cut.rows, kept[1] * cut.rows))
 
     def _kept(self, cut: Cut) -> tuple[int, int]:
-        """As Cell.kept, of one sequence a microbatch."""
-        if cut not in self._keeps:
-            self._keeps[cut] = (working(self._trace(cut, 1, again=True)), working(self._trace(cut, 2, again=True)))
-        return self._keeps[cut]
+        """As Cell.kept, of one sequence a microbatch: the same for each ep from 2 on, as a layer's input is."""
+        shared = cut._replace(ep=min(cut.ep, 2))
+        if shared not in self._keeps:
+            self._keeps[shared] = (working(self._trace(cut, 1, again=True)), working(self._trace(cut, 2, again=True)))
+        return self._keeps[shared]
 
     def _trace(self, cut: Cut, layers: int, steps: int = 1, again: bool = False) -> RankTrace:
         plan = Plan(tp=cut.tp, cp=cut.cp, ep=cut.ep, precision=self._precision, sequence_parallel=bool(cut.sequence),

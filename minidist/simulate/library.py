@@ -76,6 +76,15 @@ class Load(NamedTuple):
     between: float
 
 
+class LibraryWay(NamedTuple):
+    """How a call is carried out. Attributes: nbytes: of the array, as often as it goes round; seconds: of the call."""
+
+    name: str
+    load: Load
+    nbytes: int
+    seconds: float
+
+
 class Library:
     """The library's collectives among the places `members` of a cluster."""
 
@@ -91,13 +100,22 @@ class Library:
         """Seconds, bytes on each link, and bytes handed to the library by all ranks."""
         if verb == "all_to_all":
             return self._all_to_all(operands)
+        way = self.fastest(verb, operands)
         total = self._total(verb, operands)
-        load, times, seconds = min(((load, times, self._seconds(name, load, times, total, protocol))
-                                    for name, load, times in self._ways(verb)
-                                    for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])),
-                                   key=lambda way: way[2])
         sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
-        return seconds, {number: round(share * times * total) for number, share in load.per_byte.items()}, sent
+        return way.seconds, {number: round(share * way.nbytes) for number, share in way.load.per_byte.items()}, sent
+
+    def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
+        """The way that the library takes, of any verb but all_to_all."""
+        total = self._total(verb, operands)
+        return min((LibraryWay(name, load, times * total, self._seconds(name, load, times, total, protocol))
+                    for name, load, times in self._ways(verb)
+                    for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])), key=lambda way: way.seconds)
+
+    def load(self, verb: str, way: str) -> Load:
+        """What a way puts on links; where these members have no such way, the rings."""
+        loads = {name: load for name, load, _ in self._ways(verb)}
+        return loads.get(way, loads["ring"])
 
     def _total(self, verb: str, operands: "Operands") -> int:
         """Bytes of the whole array: of what goes round."""

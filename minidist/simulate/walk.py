@@ -80,7 +80,7 @@ def call_cost(call: Priced, members: Sequence[int], cluster: Cluster) -> CallCos
     found = remembered.get(key)
     if found is None:
         if call.algorithm == "native":
-            seconds, link_bytes, sent = _library(cluster, tuple(members)).cost(call.verb, operands)
+            seconds, link_bytes, sent = library_of(cluster, tuple(members)).cost(call.verb, operands)
             found = CallCost(seconds, link_bytes, len(members), sent)
         else:
             found = _walked(call.verb, call.algorithm, operands, tuple(members), cluster)
@@ -95,7 +95,8 @@ def _costs(cluster: Cluster) -> _Memory:
     return cluster.topology.__dict__.setdefault("_costs", {})       # type: ignore[no-any-return]
 
 
-def _library(cluster: Cluster, members: tuple[int, ...]) -> Library:
+def library_of(cluster: Cluster, members: tuple[int, ...]) -> Library:
+    """The library of a group, remembered by cluster."""
     known: dict[tuple[int, ...], Library] = cluster.topology.__dict__.setdefault("_libraries", {})
     if members not in known:
         known[members] = Library(members, cluster)

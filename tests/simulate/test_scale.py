@@ -6,6 +6,7 @@ Processor time, because other programs cannot lengthen it; each command is one p
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,8 @@ FOLDED = ("simulate --cluster h100:2048x8 --model llama3-70b --batch 2048 --plan
           "--microbatches 8")
 UNFOLDED = ("simulate --cluster h100:128x8 --model llama3-70b --batch 1024 --plan dp=16,pp=8,tp=8 --zero 1 "
             "--microbatches 8 --unfolded")
+
+PLANS = "plan --cluster h100:128x8 --model mixtral-8x7b --batch 1024"
 
 
 class Used(NamedTuple):
@@ -46,6 +49,14 @@ def used(command: str, folder: Path) -> Used:
 @pytest.mark.parametrize("command", [FOLDED, UNFOLDED], ids=["16384-folded", "1024-unfolded"])
 def test_a_large_job_is_simulated_within_a_minute(command: str, tmp_path: Path) -> None:
     found = used(command, tmp_path)
+    assert found.seconds < SECONDS and found.gib < GIB
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_plans_are_ranked_within_a_minute(tmp_path: Path) -> None:
+    found = used(PLANS, tmp_path)
+    count = re.search(r"([\d,]+) plans enumerated", found.output)
+    assert count and int(count[1].replace(",", "")) >= 100_000, found.output
     assert found.seconds < SECONDS and found.gib < GIB
 
 

@@ -1,0 +1,27 @@
+"""What cells of the planner share, held against runs of their own."""
+
+import pytest
+
+from minidist.nn import GPTConfig
+from minidist.nn.config import MixtureConfig
+from minidist.plan.cells import Cells, Cut
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.rates import Rates
+
+CONFIG = GPTConfig(vocabulary=1024, context=2048, layers=2, width=512, heads=8, positions="rotary",
+                   mixture=MixtureConfig(experts=8, top_k=2))
+CLUSTER = Cluster.parse("h100:2x8")
+
+
+def cells() -> Cells:
+    return Cells(CONFIG, CLUSTER, Rates.of(CLUSTER.device))
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 1, 2, 0, 1), Cut(2, 1, 2, 1, 1), Cut(2, 2, 2, 0, 1)], ids=str)
+def test_what_a_layer_keeps_to_be_computed_again_is_shared_by_all_expert_axes(cut: Cut) -> None:
+    """One run for ep=2 and 8 gives what each gives by itself: the layer's input."""
+    shared, alone, wide = cells(), cells(), cut._replace(ep=8)
+    shared._kept(cut)
+    found, expected = shared._kept(wide), alone._kept(wide)
+    assert found[1] - found[0] == expected[1] - expected[0] > 0
+    assert len(shared._keeps) == 1
