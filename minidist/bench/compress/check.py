@@ -16,11 +16,11 @@ from minidist.bench.compress.advise import (
     shaped,
     speed_ratio,
 )
-from minidist.bench.compress.time_to_loss import Links, Ranks, time_steps
+from minidist.bench.compress.time_to_loss import Links, Ranks, measured_steps
 from minidist.bench.compress.ways import PLAIN, Way
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
-TURNS = 3               # steps of a round over the link of no time
+TURNS = 5               # steps of a round over the link of no time
 CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
 WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
@@ -50,17 +50,6 @@ def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[Cell]:
     return [Cell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
             for way, step in local.items() if way != PLAIN
             for bandwidth in links.bandwidths for link in [shaped(ranks, links.alpha, bandwidth)]]
-
-
-def measured_steps(ranks: Ranks, ways: Sequence[Way], links: Links, rounds: int,
-                   progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """The median step of each way over each link; ways take turns."""
-    times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
-    for number in range(rounds):
-        for way in ways:
-            time_steps(ranks, way, links, times[way.text],
-                       lambda line, turn=number + 1: progress(f"round {turn} of {rounds}: {line}"))
-    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
 
 
 def advise(ranks: Ranks, size: int, ways: Sequence[Way], links: Links, *, rounds: int, check: bool,

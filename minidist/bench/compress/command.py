@@ -120,7 +120,7 @@ def _advise(args: argparse.Namespace, model: Model, ways: list[Way], sizes: list
         with closed_at_the_end(jobs):
             jobs.append(_start(args, model, size, steps))
             found.append(check.advise(jobs[0], size, ways, links, rounds=args.rounds, check=args.check,
-                                      progress=lambda line, at=size: progress(f"{at} ranks: {line}")))
+                                      progress=time_to_loss.after(f"{size} ranks", progress)))
             if size == max(sizes):
                 local = check.local_steps(jobs[0], [ways[0], way_of("1-bit", steps)], args.rounds, progress)
                 plain, compressed = local.values()

@@ -68,9 +68,10 @@ def _style(way: str, index: int) -> dict[str, Any]:
 
 def _logarithmic(panel: Any, unit: str) -> None:
     """The upright axis, with readable numbers."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     panel.set_yscale("log")
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
 
@@ -82,6 +83,5 @@ def _over_bandwidth(panel: Any, bandwidths: list[float]) -> None:
     panel.set_xscale("log")
     panel.set_xticks(bandwidths, [bandwidth_text(bandwidth).replace(" ", "\n") for bandwidth in bandwidths], fontsize=7)
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_minor_locator(NullLocator())
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)

@@ -53,7 +53,8 @@ class Training:
 
     def answer(self, what: str, **options: Any) -> Any:
         """What the main process asks."""
-        return {"open": self.open, "steps": self.run, "loss": self.loss}[what](**options)
+        does: dict[str, Callable[..., Any]] = {"open": self.open, "steps": self.run, "loss": self.loss}
+        return does[what](**options)
 
     def open(self, way: str, timed: bool = False) -> dict[str, Any]:
         """Begin a training of this way; with `timed` after its warm-up. Returns: the number of parameters."""
@@ -138,8 +139,7 @@ def main() -> None:
     world = md.init(transport=options.transport, threads=1)
     with delayed(world, alpha=0.0, beta=0.0) as group:
         training = Training(group, Model.of(options), steps=options.steps, lr=options.lr, source=options.data)
-        measure: Callable[..., Any] = training.answer
-        answer(options.meet, world.rank, measure)
+        answer(options.meet, world.rank, training.answer)
         training.close()
 
 

@@ -86,6 +86,21 @@ def time_steps(ranks: Ranks, way: Way, links: Links, times: list[list[float]], p
             more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
 
 
+def measured_steps(ranks: Ranks, ways: Sequence[Way], links: Links, rounds: int,
+                   progress: Callable[[str], None]) -> dict[str, list[float]]:
+    """The median step of each way over each link; ways take turns."""
+    times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
+    for number in range(rounds):
+        for way in ways:
+            time_steps(ranks, way, links, times[way.text], after(f"round {number + 1} of {rounds}", progress))
+    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+
+
+def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
+    """`progress`, each line of which begins with these words."""
+    return lambda line: progress(f"{words}: {line}")
+
+
 def measure(ranks: Ranks, ways: Sequence[Way], links: Links, *, steps: int, every: int, rounds: int,
             target: float | None, through: float, progress: Callable[[str], None],
             keep: Callable[[str], None]) -> dict[str, Any]:
@@ -102,13 +117,7 @@ def measure(ranks: Ranks, ways: Sequence[Way], links: Links, *, steps: int, ever
             keep(f"{way.text}: loss {curves[way.text][-1][1]:.4f} after {steps} steps")
     plain = curves[PLAIN]
     goal = (1 + SLACK) * plain[-1][1] if target is None else target
-    times: dict[str, list[list[float]]] = {way: [[] for _ in links.bandwidths] for way in curves}
-    for number in range(rounds):
-        for way in ways:
-            if not way.follows_link:
-                time_steps(ranks, way, links, times[way.text],
-                           lambda line, turn=number + 1: progress(f"round {turn} of {rounds}: {line}"))
-    median = {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+    median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress)
     rows = [_row(way, curves[way.text], sent[way.text], median, links, goal) for way in ways if not way.follows_link]
     for way in ways:
         if way.follows_link:
@@ -137,7 +146,7 @@ def _run_adaptive(ranks: Ranks, way: Way, links: Links, steps: int, every: int, 
     cells, curve, nbytes = [], Curve(), 0
     for bandwidth in links.bandwidths:
         curve, seconds, nbytes = train(ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
-                                       progress=lambda line, at=bandwidth: progress(f"{bandwidth_text(at)}: {line}"))
+                                       progress=after(bandwidth_text(bandwidth), progress))
         needed = steps_to(curve, goal)
         cells.append({"bandwidth": bandwidth, "step_seconds": seconds / curve[-1][0], "steps": needed,
                       "seconds": None if needed is None else seconds, "loss": curve[-1][1],
@@ -171,5 +180,5 @@ def _run_through(ranks: Ranks, way: Way, bandwidth: float, links: Links, rows: l
     if cell["steps"] is None:
         return {**told, "measured": None, "loss": None}
     curve, seconds, _ = train(ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
-                              progress=lambda line: progress(f"{bandwidth_text(bandwidth)}, to the end: {line}"))
+                              progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress))
     return {**told, "measured": seconds, "loss": curve[-1][1]}
