@@ -87,7 +87,7 @@ def measured_break_even(gains: Mapping[float, float]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Cell:
+class AdviceCell:
     """A scheme at a bandwidth among so many ranks: seconds of a step of plain buckets and of the scheme's.
 
     Attributes: predicted, measured: (plain, scheme); measured is None if the cell was not measured
@@ -113,7 +113,7 @@ class Cell:
         return None if abs(plain - scheme) < CLOSE * max(plain, scheme) else self.compress == (scheme < plain)
 
 
-def score(cells: Sequence[Cell]) -> tuple[int, int]:
+def score(cells: Sequence[AdviceCell]) -> tuple[int, int]:
     """(cells that were right, cells that count)."""
     counted = [cell.right for cell in cells if cell.right is not None]
     return sum(counted), len(counted)

@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from minidist.bench.compress.advise import (
-    Cell,
+    AdviceCell,
     LocalStep,
     bandwidth_for,
     bytes_ratio,
@@ -16,8 +17,8 @@ from minidist.bench.compress.advise import (
     shaped,
     speed_ratio,
 )
-from minidist.bench.compress.time_to_loss import Links, Ranks, measured_steps
-from minidist.bench.compress.ways import PLAIN, Way
+from minidist.bench.compress.time_to_loss import Links, RankJob, measured_steps
+from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
 TURNS = 5               # steps of a round over the link of no time
@@ -25,7 +26,7 @@ CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
 WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
 
-def local_steps(ranks: Ranks, ways: Sequence[Way], rounds: int,
+def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int,
                 progress: Callable[[str], None]) -> dict[str, LocalStep]:
     """The step of median length of each way over a link that takes no time; ways take turns."""
     found: dict[str, list[LocalStep]] = {way.text: [] for way in ways}
@@ -45,14 +46,14 @@ def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
     return LocalStep(sum(late["seconds"]), nbytes, messages, late["moments"], late["sizes"])
 
 
-def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[Cell]:
+def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[AdviceCell]:
     """The prediction for each scheme at each bandwidth."""
-    return [Cell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
+    return [AdviceCell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
             for way, step in local.items() if way != PLAIN
             for bandwidth in links.bandwidths for link in [shaped(ranks, links.alpha, bandwidth)]]
 
 
-def advise(ranks: Ranks, size: int, ways: Sequence[Way], links: Links, *, rounds: int, check: bool,
+def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, *, rounds: int, check: bool,
            progress: Callable[[str], None]) -> dict[str, Any]:
     """Predictions among `size` ranks, and with `check` what was measured.
 
@@ -63,14 +64,14 @@ def advise(ranks: Ranks, size: int, ways: Sequence[Way], links: Links, *, rounds
     measured = measured_steps(ranks, ways, links, rounds, progress) if check else None
     if measured is not None:
         places = {bandwidth: index for index, bandwidth in enumerate(links.bandwidths)}
-        cells = [Cell(cell.scheme, size, cell.bandwidth, cell.predicted,
-                      (measured[PLAIN][places[cell.bandwidth]], measured[cell.scheme][places[cell.bandwidth]]))
-                 for cell in cells]
+        cells = [replace(cell, measured=(measured[PLAIN][places[cell.bandwidth]],
+                                         measured[cell.scheme][places[cell.bandwidth]])) for cell in cells]
     return {"ranks": size, "rows": [_row(way.text, cells, local, size, links) for way in ways if way.text != PLAIN],
             "score": score(cells), "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds}}
 
 
-def _row(way: str, cells: Sequence[Cell], local: dict[str, LocalStep], ranks: int, links: Links) -> dict[str, Any]:
+def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ranks: int,
+         links: Links) -> dict[str, Any]:
     """One scheme: its cells, and its break-even bandwidth by the model and as measured."""
     mine = [cell for cell in cells if cell.scheme == way]
     gains = {cell.bandwidth: cell.measured[0] - cell.measured[1] for cell in mine if cell.measured is not None}

@@ -7,7 +7,7 @@ from minidist.bench.compress import check, time_to_loss
 from minidist.bench.compress.links import ALL, FEW, bandwidths
 from minidist.bench.compress.ranks import MODULE
 from minidist.bench.compress.time_to_loss import Links
-from minidist.bench.compress.ways import LOCAL_STEPS, PLAIN, Way, split_ways, way_of
+from minidist.bench.compress.ways import LOCAL_STEPS, PLAIN, SendingWay, split_ways, way_of
 from minidist.bench.jobs import Job, closed_at_the_end, start_workers
 from minidist.bench.progress import Progress
 from minidist.bench.step import command as step
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             target=args.target, through=args.through[0], progress=progress, keep=progress.keep)}
 
 
-def _require(args: argparse.Namespace, model: Model, ways: list[Way], sizes: list[int], links: Links) -> None:
+def _require(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links) -> None:
     """Raise ConfigError, DataError or MemoryLimitError for what cannot end."""
     text.load(args.data).check(context=model.context, vocabulary=model.vocab)
     step.require_memory(model, Plan(dp=max(sizes)))
@@ -111,7 +111,7 @@ def _start(args: argparse.Namespace, model: Model, size: int, steps: int) -> Job
                                                     f"--data={args.data}", f"--transport={transport}"])
 
 
-def _advise(args: argparse.Namespace, model: Model, ways: list[Way], sizes: list[int], links: Links, steps: int,
+def _advise(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links, steps: int,
             progress: Progress) -> dict[str, Any]:
     """The advice for each number of ranks, and the claims for the largest."""
     found, claims = [], {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from minidist.bench.compress.links import bandwidth_text
-from minidist.bench.compress.ways import PLAIN, Way
+from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SLACK = 0.015           # the target: so much above the last loss of `none`
 LONG = 2.0              # seconds: a step over a link that takes longer is measured once a round
@@ -22,7 +22,7 @@ SLICE = 60.0            # seconds that one question to the ranks may take, about
 Curve = list[tuple[int, float]]
 
 
-class Ranks(Protocol):
+class RankJob(Protocol):
     """Asks all ranks the same (bench/jobs.py)."""
 
     def ask(self, **question: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def slowest(answers: list[dict[str, Any]]) -> list[float]:
     return [max(row) for row in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
 
-def train(ranks: Ranks, way: Way, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
+def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
           until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int]:
     """Train `way` from its begin.
 
@@ -72,7 +72,8 @@ def train(ranks: Ranks, way: Way, steps: int, every: int, *, alpha: float = 0.0,
     return curve, seconds, nbytes
 
 
-def time_steps(ranks: Ranks, way: Way, links: Links, times: list[list[float]], progress: Callable[[str], None]) -> None:
+def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
+               progress: Callable[[str], None]) -> None:
     """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth."""
     ranks.ask(what="open", way=way.text, timed=True)
     for bandwidth, found in zip(links.bandwidths, times, strict=True):
@@ -86,7 +87,7 @@ def time_steps(ranks: Ranks, way: Way, links: Links, times: list[list[float]], p
             more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
 
 
-def measured_steps(ranks: Ranks, ways: Sequence[Way], links: Links, rounds: int,
+def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
                    progress: Callable[[str], None]) -> dict[str, list[float]]:
     """The median step of each way over each link; ways take turns."""
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
@@ -101,7 +102,7 @@ def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
     return lambda line: progress(f"{words}: {line}")
 
 
-def measure(ranks: Ranks, ways: Sequence[Way], links: Links, *, steps: int, every: int, rounds: int,
+def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: int, every: int, rounds: int,
             target: float | None, through: float, progress: Callable[[str], None],
             keep: Callable[[str], None]) -> dict[str, Any]:
     """Curves, times of steps, times to the target, and the cells that were run to their end.
@@ -129,7 +130,7 @@ def measure(ranks: Ranks, ways: Sequence[Way], links: Links, *, steps: int, ever
                         for way, bandwidth in _cells(ways, rows, links, through)]}
 
 
-def _row(way: Way, curve: Curve, nbytes: float, median: dict[str, list[float]], links: Links,
+def _row(way: SendingWay, curve: Curve, nbytes: float, median: dict[str, list[float]], links: Links,
          goal: float) -> dict[str, Any]:
     """One way: what it costs over each link until the target is reached."""
     steps = steps_to(curve, goal)
@@ -140,7 +141,7 @@ def _row(way: Way, curve: Curve, nbytes: float, median: dict[str, list[float]], 
     return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes, "curve": curve, "cells": cells}
 
 
-def _run_adaptive(ranks: Ranks, way: Way, links: Links, steps: int, every: int, goal: float,
+def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, every: int, goal: float,
                   progress: Callable[[str], None]) -> dict[str, Any]:
     """The adaptive ratio, trained over each link until the target is reached; loss and curve: of the last link."""
     cells, curve, nbytes = [], Curve(), 0
@@ -160,8 +161,8 @@ def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
     return min(there, key=lambda row: row["cells"][index]["seconds"], default=None)
 
 
-def _cells(ways: Sequence[Way], rows: list[dict[str, Any]], links: Links,
-           through: float) -> list[tuple[Way, float]]:
+def _cells(ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links,
+           through: float) -> list[tuple[SendingWay, float]]:
     """The cells to run to their end: `none` over the fastest link, and the best other way over the given one."""
     here = {way.text: way for way in ways}
     nearest = min(range(len(links.bandwidths)), key=lambda index: abs(links.bandwidths[index] - through))
@@ -171,8 +172,8 @@ def _cells(ways: Sequence[Way], rows: list[dict[str, Any]], links: Links,
     return chosen if found is None else [*chosen, (here[found["way"]], links.bandwidths[nearest])]
 
 
-def _run_through(ranks: Ranks, way: Way, bandwidth: float, links: Links, rows: list[dict[str, Any]], every: int,
-                 progress: Callable[[str], None]) -> dict[str, Any]:
+def _run_through(ranks: RankJob, way: SendingWay, bandwidth: float, links: Links, rows: list[dict[str, Any]],
+                 every: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Train over the link, for as many steps as the curve needs to the target."""
     row = next(row for row in rows if row["way"] == way.text)
     cell = next(cell for cell in row["cells"] if cell["bandwidth"] == bandwidth)

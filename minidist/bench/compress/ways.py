@@ -23,7 +23,7 @@ WARMUP_SHARE = 5        # 1-bit Adam's warm-up, where a way does not name it: a 
 
 
 @dataclass(frozen=True)
-class Way:
+class SendingWay:
     """One way of sending gradients.
 
     Attributes: text: as written; period: steps after which the times of steps repeat (local steps: H)
@@ -50,7 +50,7 @@ class Way:
             return Plan(dp=ranks, compress=self.text)
         return Plan(dp=ranks, **{"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)})
 
-    def timed(self) -> "Way":
+    def timed(self) -> "SendingWay":
         """The same after its warm-up, for the time of a step."""
         return replace(self, text="1-bit:warmup=1") if self.warmup else self
 
@@ -60,7 +60,7 @@ class Way:
         return warm * plain_step + (steps - warm) * step
 
 
-def way_of(text: str, steps: int) -> Way:
+def way_of(text: str, steps: int) -> SendingWay:
     """The way that a text says, for a training of so many steps.
 
     Raises:  ConfigError for another name or option.
@@ -68,15 +68,15 @@ def way_of(text: str, steps: int) -> Way:
     name, _, rest = text.partition(":")
     if name == LOCAL_STEPS:
         options = {"local_steps": 25, **_local_options(text)}
-        way = Way(text, period=options["local_steps"])
+        way = SendingWay(text, period=options["local_steps"])
         way.plan(2)                                 # refuses what does not go together
         return way
     if name == "1-bit":
         text = text if "warmup" in rest else f"{text}{',' if rest else ':'}warmup={max(1, steps // WARMUP_SHARE)}"
         scheme: Any = scheme_of(text)
-        return Way(text, warmup=scheme.warmup)
+        return SendingWay(text, warmup=scheme.warmup)
     scheme_of(text)
-    return Way(text)
+    return SendingWay(text)
 
 
 def _local_options(text: str) -> dict[str, Any]:

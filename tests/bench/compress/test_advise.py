@@ -8,7 +8,7 @@ from shaped_ranks import PLAIN_STEP, SIGN_STEP, ShapedRanks
 
 from minidist.bench.compress import check
 from minidist.bench.compress.advise import (
-    Cell,
+    AdviceCell,
     LocalStep,
     bandwidth_for,
     break_even,
@@ -50,7 +50,7 @@ def test_measured_break_even_is_a_line_over_the_seconds_of_a_byte():
 
 
 def test_cells_that_are_close_do_not_count():
-    cell = Cell("sign", 2, 1e6, (2.0, 1.0))
+    cell = AdviceCell("sign", 2, 1e6, (2.0, 1.0))
     assert cell.compress and cell.right is None
     cells = [replace(cell, measured=times) for times in ((3.0, 1.0), (1.0, 3.0), (1.0, 0.96), (1.0, 1.04))]
     assert [each.right for each in cells] == [True, False, None, None]
