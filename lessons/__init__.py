@@ -22,6 +22,13 @@ from pathlib import Path
 from minidist.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
+WORDS_A_MINUTE, MINUTES_A_HOLE = 120, 4     # of a story in a second language, with its tables; of an exercise
+AFTER = {
+    "01": "00", "02": "01", "03": "02", "04": "03", "05": "00", "06": "02 05", "07": "03 05", "08": "07", "09": "00 07",
+    "10": "01", "11": "10", "12": "02 07", "13": "12", "14": "07", "15": "14", "16": "15", "17": "11 12 16",
+    "18": "07", "19": "00", "20": "16", "21": "07 09", "22": "12", "23": "07 16", "24": "17", "25": "07", "26": "17",
+}
+"""{lesson: those that it builds on directly}; 00 builds on none."""
 PARTS = ("README.md", "lesson.py", "figure.py", "exercise.py", "check.py")
 
 
@@ -38,6 +45,18 @@ class Lesson:
     def part(self, name: str) -> Path:
         """The path of one of the five parts, e.g. `part("exercise.py")`."""
         return self.folder / name
+
+    @property
+    def after(self) -> list[str]:
+        """The lessons that it builds on directly."""
+        return AFTER.get(self.number, "").split()
+
+    @property
+    def minutes(self) -> int:
+        """About how long the story and its exercise take, to 5 minutes: an estimate from their length."""
+        words = len(re.findall(r"\w+", self.part("README.md").read_text(encoding="utf-8")))
+        holes = len(set(re.findall(r"\bhole\((\d+)", self.part("exercise.py").read_text(encoding="utf-8"))))
+        return 5 * round((words / WORDS_A_MINUTE + MINUTES_A_HOLE * holes) / 5)
 
 
 def every_lesson() -> list[Lesson]:

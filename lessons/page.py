@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -59,6 +60,7 @@ class Page:
             table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*(_cell(value) for value in row))
+        keep_words(table, [columns, *rows], self.console.width)
         self.console.print()
         self.console.print(table)
 
@@ -70,6 +72,15 @@ class Page:
         if self.writes and file:
             with written("cannot write", file) as draft:
                 draft.write_text(json.dumps({"tables": self.tables}, indent=1, default=str) + "\n")
+
+
+def keep_words(table: Table, rows: Sequence[Sequence[Any]], width: int) -> None:
+    """Give each column the width of its longest word, where all of them fit into `width`: lines break between words."""
+    longest = [max((cell_len(word) for row in rows for word in str(row[index]).split()), default=0)
+               for index in range(len(table.columns))]
+    if sum(longest) + 3 * len(longest) + 1 <= width:
+        for column, least in zip(table.columns, longest, strict=True):
+            column.min_width = least
 
 
 def _cell(value: Any) -> str:

@@ -79,20 +79,27 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
                 transport: str = "threads") -> None:
     """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
 
+    Without --out it goes below `figures/` where the user stands; drawn.py draws the figures that come with the lessons.
+
     Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the lesson's folder.
     """
     parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
+    add_out(parser, home)
     folder = parser.parse_args().out
     try:
         recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
         draw(recorded, folder)
     except (MinidistError, OSError) as error:
         raise SystemExit(f"figure: {error}") from None
-    if folder == home and (home / "figure.mmd").exists():
+    if folder.resolve() == home and (home / "figure.mmd").exists():
         insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
-    kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""
-    print(f"{folder / 'figure.png'}: drawn from a run on this machine{kept}")
+    print(f"{folder / 'figure.png'}: drawn from a run on this machine")
+
+
+def add_out(parser: argparse.ArgumentParser, home: Path) -> None:
+    """The option of each script that draws: a folder of the user's, so that the lesson's own figure is kept."""
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(Path("figures", home.name)),
+                        help="where the figure goes, a folder that is made if need be (default: %(default)s)")
 
 
 def insert_mermaid(readme: Path, diagram: str) -> None:

@@ -141,8 +141,12 @@ fraction = _number("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def folder_to_write(text: str) -> Path:
-    """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
-    if not os.path.isdir(text) or not os.access(text, os.W_OK):
+    """A folder that can be written to; it is made if it is not there. Raises: ArgumentTypeError."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be made: {error.strerror}") from None
+    if not os.access(text, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be written to")
     return Path(text)
 

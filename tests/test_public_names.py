@@ -9,7 +9,8 @@ import pytest
 import minidist as md
 
 PUBLIC = ["Mesh", "Plan", "Trainer", "__version__", "errors", "init", "plan_for", "run", "simulate"]
-HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl"}
+HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl",
+         "prometheus_client"}
 
 
 def test_dir_lists_the_public_names_and_nothing_else() -> None:

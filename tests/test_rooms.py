@@ -48,7 +48,7 @@ FLOORS = [
     ["minidist.comm.ledger", "minidist.comm.native", "minidist.comm.handle", "minidist.comm.call_site",
      "minidist.comm.signature"],
     ["minidist.comm.wire"],
-    ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits"],
+    ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits", "minidist.comm.flight"],
     ["minidist.kernels"],
     ["minidist.device"],
     ["minidist.files", "minidist.streams"],

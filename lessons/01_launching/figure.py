@@ -17,7 +17,6 @@ from typing import Any  # noqa: E402
 import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
-from minidist.console import folder_to_write  # noqa: E402
 from minidist.files import scratch  # noqa: E402
 from minidist.grading import load_module  # noqa: E402
 from minidist.observe.records import gather_records  # noqa: E402
@@ -108,8 +107,10 @@ def _labels(ax: Any, ranks: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draw the figure; with --record, be one of the ranks that it shows."""
+    from minidist.lessons.running import add_out
+
     parser = argparse.ArgumentParser(description="Record a start of eight processes and draw it.")
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(HERE), help="where the figure goes")
+    add_out(parser, HERE)
     parser.add_argument("--record", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record:

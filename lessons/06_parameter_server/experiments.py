@@ -109,6 +109,32 @@ def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
     return weights(model)
 
 
+def on_a_clock(steps: int, seconds: list[float], bound: int | None) -> tuple[list[Update], list[float]]:
+    """An asynchronous server's updates, and when it makes each, if worker w takes `seconds[w]` for every step.
+
+    A worker reads the weights when its next step may begin: at once, or when it is no more than `bound` steps ahead.
+    """
+    updates, ends = list[Update](), list[float]()
+    done, read, busy, now = [0] * len(seconds), [0] * len(seconds), dict[int, float](), 0.0
+    while len(updates) < steps * len(seconds):
+        for worker, count in enumerate(done):
+            if worker not in busy and count < steps and (bound is None or count - min(done) <= bound):
+                busy[worker], read[worker] = now + seconds[worker], len(updates)
+        now, worker = min((end, worker) for worker, end in busy.items())
+        del busy[worker]
+        updates.append(Update(worker, done[worker], (read[worker],), RATE))
+        ends.append(now)
+        done[worker] += 1
+    return updates, ends
+
+
+def loss_after(updates: list[Update], workers: int) -> float:
+    """The held-out loss of the weights that one process makes of these updates."""
+    model = new_model()
+    replay(model, [updates], batch, lambda pieces: Adam(pieces, RATE), workers=workers)
+    return held_out_loss(model)
+
+
 def traffic(workers: int, servers: int = 1) -> dict[str, int]:
     """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as many ranks, a rank."""
     def step(world: Group) -> tuple[int, int, int]:

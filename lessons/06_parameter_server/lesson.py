@@ -23,6 +23,7 @@ from minidist.parallel.data.parameter_server import ParameterServer, plain_serve
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02
+SLOW = 4.0                  # seconds of a slow worker's step, where the others take 1, on the virtual clock
 
 
 def tour(group: Group, page: Page) -> None:
@@ -166,13 +167,18 @@ def push_twice() -> None:
 
 
 def no_bound() -> None:
-    """A very slow worker, with and without a bound: how late its updates are when they come."""
+    """A very slow worker, with and without a bound: how late its updates are when they come, on a clock and here."""
     for bound in (1, None):
+        updates, ends = lab.on_a_clock(12, [1.0, 1.0, SLOW], bound)
+        late = [number - update.versions[0] for number, update in enumerate(updates) if update.worker == 2]
+        last = next(end for update, end in zip(updates, ends, strict=True) if (update.worker, update.step) == (0, 11))
+        print(f"staleness {bound if bound is not None else 'any'}, on a clock on which a step takes workers 0 and 1 "
+              f"one second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} s; the slow worker's "
+              f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}")
         ranks = lab.job(3, steps=12, slow={2: NAP}, asynchronous=True, staleness=bound)
         late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
-        print(f"staleness {bound if bound is not None else 'any'}: rank 0 had done its 12 steps after "
-              f"{1e3 * ranks[0]['ends'][-1]:.0f} ms; the slow worker's updates were late by {late}; held-out loss "
-              f"{ranks[0]['held_out']:.3f}")
+        print(f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after {1e3 * ranks[0]['ends'][-1]:.0f} ms; "
+              f"late by {late}")
 
 
 def lose_a_worker() -> None:

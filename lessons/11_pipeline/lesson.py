@@ -125,10 +125,11 @@ def bubbles(group: Group, page: Page) -> None:
         if spans:
             measured = Clock(size, tuple(spans))
             rows.append([lab.TITLES[name], f"{clock.length:g} F", formula, f"{ideal:.1%}", f"{clock.bubble:.1%}",
-                         f"{measured.bubble:.1%}", verdict(clock.bubble, ideal, 1e-9)])
+                         verdict(clock.bubble, ideal, 1e-9), f"{measured.bubble:.1%}"])
     page.table(f"The share of idle time: p = {size} ranks, m = {count} microbatches, backward = 2 forward, v = "
-               f"{lab.CHUNKS}", ["", "length", "formula", "", "clock", "slept", ""], rows,
-               note=f"slept: stages that sleep {1e3 * UNIT:g} ms for a forward, by their recorded spans")
+               f"{lab.CHUNKS}", ["", "length", "formula", "", "clock", "", "slept"], rows,
+               note="clock: the schedule on a clock of its own, which the formula must give exactly. slept: wall time "
+                    f"of stages that sleep {1e3 * UNIT:g} ms for a forward; a busy machine adds idle time")
 
 
 # ----------------------------------------------------------------------------------------- 4 activations, 5 traffic

@@ -26,6 +26,7 @@ COMMANDS = {
     "storm": "break an elastic training on purpose, and see what becomes of it",
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
+    "diagnose": "find which rank broke a job, where and why, from its flight recorders",
     "bench": "time collectives and training steps, side by side with other libraries where installed",
     "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",

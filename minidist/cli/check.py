@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist import lessons
+from minidist.cli import passed
 from minidist.console import write_json
 from minidist.files import check_writable
 from minidist.grading import Grade, grade
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     file = Path(args.file) if args.file else lesson.part("exercise.py")
     result = grade(lesson.number, lesson.part("check.py"), file)
     show(result, lesson.title)
+    if result.passed:
+        passed.keep(lesson.number)
     if args.json:
         write_json(args.json, result.as_json())
     return 0 if result.passed else 1

@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 from minidist.comm.cost.link_model import load_profile, profile_path
 from minidist.console import write_json
+from minidist.device import cores
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import check_writable
 from minidist.observe.machine import processor
@@ -85,7 +86,8 @@ def _software() -> Iterator[Finding]:
 
 
 def _hardware() -> Iterator[Finding]:
-    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    all_cores = os.cpu_count() or 1
+    usable = len(cores.usable() or range(all_cores))
     yield Finding("cores", OK, f"{usable} usable of {all_cores}; {min(usable, 8)} ranks keep them busy")
     memory = psutil.virtual_memory()
     yield Finding("memory", OK, f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
@@ -105,7 +107,7 @@ def _mpi() -> Finding:
         script = ("import os; from mpi4py import MPI; library = MPI.Get_library_version().split(chr(10))[0]; "
                   "os.write(1, f'{MPI.COMM_WORLD.size} {library}\\n'.encode())")      # one write: lines stay whole
         tried = subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
-                               text=True, timeout=TRY_LIMIT, env=mpirun.environment())
+                               text=True, timeout=TRY_LIMIT, env=mpirun.environment(), stdin=subprocess.DEVNULL)
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
         return Finding("mpirun", OPTIONAL, str(error), INSTALL)
     found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"

@@ -14,6 +14,7 @@ import argparse
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from minidist.cli.limits import add_limits, limits_of
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="how long a rank's process may be stopped before it is lost; node 0's counts (default: "
                              "%(default)s)")
     add_limits(parser.add_argument, "on this node")
+    parser.add_argument("--flight", metavar="DIR",
+                        help="keep each rank's flight recorder there, as a file, for `minidist diagnose DIR` "
+                             "(default: in memory)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     command = program(args.program, args.arguments, module=args.module)
     nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    limits = limits_of(args)
+    limits = replace(limits_of(args), flight=args.flight and Path(args.flight))
     status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience,
                    limits=limits)
     if args.json:

@@ -1,4 +1,4 @@
-"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise."""
+"""`minidist lesson`: list the lessons, print one, run it, break it, draw its figure, or copy its exercise."""
 
 import argparse
 import os
@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 
 from rich.markdown import Markdown
+from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist import lessons
+from minidist.cli import passed
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
+from minidist.grading import load_module
 from minidist.lessons import Lesson
+from minidist.lessons.mermaid import as_text
 from minidist.lessons.page import page_console
+
+WITH_MODULES = 100      # columns of a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
     parser.add_argument("-n", "--ranks", type=rank_count, metavar="N", help="run the lesson on N ranks of this machine")
     parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
-    parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure; "
-                        "without --out the one that came with the lesson is overwritten")
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write,
-                        help="where --figure writes (default: the lesson's folder)")
+    parser.add_argument("--figure", action="store_true", help="record a run and draw the lesson's figure from it")
+    parser.add_argument("--out", metavar="DIR", help="where --figure writes, a folder that is made if need be "
+                        "(default: figures/NN_name)")
+    parser.add_argument("--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'")
     parser.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
     parser.add_argument("--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON")
 
@@ -43,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if args.copy:
         return _copy(lesson, Path(args.copy))
     if args.figure:
-        out = ["--out", str(args.out)] if args.out else []
-        return subprocess.call([sys.executable, str(lesson.part("figure.py")), *out])
+        return _figure(lesson, args.out)
+    if args.broken:
+        return _break(lesson, args.broken)
     if args.ranks is not None or args.json:
         return _run(lesson, args.ranks or 1, args.json)
     page_console().print(Markdown(for_terminal(lesson, answers=args.answers)))
@@ -52,20 +59,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(file: str | None) -> int:
-    """The table of lessons."""
-    there = lessons.every_lesson()
-    table = Table(*(Column(name, overflow="fold") for name in ("lesson", "title", "notes")),
-                  Column("module", no_wrap=True), title="Lessons", title_justify="left", header_style="bold cyan")
-    for lesson in there:
-        table.add_row(lesson.number, lesson.title, lesson.notes, lesson.module.replace(", ", "\n"))
-    console = page_console()
+    """The table of lessons: their modules too where the terminal has room."""
+    there, graded, console = lessons.every_lesson(), passed.when(), page_console()
+    names = ["lesson", "title and notes", "min", "after", "passed", *["module"] * (console.width >= WITH_MODULES)]
+    table = Table(*(Column(name, overflow="fold", no_wrap=name in ("module", "passed")) for name in names),
+                  title="Lessons", title_justify="left", header_style="bold cyan")
+    rows = [[lesson.number, f"{lesson.title}\n[dim]{escape(lesson.notes)}[/dim]", str(lesson.minutes),
+             " ".join(lesson.after), graded.get(lesson.number, ""), lesson.module.replace(", ", "\n")][:len(names)]
+            for lesson in there]
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
-    console.print("minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
+    console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: its check, when\n"
+                  "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
                   style="dim")
     if file:
-        rows = [{"lesson": lesson.number, "title": lesson.title, "notes": lesson.notes, "module": lesson.module,
-                 "folder": str(lesson.folder)} for lesson in there]
-        write_json(file, {"lessons": rows})
+        write_json(file, {"lessons": [
+            {"lesson": lesson.number, "title": lesson.title, "notes": lesson.notes, "module": lesson.module,
+             "folder": str(lesson.folder), "minutes": lesson.minutes, "after": lesson.after,
+             "passed": graded.get(lesson.number)} for lesson in there]})
     return 0
 
 
@@ -73,7 +85,7 @@ def for_terminal(lesson: Lesson, *, answers: bool) -> str:
     """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
     text = lesson.part("README.md").read_text(encoding="utf-8")
     text = re.sub(r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text)
-    text = re.sub(r"```mermaid\n.*?```\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL)
     if answers:
         return re.sub(r"</?(details|summary)>", "", text)
     hidden = f"*(answers: minidist lesson {lesson.number} --answers)*\n"
@@ -89,6 +101,23 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     from minidist.launch import spawn
 
     return spawn(argv, ranks)
+
+
+def _figure(lesson: Lesson, out: str | None) -> int:
+    """The lesson's figure from a run of its own; the one that came with the lesson is kept."""
+    try:
+        folder = ["--out", str(folder_to_write(out))] if out is not None else []
+    except argparse.ArgumentTypeError as error:
+        fail(f"--out: {error}")
+    return subprocess.call([sys.executable, str(lesson.part("figure.py")), *folder])
+
+
+def _break(lesson: Lesson, name: str) -> int:
+    """One of the lesson's experiments, as `lesson.py --break NAME` runs it."""
+    known = load_module(lesson.part("lesson.py"), lesson.number).BREAKS
+    if name not in known:
+        fail(f"lesson {lesson.number} has no --break {shown(name)}; choose one of {', '.join(known)}")
+    return subprocess.call([sys.executable, str(lesson.part("lesson.py")), "--break", name])
 
 
 def _copy(lesson: Lesson, folder: Path) -> int:

@@ -253,6 +253,7 @@ class Group(Members):
     def tell_step(self, step: int) -> None:
         """Note the training step this rank is in; an error about a lost rank then names it. Sends nothing."""
         self.transport.waits.step = step
+        self.ledger.flight.start_step(step)
 
     def expendable(self) -> None:
         """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun."""
@@ -272,6 +273,8 @@ class Group(Members):
         for child in list(self._children):
             child.close()
         self._messages.close()
+        if self.id == WORLD and self.guard.failure is None:
+            self.ledger.flight.end()
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()

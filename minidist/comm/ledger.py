@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from minidist.comm.flight.recorder import FlightRecorder
+
 
 @dataclass(frozen=True)
 class Event:
@@ -48,10 +50,13 @@ class _Here(threading.local):
 
 
 class Ledger:
-    """Counts of one rank, shared by all its groups. Safe to use from several threads."""
+    """Counts of one rank, shared by all its groups. Safe to use from several threads.
+
+    Attributes: flight    its flight recorder: the last calls, always kept
+    """
 
     def __init__(self, world_rank: int = 0) -> None:
-        self.world_rank = world_rank
+        self.world_rank, self.flight = world_rank, FlightRecorder(world_rank)
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self.watchers: tuple[Callable[[Event], None], ...] = ()         # subscribers that get waits too

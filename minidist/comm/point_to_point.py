@@ -7,7 +7,8 @@ the GPU whose transport has a lane (device_lane.py) goes by that, and only its h
 """
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,19 +35,24 @@ class PointToPoint:
         self._group, self.tag = group, Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
+        self._sends, self._receives = Counter[int](), Counter[int]()            # to, and from, each rank
         self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)    # from each rank, headers come first
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
         array = argument("send", x, self._way_of(x, dst))
         signature = self.signature("send", array.dtype, array.shape)
+        record = self._record_send(signature, dst)
         sent = self._start_send(signature, array, dst, device_of(x))
-        return PendingMessage(signature, self._group.world_ranks, sent, lambda: None)
+        return PendingMessage(signature, self._group.world_ranks, sent, lambda: None,
+                              partial(self._over, [(record, array.nbytes)]))
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
         incoming = Incoming(self, "recv", src, out)
-        return PendingMessage(incoming.signature, self._group.world_ranks, [incoming], incoming.deliver)
+        record = self._record_recv(incoming.signature, src)
+        return PendingMessage(incoming.signature, self._group.world_ranks, [incoming], incoming.deliver,
+                              partial(self._over, [(record, 0)]))
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
@@ -54,9 +60,12 @@ class PointToPoint:
         if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(array, out):
             array = array.copy()  # what arrives would overwrite what is leaving
         incoming = Incoming(self, "exchange", src, out)
+        received = self._record_recv(incoming.signature, src)
         signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)     # one call
+        record = self._record_send(signature, dst)
         sent = self._start_send(signature, array, dst, device_of(x))
-        return PendingMessage(signature, self._group.world_ranks, [incoming, *sent], incoming.deliver)
+        return PendingMessage(signature, self._group.world_ranks, [incoming, *sent], incoming.deliver,
+                              partial(self._over, [(received, 0), (record, array.nbytes)]))
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
@@ -93,6 +102,25 @@ class PointToPoint:
         """End this rank's link to itself."""
         if self._self_link is not None:
             self._self_link.close()
+
+    def _record_send(self, signature: Signature, dst: int) -> int:
+        """The number of a message to rank `dst` in the flight recorder."""
+        self._sends[dst] += 1
+        return self._group.ledger.flight.message(
+            signature.group, self._sends[dst], signature.verb, signature.dtype, signature.shape, signature.where,
+            axis=self._group.axis, world_ranks=self._group.world_ranks, dst=dst)
+
+    def _record_recv(self, signature: Signature, src: int) -> int:
+        """The number of a message from rank `src` in the flight recorder."""
+        self._receives[src] += 1
+        return self._group.ledger.flight.message(
+            signature.group, self._receives[src], signature.verb, signature.dtype, signature.shape, signature.where,
+            axis=self._group.axis, world_ranks=self._group.world_ranks, src=src)
+
+    def _over(self, records: list[tuple[int, int]], failed: bool) -> None:
+        """Record the outcome of messages: their numbers, and the bytes that each has sent."""
+        for number, nbytes in records:
+            self._group.ledger.flight.ended(number, nbytes, int(nbytes > 0), failed=failed)
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""

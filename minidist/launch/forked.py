@@ -22,7 +22,8 @@ from threadpoolctl import ThreadpoolController
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import Failure, how_it_ended
+from minidist.comm.health.failure import Failure, how_it_ended, words
+from minidist.comm.health.flight_signals import hear_dump_signal
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import PATIENCE
@@ -132,6 +133,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
     """The child's side: run the function and leave what comes of it; returns the exit status."""
     link: MonitorClient | None = None
     transport: Transport | None = None
+    world: Group | None = None
     job.monitor.listener.close()
     try:
         if job.size > 1:
@@ -141,6 +143,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
         link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = job.profile
         world = Group(transport, Ledger(rank), tuple(range(job.size)), nodes=job.nodes)
+        hear_dump_signal()
         with account.use(account.MemoryAccount()), _only_this_process():
             result = fn(world, *args)
         world.close()
@@ -148,6 +151,8 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
     except BaseException as error:
         if link is not None:
             link.report(error)
+        if world is not None:
+            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}")
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return 1
         outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again

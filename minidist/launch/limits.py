@@ -27,6 +27,7 @@ from minidist.device import cores
 
 PREFIX = "minidist-"
 RUN_FOLDER = "MINIDIST_RUN_FOLDER"      # the folder that a rank's launcher has locked for its job
+FLIGHT = "MINIDIST_FLIGHT"              # the folder of the flight recorders of all ranks
 EMPTY_LIMIT = 2.0       # seconds that a group's last processes may take to be gone
 
 
@@ -109,11 +110,13 @@ class Limits:
     """What the ranks that are started here may use.
 
     Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds for them alone.
+                flight: the folder of their flight recorders, or None.
     """
 
     cores: Sequence[int] = ()
     memory: MemoryLimit | None = None
     folder: Path | None = None
+    flight: Path | None = None
 
     def begin(self) -> None:
         """Before the first rank starts: this process keeps to the cores, too, and the memory limit has its group."""
@@ -125,7 +128,8 @@ class Limits:
     def variables(self) -> dict[str, str]:
         """For the environment of a rank."""
         return ({cores.VARIABLE: str(len(self.cores))} if self.cores else {}) | (
-            {RUN_FOLDER: str(self.folder.resolve())} if self.folder is not None else {})
+            {RUN_FOLDER: str(self.folder.resolve())} if self.folder is not None else {}) | (
+            {FLIGHT: str(self.flight.resolve())} if self.flight is not None else {})
 
     def of_rank(self, local_rank: int, ranks: int) -> list[int]:
         """The cores of one of so many ranks of this host; empty: all."""

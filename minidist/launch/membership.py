@@ -38,6 +38,7 @@ from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.children import flush_output
 from minidist.launch.exits import watch_exits
+from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
@@ -86,7 +87,9 @@ class Membership:
         transport = transports.build(name, joined.link, joined.token, limit, node=nodes[launch.world_rank])
         joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
-        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)), nodes=nodes)
+        world = Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)), nodes=nodes)
+        begin_flight(world)
+        return world
 
     def is_this_process(self) -> bool:
         """Whether this process is the rank, not a child that the rank has forked."""
@@ -109,6 +112,8 @@ class Membership:
     def fail(self, error: BaseException) -> bool:
         """Tell the job that this process fails with `error`; returns whether it is the first failure."""
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
+        if self.world is not None:
+            self.world.ledger.flight.end(f"{type(error).__name__}: {words(error)}")
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)
@@ -213,6 +218,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         _membership = Membership(launch, name, patience)
         if launch.alone:
             _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
+            begin_flight(_membership.world)
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)

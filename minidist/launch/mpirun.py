@@ -118,9 +118,9 @@ def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
     """Module, name and file of a function that another process can import."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     code = getattr(fn, "__code__", None)
-    if module is None or code is None or "<" in name:
+    if module is None or code is None or "<" in name or not os.path.isfile(code.co_filename):
         raise LaunchError(f"run(transport={transport!r}): {fn!r} cannot be found by name from another process; give a "
-                          "function defined at the top of a module or script")
+                          "function defined at the top of a module or script, not in a notebook or python -c")
     return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
 
 

@@ -46,7 +46,7 @@ def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds:
     seen: list[list[float]] = [[] for _ in choices]
     for _ in range(rounds):
         for choice, found in zip(choices, seen, strict=True):
-            found.append(_run(ranking, choice, optimizer, steps))
+            found.append(run_once(ranking, choice, optimizer, steps))
     return [Trial(choice, place >= len(best),
                   choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds, median(found),
                   abs(median(found[::2]) / median(found[1::2] or found) - 1))
@@ -58,7 +58,7 @@ def _random(ranking: Ranking, first: int) -> Choice:
     return ranking.choice(int(np.random.default_rng(0).integers(first, len(ranking))))
 
 
-def _run(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
+def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
     """Seconds of a step of one run, as its metrics have them."""
     with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
         found = Path(folder, "metrics.json")

@@ -1,6 +1,7 @@
 """minidist doctor: it tries what it reports, and what is missing comes with what to do."""
 
 import json
+import os
 
 import pytest
 
@@ -40,6 +41,32 @@ def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
     finding = doctor._mpi()
     assert finding.state == "optional"
     assert "pip install mpich" in finding.advice
+
+
+def test_a_system_without_core_masks_has_cores(monkeypatch):
+    """macOS: there is no sched_getaffinity."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    found = {finding.what: finding for finding in doctor._hardware()}
+    assert found["cores"].found.startswith(f"{os.cpu_count()} usable of {os.cpu_count()}")
+
+
+def test_standard_input_is_left_to_the_shell(monkeypatch, tmp_path):
+    """A script that is piped into a shell keeps its lines behind `minidist doctor`."""
+    fake, taken = tmp_path / "mpirun", tmp_path / "taken"
+    fake.write_text(f"#!/bin/sh\ncat > {taken}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "9.9"))
+    read, write = os.pipe()
+    kept, _ = os.dup(0), os.write(write, b"the next line\n")
+    os.close(write)
+    os.dup2(read, 0)
+    try:
+        doctor._mpi()
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+        os.close(read)
+    assert taken.read_text() == ""
 
 
 def test_a_foreign_mpirun_is_found_out(monkeypatch, tmp_path):

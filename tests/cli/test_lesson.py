@@ -1,12 +1,19 @@
 """`minidist lesson`: lists, prints, copies; running and drawing are tested with the lessons themselves."""
 
+import argparse
+import io
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
+from minidist.lessons.running import add_out
+from rich.console import Console
 
 from minidist import lessons
 from minidist.cli import main
+from minidist.grading import Grade, Result
 
 
 def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,11 +25,56 @@ def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(Path(row["folder"]).is_dir() and row["title"] and row["notes"] for row in rows)
 
 
+def test_tells_minutes_what_comes_before_and_what_was_passed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("minidist.cli.check.grade", lambda number, check, file: Grade(
+        number, str(file), (Result("a task", number == "03", "1", "1"),)))
+    assert main(["check", "03"]) == 0 and main(["check", "04"]) == 1
+    assert main(["lesson", "--json", str(tmp_path / "lessons.json")]) == 0
+    rows = {row["lesson"]: row for row in json.loads((tmp_path / "lessons.json").read_text())["lessons"]}
+    assert rows["03"]["passed"] == time.strftime("%Y-%m-%d") and rows["04"]["passed"] is None
+    assert rows["03"]["passed"] in capsys.readouterr().out
+    for number, row in rows.items():
+        assert all(before in rows or before in ("21", "23", "25") for before in row["after"])
+        assert all(before < number for before in row["after"]) and (row["after"] or number == "00")
+        assert 10 <= row["minutes"] <= 120
+
+
+def test_the_list_breaks_between_words_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=80))
+    assert main(["lesson"]) == 0
+    for lesson in lessons.every_lesson():
+        assert {*re.findall(r"\w+", lesson.title, re.ASCII)} <= {*re.findall(r"\w+", out.getvalue(), re.ASCII)}
+
+
+def test_a_broken_run_from_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "03", "--break", "stop-early"]) == 0
+    assert capfd.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("out", [["--out", "new/folder"], []])
+def test_a_figure_goes_to_a_folder_of_the_users(
+        out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is made; the lesson's own figure is never written over."""
+    given: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.call", lambda argv: given.append(argv) or 0)
+    assert main(["lesson", "03", "--figure", *out]) == 0
+    assert Path("new/folder").is_dir() == bool(out) and given[0][2:] == out
+    parser = argparse.ArgumentParser()
+    add_out(parser, lessons.find("03").folder)
+    folder = parser.parse_args(given[0][2:]).out
+    assert folder == Path(*out[1:] or ["figures/03_ring"]) and folder.is_dir()
+
+
 def test_prints_a_story_without_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", "03"]) == 0
     output = capsys.readouterr().out
     assert "no rank in the middle" in output and "lesson 03 --answers" in output
     assert "2·3/4" not in output and "sequenceDiagram" not in output
+    assert "rank 3 → rank 0: c2 (3)" in output
     assert main(["lesson", "3", "--answers"]) == 0
     assert "2·3/4" in capsys.readouterr().out
 
@@ -39,7 +91,8 @@ def test_copies_an_exercise_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (["03_wrong"], "no lesson '03_wrong'"),
     (["03", "-n", "0"], "at least 1"),
     (["03", "--copy", "/proc/nowhere"], "cannot write"),
-    (["03", "--figure", "--out", "/nowhere"], "not a folder"),
+    (["03", "--figure", "--out", "/proc/nowhere"], "not a folder"),
+    (["03", "--break", "send-frist"], "lesson 03 has no --break 'send-frist'; choose one of"),
 ])
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", *arguments]) == 2

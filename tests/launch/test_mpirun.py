@@ -73,6 +73,14 @@ def test_a_function_without_a_name_is_refused():
         md.run(lambda world: 1, size=2, transport="mpi")
 
 
+def test_a_function_of_a_notebook_is_refused_before_anything_starts(monkeypatch):
+    """Of `python -c` too: its module is __main__, and there is no file that another process could import."""
+    cell: dict = {"__name__": "__main__"}
+    exec(compile("def work(world): return 1", "/tmp/ipykernel_1/2.py", "exec"), cell)
+    with pytest.raises(LaunchError, match="at the top of a module or script, not in a notebook"):
+        mpirun._name_of(cell["work"], "mpi")
+
+
 def test_no_mpirun_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))

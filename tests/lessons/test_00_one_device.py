@@ -1,9 +1,13 @@
 """Exercise 00: filled rightly it passes, and each wrong filling fails under its name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("00")
 WRONG = {
@@ -26,6 +30,15 @@ WRONG = {
     "no no_grad()": {8: "total += model.loss(inputs, targets, divisor=targets.size).item()"},
     "the total is a Tensor with every tape": {8: "total = model.loss(inputs, targets, divisor=targets.size) + total"},
 }
+
+
+def test_the_bytes_a_token_that_the_story_works_out() -> None:
+    lesson = load_module(find("00").part("lesson.py"), "00")
+    story = find("00").part("README.md").read_text(encoding="utf-8")
+    for context, sum_ in ((64, "4 · (16 · 64 + 4 + 2 + 4 · 64)"), (512, "4 · (16 · 64 + 4 + 2)")):
+        config = replace(lesson.CONFIG, context=context, width=64, layers=1)
+        assert f"`{sum_} = {lesson.kept_for_backward(config, 1) // context:,}`" in story
+        assert eval(sum_.replace("·", "*")) * context == lesson.kept_for_backward(config, 1)
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

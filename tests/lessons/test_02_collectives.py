@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
 
+from minidist.comm.cost import critical_path, volume
+from minidist.comm.cost.link_model import LinkCost
+from minidist.grading import load_module
+
+STORY = find("02").part("README.md").read_text(encoding="utf-8")
 RIGHT = right("02")
 WRONG = {
     "root ignored": {1: "group.rank", 3: "place + distance", 4: "place - distance"},
@@ -20,6 +26,31 @@ WRONG = {
     "half of the way": {9: "levels * (alpha + nbytes * beta)"},
     "whole tensors round the ring": {10: "2 * (size - 1) * (alpha + nbytes * beta)"},
 }
+
+
+def test_what_pairwise_and_bruck_wait_for_on_64_ranks() -> None:
+    """Quiz 5's answer, by the formulas that lesson and ledgers are compared with."""
+    pairwise, bruck = (volume.FORMULAS["all_to_all", way] for way in ("pairwise", "bruck"))
+    assert (pairwise.steps, bruck.steps) == ("1", "ceil(log2 P)")
+    answer = " ".join(STORY[STORY.index("5. Bruck's"):].split())
+    assert "The library's waits for one, because" in answer and "Bruck's waits for 6." in answer
+    assert "with 64 ranks 6 instead of 63" in answer
+
+
+def test_the_last_table_is_exact_on_its_clock() -> None:
+    """Its seconds are those of the α–β model, whatever the machine is doing; and so are its winners."""
+    lesson = load_module(find("02").part("lesson.py"), "02")
+    link = LinkCost("link", 2, lesson.SMALL_LINK["alpha"], 0.0, lesson.SMALL_LINK["beta"], 0.0, 0.0)
+    names = ("naive", "tree", "ring", "direct", "pairwise", "doubling", "halving-doubling")
+    for nbytes, best in ((512, "direct"), (32768, "direct"), (524288, "pairwise")):
+        clock = {name: lesson.on_the_clock(4, name, nbytes, **lesson.SMALL_LINK) for name in names}
+        told = {name: link.seconds(critical_path.PATHS["all_reduce", name](4).work(nbytes)) for name in names}
+        assert clock == pytest.approx(told, rel=1e-9) and min(clock, key=clock.__getitem__) == best
+
+
+def test_the_letters_of_the_costs_are_told_before_they_are_used() -> None:
+    told = STORY.index("Letters, here and in all lessons: **P** ranks")
+    assert [use for use in ("`(P-1) n`", "waits one α", "β seconds") if STORY.index(use) < told] == []
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("06")
 WRONG = {
@@ -21,6 +24,15 @@ WRONG = {
     "one direction alone": {7: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"},
     "of all servers together": {7: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"},
 }
+
+
+def test_how_late_a_slow_worker_is_on_a_clock_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same on every machine: updates of workers 0 and 1 between what worker 2 read and what it pushes."""
+    load_module(find("06").part("lesson.py"), "06").BREAKS["no-bound"]()
+    clock, bounded, _, _, free, _ = capsys.readouterr().out.splitlines()
+    assert "staleness 1, on a clock" in clock
+    assert "after 41 s;" in bounded and "late by [4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0]" in bounded
+    assert "after 12 s;" in free and "late by [8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0]" in free
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ def test_only_rank_0_prints_and_saves(tmp_path: Path) -> None:
         {"title": "Title", "columns": ["name", "value"], "rows": [["a", 1], ["b[0]", "ok"]]}]}
 
 
+def test_headers_and_cells_break_between_words_at_80_columns() -> None:
+    out = io.StringIO()
+    titles = ["rank and its neighbours", "messages measured", "messages predicted", "bytes measured",
+              "bytes predicted", ""]
+    Page(SimpleNamespace(rank=0), Console(file=out, width=80)).table(
+        "Title", titles, [["hierarchical all_reduce, with a long description of where it runs", 1, 2, 3, 4, "ok"]])
+    for word in [*" ".join(titles).split(), "hierarchical", "description"]:
+        assert word in out.getvalue(), out.getvalue()
+
+
 def test_what_cannot_be_written_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot write /proc/nowhere"):
         page()[0].save("/proc/nowhere")

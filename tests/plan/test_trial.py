@@ -1,15 +1,20 @@
 """Trials: plans run in turn, and what is told of them; the runs themselves are replaced."""
 
+import itertools
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
-from minidist.plan.ranking import plan_for
+from minidist.plan import trial
+from minidist.plan.ranking import Choice, Ranking, plan_for, plan_words
 from minidist.plan.trial import try_plans
+from minidist.simulate.simulate import simulate
 
 CONFIG = GPTConfig(vocabulary=512, context=64, layers=2, width=32, heads=2, positions="rotary")
 
@@ -45,3 +50,54 @@ def test_a_run_that_fails_is_told_in_its_own_words(started: list[list[str]], mon
     monkeypatch.setattr("minidist.plan.trial.plan_words", lambda plan: ["--broken"])
     with pytest.raises(ConfigError, match="no such option"):
         try_plans(plan_for(CONFIG, "h100:1x2", batch=4), 1)
+
+
+def draw_plans(seed: int) -> list[tuple[Ranking, Choice]]:
+    """Ten plans of one model and batch, and ten of others; half of them on two ranks, half on four."""
+    draw, drawn = random.Random(seed), []
+    models = [(4, 256, 128, 16)] * 2 + [(draw.choice((2, 4, 6)), draw.choice((128, 256, 384)), draw.choice((64, 128)),
+                                         draw.choice((8, 16))) for _ in range(4)]
+    for layers, width, context, batch in models:
+        config = GPTConfig(vocabulary=512, context=context, layers=layers, width=width, heads=4, positions="rotary")
+        ranks = 2 if len(drawn) < 5 else 4 if len(drawn) < 10 else draw.choice((2, 4))
+        ranking = plan_for(config, f"here:{ranks}", batch=batch, precision="fp32")
+        count = 5 if len(drawn) < 10 else 3 if len(drawn) < 16 else 2
+        drawn += [(ranking, ranking.choice(place)) for place in draw.sample(range(len(ranking)), count)]
+    return drawn
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_twenty_plans_of_this_machine(request: pytest.FixtureRequest) -> None:
+    """Predicted beside the median of alternating runs, after `minidist bench calibrate -n 2,4`, on a quiet machine."""
+    if "twenty" not in request.config.option.keyword:
+        pytest.skip("twenty minutes on a machine that does nothing else; only by name: -k twenty")
+    drawn, rounds = draw_plans(0), 4
+    assert len(drawn) == 20
+    seen: list[list[float]] = [[] for _ in drawn]
+    for _ in range(rounds):
+        for (ranking, choice), found in zip(drawn, seen, strict=True):
+            found.append(trial.run_once(ranking, choice, "adamw", trial.STEPS))
+    measured = np.array([np.median(found) for found in seen])
+    spread = np.array([abs(np.median(found[::2]) / np.median(found[1::2]) - 1) for found in seen])
+    predicted = np.array([simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch).step_seconds
+                          for ranking, choice in drawn])
+    errors = predicted / measured - 1
+    for (_, choice), *figures in zip(drawn, predicted, measured, errors, spread, strict=True):
+        words = " ".join(plan_words(choice.plan))
+        print("predicted {:.4f} s, measured {:.4f} s, {:+.1%}, halves differ by {:.1%}:".format(*figures), words)
+    order = [agreement(predicted[part], measured[part]) for part in (slice(None), slice(10))]
+    print(f"mean error {abs(errors).mean():.1%}, worst {abs(errors).max():.1%}, order {order[0]:.2f} and "
+          f"{order[1]:.2f} within the ten of one model")
+    assert abs(errors).mean() <= 0.08 and abs(errors).max() <= 0.2
+    assert min(order) >= 0.85
+    for part in (slice(0, 5), slice(5, 10)):
+        chosen = measured[part][predicted[part].argmin()]
+        assert chosen <= measured[part].min() * (1.03 + spread[part].max())
+
+
+def agreement(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """Kendall's tau: pairs in the same order, less those in the other, over all."""
+    pairs = list(itertools.combinations(range(len(predicted)), 2))
+    return float(sum(np.sign(predicted[i] - predicted[j]) * np.sign(measured[i] - measured[j]) for i, j in pairs)
+                 ) / len(pairs)

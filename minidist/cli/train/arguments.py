@@ -20,6 +20,7 @@ from minidist.console import (
 )
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
+from minidist.observe.energy import ASSUMED_WATTS
 from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
 from minidist.parallel.hybrid.option_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES
@@ -292,6 +293,11 @@ def _checkpoints(add: Add) -> None:
 def _result(add: Add) -> None:
     add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME-PROCESS; with --resume that run's)")
     add("--json", metavar="FILE", help="also write metrics.json here")
+    add("--metrics-port", type=whole_number(1, 65535), metavar="P",
+        help="serve the newest step as Prometheus text at http://127.0.0.1:P/metrics while the run lasts")
+    add("--watts", type=positive_number, metavar="W",
+        help="of one busy core, or with --device cuda of the GPU: for the estimate of energy where no counter can be "
+             f"read (default: {ASSUMED_WATTS['cpu']:g}, or {ASSUMED_WATTS['cuda']:g} of a GPU, both assumed)")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
     add("--why", action="store_true",

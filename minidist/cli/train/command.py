@@ -18,13 +18,15 @@ from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
-from minidist.cli.train.progress import ProgressReport, make_console, make_report
+from minidist.cli.train.progress import make_console, make_report
 from minidist.cli.train.report import print_report
+from minidist.cli.train.rings import drop_rings, keep_ring
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
 from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import train_steps
+from minidist.cli.train.telemetry import Telemetry
 from minidist.cli.train.verify import Weights, verify
 from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
@@ -93,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
         with run_folder(settings.out):
             if args.elastic:
                 return start_elastic(settings, size)
-            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size, patience=args.patience,
-                         limits=limits_of(args, settings.out))
+            status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
+                           patience=args.patience, limits=limits_of(args, settings.out))
+            drop_rings(settings.out, status)
+            return status
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
@@ -119,13 +123,14 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
+    keep_ring(settings.out, world)
     if lives is not None:
         lives.begin(trainer)
     elif settings.resume is not None:
         settings.resume.load(trainer)
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
-    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
+    report = Telemetry(make_report(args.steps, console, on_terminal=on_terminal), trainer, settings)
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
@@ -139,7 +144,10 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         trainer.close()
         world.barrier()
         return saver.farewell()
+    finally:
+        report.end()
     metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
+    metrics["energy"] = report.energy()
     if lives is not None:
         lives.add_to(metrics, world)
     return conclude(trainer, settings, metrics, timeline, course.early, console)

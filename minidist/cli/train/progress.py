@@ -111,7 +111,9 @@ def make_console() -> tuple[Console, bool]:
 
 
 def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressReport:
-    """A bar on a terminal, else lines."""
+    """A bar on a terminal, else lines; nothing on a console that is quiet."""
+    if console.quiet:
+        return ProgressReport()
     if on_terminal:
         return Bar(steps, console)
     return Lines(steps, lambda line: console.print(line, markup=False, soft_wrap=True))

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from minidist.cli.train import axis_traffic, central_traffic, compressed_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
+from minidist.observe.energy import energy_in_words
 from minidist.observe.why_report import causes_line, foresight_line, headline, why_table
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
@@ -41,8 +42,8 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
         console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
     pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), {pictures}, "
-                  "model.safetensors", markup=False, soft_wrap=True)
+    console.print(f"{folder}/: metrics.json, metrics.jsonl (a line a step), trace.json (open at "
+                  f"https://ui.perfetto.dev), {pictures}, model.safetensors", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
 
 
@@ -77,6 +78,7 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
+    console.print(energy_in_words(metrics["energy"]), markup=False, soft_wrap=True)
     if "elastic" in metrics:
         sizes = [str(generation["size"]) for generation in metrics["elastic"]]
         told = ", ".join(sizes if len(sizes) <= 8 else ["…", *sizes[-8:]])

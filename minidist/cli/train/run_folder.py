@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 import minidist
+from minidist.cli.train.rings import BAD_INPUT, drop_rings
 from minidist.console import fail, write_json
+from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, scratch, sweep
 from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
@@ -31,7 +33,8 @@ def run_folder(folder: Path) -> Iterator[None]:
     """Make the run folder before the first step: a run that cannot write its results does not start.
 
     In the block it is this job's alone. What killed runs left of their drafts there goes.
-    If the folder is still empty at the end, it goes again with the parents made for it, also after a SIGTERM.
+    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes again with the parents
+    made for it, also after a SIGTERM.
     Raises:  ConfigError if it cannot be made, or another job has it.
     """
     made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]
@@ -45,6 +48,7 @@ def run_folder(folder: Path) -> Iterator[None]:
                 empty.rmdir()
 
     def end(number: int, frame: FrameType | None) -> None:
+        drop_rings(folder, 128 + number)
         clear()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -55,6 +59,9 @@ def run_folder(folder: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except (ConfigError, KeyboardInterrupt) as error:
+        drop_rings(folder, BAD_INPUT if isinstance(error, ConfigError) else 130)
+        raise
     finally:
         clear()
         if lock is not None:

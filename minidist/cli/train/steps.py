@@ -79,7 +79,9 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
             batch = settings.training_batch(step)
             start = time.perf_counter()
             on_their_way.append((start_step(batch), start))
-            read(leave=0 if step + 1 == args.steps else 1)
+            read(leave=1)
+            if step + 1 == args.steps:
+                read()
             if args.verify and step + 1 == min(STEPS, args.steps):
                 course.early = trainer.state_dict()
             if saver is not None:

@@ -77,19 +77,23 @@ class PendingMessage(Pending, RunningCall):
     """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
 
     def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
-                 deliver: Callable[[], Any]) -> None:
+                 deliver: Callable[[], Any], over: Callable[[bool], None]) -> None:
+        """`over(failed)` is called when wait() knows the outcome."""
         self.signature, self.world_ranks = signature, world_ranks
-        self.handles, self.deliver = handles, deliver
+        self.handles, self.deliver, self.over = handles, deliver, over
         self.result: Any = None
         self.delivered = False
 
     def wait(self) -> Any:
-        with self:
-            for handle in self.handles:
-                handle.wait()
-            if not self.delivered:
-                self.result, self.delivered = self.deliver(), True
-            return self.result
+        if not self.delivered:
+            with self:
+                try:
+                    for handle in self.handles:
+                        handle.wait()
+                    self.result, self.delivered = self.deliver(), True
+                finally:
+                    self.over(not self.delivered)
+        return self.result
 
     def done(self) -> bool:
         return all(handle.done() for handle in self.handles)

@@ -74,6 +74,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
+        self._flight = group.ledger.flight.made(*self.signature, axis=group.axis, world_ranks=self.world_ranks)
         self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
         self._header = CallHeader(self.signature, group)
@@ -91,12 +92,14 @@ class Call(RunningCall):
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
             super().__exit__()
             raise failure
+        self.ledger.flight.begun(self._flight)
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__()
         if raised and isinstance(raised[1], CommError):
             self._guard.failure = self._guard.failure or raised[1]
+        self.ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=bool(raised and raised[0]))
         self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {

@@ -103,6 +103,7 @@ class Members:
         self.axis, self.id, self.tag = axis, id, Tag(id, COLLECTIVE)
         self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
+        transport.waits.flight = ledger.flight
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)

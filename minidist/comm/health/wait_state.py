@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from minidist.comm import call_site
+from minidist.comm.flight.recorder import FlightRecorder
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
@@ -137,6 +138,7 @@ class Waits:
                 ends     called with it: each ends the waits of a transport, of a link to itself, of a device
                 step     the training step that the program is in, if it says so
                 workers  the threads that carry out started calls now
+                flight   the rank's flight recorder, which keeps the waits that last
                 hearsay  most seconds to wait for the reason of a broken link; None: the transport's own limit
     A listener, if there is one, takes these over:
                 tell     called when a wait begins to last, and when it ends
@@ -154,6 +156,7 @@ class Waits:
         self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
         self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
+        self.flight: FlightRecorder | None = None
         self.hearsay: float | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.error: CommError | None = None
@@ -187,13 +190,23 @@ class Waits:
 
         with self._lock:
             self._lasting[number] = threading.get_ident(), now
+        record = self._recorded(what, peers(), call)
         self.tell()
         try:
             yield
         finally:
             with self._lock:
                 del self._lasting[number]
+            if self.flight is not None:
+                self.flight.ended(record)
             self.tell()
+
+    def _recorded(self, what: str, peers: tuple[int, ...], call: Signature | None) -> int:
+        """The number of a lasting wait in the flight recorder."""
+        if self.flight is None:
+            return 0
+        group, sequence = (0, 0) if call is None or call.algorithm is None else call[:2]
+        return self.flight.waiting(what, peers, QUIET, group=group, sequence=sequence)
 
     def state(self) -> State:
         """What this rank says of its waits, now."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
+from minidist.comm.call_site import entries
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
@@ -41,6 +42,7 @@ class GradientRun(NamedTuple):
         return self.spans[0][0].dtype
 
 
+@entries      # a call's place is then the strategy's line
 class Scheme:
     """Gradients travel as they are, by collectives of the given algorithm.
 
@@ -65,10 +67,7 @@ class Scheme:
         self.runs = runs
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Know the optimizer, once, before the first step; most schemes need not.
-
-        Raises:  ConfigError if the scheme works with another optimizer alone.
-        """
+        """Know the optimizer, once, before the first step. Raises: ConfigError if the scheme needs another."""
 
     def begin_step(self, scale: float = 1.0) -> None:
         """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the state follows."""

@@ -184,7 +184,9 @@ def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
 def test_the_run_folder(runs: dict[str, Any]) -> None:
     for metrics, _, folder in runs.values():
         names = {file.name for file in folder.iterdir()}
-        assert names == {"metrics.json", "trace.json", "loss.png", "model.safetensors"}
+        assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight"}
+        rings = sorted(file.name for file in (folder / "flight").iterdir())
+        assert rings == [f"{rank:05d}.ring" for rank in range(metrics["size"])]
         assert json.loads((folder / "metrics.json").read_text()) == metrics
         weights = load_file(folder / "model.safetensors")
         assert weights_digest(weights) == metrics["weights_sha256"]
@@ -362,7 +364,7 @@ def test_a_run_whose_launcher_is_told_to_stop_leaves_no_empty_folder(by: list[st
     _, error = run.communicate(timeout=30)
     assert run.returncode == 143
     assert "was told to stop by SIGTERM; its 2 ranks were ended" in error and error.count("\n") == 1, error
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "runs" / "one") == ["metrics.jsonl"]       # of the steps that it made
 
 
 def test_a_run_of_one_process_that_is_terminated_leaves_no_empty_folder(book: Path, tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_a_run_of_one_process_that_is_terminated_leaves_no_empty_folder(book: Pa
     run.send_signal(signal.SIGTERM)
     run.communicate(timeout=30)
     assert run.returncode == -signal.SIGTERM
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "runs" / "one") == ["metrics.jsonl"]
 
 
 def test_quiet_prints_nothing(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -1,0 +1,62 @@
+"""`minidist diagnose RUN`: which rank broke a job, where and why, from its flight recorders; status 1 if one did.
+
+    minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still runs
+    minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps (SIGUSR2)
+"""
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from minidist.console import positive_number, write_json
+from minidist.files import check_writable
+from minidist.observe.diagnose.fault import Fault, ranks_text
+from minidist.observe.diagnose.flights import read_flights
+from minidist.observe.diagnose.hangs import STUCK
+from minidist.observe.diagnose.rules import diagnose
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist diagnose`."""
+    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, or a folder of flight recorders")
+    parser.add_argument("--stuck", type=positive_number, default=STUCK, metavar="SECONDS",
+                        help="age from which an open call of a job that runs counts as a hang (default: %(default)g)")
+    parser.add_argument("--json", metavar="FILE", help="also write what is printed as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if there is no recorder."""
+    check_writable("--json", args.json)
+    found = diagnose(read_flights(args.run), stuck=args.stuck)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(found.summary, markup=False)
+    if not found.findings:
+        console.print("nothing wrong was found")
+    else:
+        console.print(_table(found.findings))
+    for finding in found.findings:
+        _show(console, finding)
+    if args.json:
+        findings: list[dict[str, Any]] = [asdict(finding) for finding in found.findings]
+        write_json(args.json, {"healthy": not findings, "summary": found.summary, "findings": findings})
+    return 1 if found.findings else 0
+
+
+def _table(findings: list[Fault]) -> Table:
+    table = Table("culprit", "cause", Column("where", overflow="fold"), "how sure", header_style="bold")
+    for finding in findings:
+        culprit = ranks_text(finding.ranks) if finding.ranks else "no rank"
+        table.add_row(culprit, f"[bold red]{finding.cause}[/bold red]", escape(finding.where), finding.sure)
+    return table
+
+
+def _show(console: Console, finding: Fault) -> None:
+    """A finding in words: what it is, the evidence, and what to do."""
+    console.print(f"\n{finding.what}", markup=False, style="bold")
+    for line in finding.evidence:
+        console.print(f"  {line}", markup=False)
+    console.print(f"  what to do: {finding.advice}", markup=False)

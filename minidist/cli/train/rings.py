@@ -1,0 +1,51 @@
+"""The flight recorders of a training, RUN/flight/00003.ring: kept for `minidist diagnose RUN`."""
+
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from minidist.comm.flight.slots import newest_time, read_ring
+from minidist.comm.group import Group
+from minidist.comm.health.failure import say_line
+from minidist.errors import ConfigError
+from minidist.files import DISK_FAILED
+from minidist.launch.flight import ring_file
+
+FOLDER = "flight"
+GOING = 5.0     # seconds: a job whose newest record is younger was going when it was told to stop
+BAD_INPUT, STOPPED = 2, (130, 143)      # exit statuses
+
+
+def keep_ring(run: Path, world: Group) -> None:
+    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the training goes on.
+
+    A full disk is not told here, because the run's other files tell it.
+    """
+    try:
+        world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size)
+    except ConfigError as error:
+        with suppress(OSError):
+            (run / FOLDER).rmdir()
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in DISK_FAILED:
+            say_line(f"minidist train: {error}")
+
+
+def drop_rings(run: Path, status: int) -> None:
+    """Remove the rings of a job that ended with `status`, if they tell nothing: bad input, or stopped as it went well.
+
+    Those of a job that failed stay, and those of one that stood still until it was told to stop.
+    """
+    if status == BAD_INPUT or (status in STOPPED and _was_going(run / FOLDER)):
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+
+
+def _was_going(folder: Path) -> bool:
+    for path in folder.glob("*.ring"):
+        try:
+            header, entries = read_ring(path)
+        except ConfigError:
+            continue
+        if time.time() - newest_time(header, entries) < GOING:
+            return True
+    return False

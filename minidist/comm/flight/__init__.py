@@ -1,0 +1,1 @@
+"""The flight recorder: the last calls, messages, steps and long waits of a rank, in a ring that outlives it."""

@@ -1,0 +1,238 @@
+"""The flight recorder: the last calls, messages, steps and long waits of one rank, in a ring of one megabyte.
+
+    ledger.flight.entries()                         # the newest 4,000 or so, oldest first
+    ledger.flight.keep_in("run/flight/00003.ring")  # from now on the ring is a file, which a killed rank leaves behind
+    rank, entries = read_ring("run/flight/00003.ring")      # also of a rank that still runs
+    ledger.flight.dump("rank3.json")                # the same as JSON, with the keys of PyTorch's flight recorder
+
+It is always on. A record is written when a call is made, begun and ended, so the last record of a rank that hangs or
+was killed says in which call it was. The ring is a memory map; one of a file needs no dump, because the system keeps
+what a process has written there, however it ends. Its bytes: slots.py.
+
+A file that is there already is replaced, not written over: a rank of an earlier generation, or of the run that is
+resumed, may have it mapped. So a path holds the ring of the newest rank of that number.
+Cost: about 4 µs a call, and no memory but the ring.
+"""
+
+import errno
+import itertools
+import mmap
+import os
+import platform
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from minidist.comm.flight.dumps import write_dump
+from minidist.comm.flight.slots import (
+    BEGUN,
+    BEGUN_AT,
+    CALL,
+    END,
+    ENDED,
+    ENDED_AT,
+    FAILED,
+    HEADER_BYTES,
+    KINDS,
+    MADE,
+    MAGIC,
+    MESSAGE,
+    MOVING,
+    NO_STEP,
+    NUMBER,
+    OUTCOME,
+    RING_BYTES,
+    STATE,
+    STATE_AT,
+    STATES,
+    STEP,
+    TEXTS,
+    TIME,
+    WAIT,
+    Entry,
+    entries_of,
+    place,
+)
+from minidist.errors import ConfigError
+
+recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
+"""Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
+
+
+class FlightRecorder:
+    """The ring of one rank, made at its first record. Safe to use from several threads.
+
+    Attributes: step    the training step that the program is in, or None
+                path    the file of the ring, or None
+                pid     the process that the ring is of
+    """
+
+    def __init__(self, world_rank: int = 0) -> None:
+        self.world_rank = world_rank
+        self.step: int | None = None
+        self.path: Path | None = None
+        self.pid = os.getpid()
+        self._size, self._kept = 0, 0.0
+        self._ring: mmap.mmap | None = None
+        self._numbers = itertools.count(1)
+        self._groups: dict[int, tuple[str, list[int]]] = {}
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def made(self, group: int, sequence: int, *rest: Any, axis: str, world_ranks: Sequence[int]) -> int:
+        """A call is made. Returns: the record's number, for begun() and ended().
+
+        Args:    group, sequence, rest: the fields of the call's signature; axis, world_ranks: of its group.
+        """
+        if group not in self._groups:
+            self._know(group, axis, world_ranks)
+        return self._write(CALL, MADE, _texts(group, *rest), sequence)
+
+    def message(self, group: int, sequence: int, verb: str, dtype: str | None, shape: Any, where: str, *, axis: str,
+                world_ranks: Sequence[int], dst: int | None = None, src: int | None = None) -> int:
+        """A message to `dst`, or from `src`, ranks of the group, is begun. Returns: the number, for ended().
+
+        Args:    sequence: its place among the messages between the two in this direction, from 1.
+        """
+        if group not in self._groups:
+            self._know(group, axis, world_ranks)
+        return self._write(MESSAGE, BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence)
+
+    def begun(self, number: int) -> None:
+        """The call sets out: in its caller's thread, or in the group's worker when its turn has come."""
+        self._change(number, BEGUN, BEGUN_AT, TIME.pack(time.perf_counter()))
+
+    def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False) -> None:
+        """The call, message or wait is over; this rank has sent so many bytes in so many messages."""
+        ring, at = self._open(), place(number)
+        sequence = NUMBER.unpack_from(ring, at + ENDED_AT + 8)[0]
+        self._change(number, FAILED if failed else ENDED, ENDED_AT,
+                     OUTCOME.pack(time.perf_counter(), sequence, nbytes, messages))
+
+    def start_step(self, step: int | None) -> None:
+        """The program begins a training step."""
+        self.step = step
+        self._write(STEP, ENDED, b"", 0)
+
+    def waiting(self, what: str, world_ranks: Sequence[int], seconds: float = 0.0, *, group: int = 0,
+                sequence: int = 0) -> int:
+        """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its number, for ended()."""
+        number = self._write(WAIT, BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence)
+        self._change(number, BEGUN, BEGUN_AT, TIME.pack(time.perf_counter() - seconds))
+        return number
+
+    def end(self, why: str = "") -> None:
+        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such record counts."""
+        if self._ring is not None:
+            self._write(END, FAILED if why else ENDED, msgpack.packb([_shortened(why, TEXTS - 6, keep_end=False)]), 0)
+
+    def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
+        self._groups[group] = axis, list(world_ranks)
+        self._write_header()
+
+    def _write(self, kind: str, state: str, texts: bytes, sequence: int) -> int:
+        ring, number, now = self._open(), next(self._numbers), time.perf_counter()
+        at = place(number)
+        step = NO_STEP if self.step is None else self.step
+        record = MOVING.pack(0, STATES.index(state), KINDS.index(kind), len(texts), step, now,
+                             0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, sequence, 0, 0)
+        ring[at:at + len(record) + len(texts)] = record + texts
+        NUMBER.pack_into(ring, at, number)
+        return number
+
+    def _change(self, number: int, state: str, offset: int, fields: bytes) -> None:
+        """Write fields of a record, unless the ring has gone round since."""
+        ring, at = self._open(), place(number)
+        if NUMBER.unpack_from(ring, at)[0] == number:
+            ring[at + offset:at + offset + len(fields)] = fields
+            STATE.pack_into(ring, at + STATE_AT, STATES.index(state))
+
+    # -------------------------------------------------------------------------------------------------------- where
+
+    def keep_in(self, path: str | Path, *, size: int = 0) -> None:
+        """Move the ring into a file, in whose folder it stays when this process is gone; `size`: ranks of the job.
+
+        Raises:  ConfigError if the file cannot be made, or its disk is full.
+        """
+        before, path = self._open(), Path(path)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(draft, "w+b") as file:
+                _allocate(file.fileno())
+                ring = mmap.mmap(file.fileno(), RING_BYTES)
+            ring[:] = before[:]
+            draft.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; "
+                              f"give a folder that can be written") from error
+        self._ring, self.path, self._size, self._kept = ring, path, size, time.time()
+        self._write_header()
+
+    def entries(self) -> list[Entry]:
+        """The records, oldest first; the keys are those of `read_ring`."""
+        return entries_of(bytes(self._open()))
+
+    def dump(self, path: str | Path) -> None:
+        """Write the ring as JSON; its keys: dumps.py. Raises: OSError."""
+        write_dump(path, {**self._header(), "dumped": time.time()}, self.entries())
+
+    def _open(self) -> mmap.mmap:
+        if self._ring is None:
+            self._ring, self.pid = mmap.mmap(-1, RING_BYTES), os.getpid()
+            self._write_header()
+            recorders.add(self)
+        return self._ring
+
+    def _header(self) -> dict[str, Any]:
+        return {"rank": self.world_rank, "pid": self.pid, "host": platform.node(), "size": self._size,
+                "kept": self._kept, "clock": time.time() - time.perf_counter(), "groups": self._groups}
+
+    def _write_header(self) -> None:
+        ring, header = self._open(), self._header()
+        packed = msgpack.packb(header)
+        if len(packed) > HEADER_BYTES - len(MAGIC) - 4:         # thousands of groups: their ranks are left out
+            packed = msgpack.packb({**header, "groups": {}})
+        ring[:len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
+
+
+def _allocate(file: int) -> None:
+    """Room for the ring: a write to a map beyond a full disk would kill the rank (SIGBUS)."""
+    try:
+        os.posix_fallocate(file, 0, RING_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):     # a file system that does not know it
+            raise
+        os.pwrite(file, bytes(RING_BYTES), 0)
+
+
+def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:
+    packed = text.encode()
+    return (packed[-nbytes:] if keep_end else packed[:nbytes]).decode(errors="ignore")
+
+
+@lru_cache(maxsize=1024)
+def _texts(group: int, verb: str, algorithm: str | None, op: str | None, root: int | None, dtype: str | None,
+           shape: Any, where: str) -> bytes:
+    """What stays the same from call to call, packed to fit into a slot: the end of `where` says most."""
+    return _fitted([group, verb[:24], (algorithm or "")[:24], op, root, (dtype or "")[:16],
+                    shape and list(shape)[:4]], where)
+
+
+@lru_cache(maxsize=1024)
+def _message_texts(group: int, verb: str, dst: int | None, src: int | None, dtype: str | None, shape: Any,
+                   where: str) -> bytes:
+    return _fitted([group, verb[:24], dst, src, (dtype or "")[:16], shape and list(shape)[:4]], where)
+
+
+def _fitted(fields: list[Any], where: str) -> bytes:
+    room = TEXTS - len(msgpack.packb(fields)) - 4
+    return msgpack.packb([*fields, _shortened(where, room)])  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""The bytes of a flight recorder's ring, and how they are read again.
+
+    header      HEADER_BYTES: MAGIC, their length (4 bytes), then msgpack of a dict
+    slots       record n is in slot n % SLOTS: MOVING, then msgpack of what stays the same from call to call: the
+                fields FIELDS of its kind, shortened to fit
+
+A slot's number is cleared before the slot is written, and set last: a record that SIGKILL tore has none. A ring that is
+still written to is read twice: a record that was overwritten meanwhile has another number the second time.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from minidist.errors import ConfigError
+
+RING_BYTES = 1 << 20
+HEADER_BYTES = 64 << 10
+SLOT_BYTES = 240
+SLOTS = (RING_BYTES - HEADER_BYTES) // SLOT_BYTES
+
+CALL, MESSAGE, STEP, WAIT, END = KINDS = ("call", "message", "step", "wait", "end")
+MADE, BEGUN, ENDED, FAILED = STATES = ("made", "begun", "ended", "failed")
+FIELDS = {CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "where"),
+          MESSAGE: ("group", "verb", "dst", "src", "dtype", "shape", "where"),
+          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why",)}
+
+MAGIC = b"mdflight"
+MOVING = struct.Struct("<QBBHidddQQI")      # number, state, kind, length of the texts, step, made, begun, ended (s),
+TEXTS = SLOT_BYTES - MOVING.size            # sequence, bytes, messages
+NUMBER, STATE, TIME = struct.Struct("<Q"), struct.Struct("<B"), struct.Struct("<d")
+OUTCOME = struct.Struct("<dQQI")            # ended, sequence, bytes, messages
+STATE_AT, BEGUN_AT, ENDED_AT = 8, 24, 32
+NO_STEP = -1
+
+Entry = dict[str, Any]
+
+
+def place(number: int) -> int:
+    """Where the slot of a record begins."""
+    return HEADER_BYTES + number % SLOTS * SLOT_BYTES
+
+
+def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
+    """What a rank has left in a file: (header, entries), entries oldest first.
+
+    header   rank, pid, host, size of the world (0: unknown), kept (the time of day when it moved into its file),
+             clock (seconds to add to an entry's times for the time of day), groups {id: [axis, world ranks]}
+    entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not yet), and the
+             FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes and messages.
+    Raises:  ConfigError if there is no such file, or it is no ring.
+    """
+    ring, later = _read_twice(Path(path))
+    length = int.from_bytes(ring[len(MAGIC):len(MAGIC) + 4], "little")
+    if ring[:len(MAGIC)] != MAGIC or len(ring) != RING_BYTES or length > HEADER_BYTES:
+        raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
+                          f"give a file that FlightRecorder.keep_in has made")
+    start = len(MAGIC) + 4
+    entries = [entry for entry in entries_of(ring)
+               if NUMBER.unpack_from(later, place(entry["number"]))[0] == entry["number"]]
+    return msgpack.unpackb(ring[start:start + length], strict_map_key=False), entries
+
+
+def _read_twice(path: Path) -> tuple[bytes, bytes]:
+    """The file, and again, with the same header both times; that changes only when the rank uses a new group."""
+    try:
+        ring = path.read_bytes()
+        for _ in range(10):
+            ring, before = path.read_bytes(), ring
+            if ring[:HEADER_BYTES] == before[:HEADER_BYTES]:
+                break
+    except OSError as error:
+        raise ConfigError(f"no flight recorder in {path}: {error.strerror}") from error
+    return before, ring
+
+
+def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
+    """The time of day of a ring's newest word, in seconds; 0.0 if it has none."""
+    return max((max(entry["made"], entry["begun"], entry["ended"]) + header["clock"] for entry in entries), default=0.0)
+
+
+def entries_of(ring: bytes) -> list[Entry]:
+    """The records of a ring, oldest first."""
+    slots = range(HEADER_BYTES, HEADER_BYTES + SLOTS * SLOT_BYTES, SLOT_BYTES)
+    return sorted(filter(None, (_entry(ring, at) for at in slots)), key=lambda entry: entry["number"])
+
+
+def _entry(ring: bytes, at: int) -> Entry | None:
+    """The record of a slot; None for one that is empty, or torn."""
+    number, state, kind, length, step, made, begun, ended, sequence, nbytes, messages = MOVING.unpack_from(ring, at)
+    if not number:
+        return None
+    entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
+             "step": None if step == NO_STEP else step, "made": made, "begun": begun, "ended": ended}
+    try:
+        texts = msgpack.unpackb(ring[at + MOVING.size:at + MOVING.size + length]) if length else []
+    except ValueError:      # overwritten while it was read
+        return None
+    if KINDS[kind] in (CALL, MESSAGE):
+        entry |= {"nbytes": nbytes, "messages": messages}
+    if KINDS[kind] in (CALL, MESSAGE, WAIT):
+        entry["sequence"] = sequence
+    return {**entry, **dict(zip(FIELDS[KINDS[kind]], texts, strict=False))}

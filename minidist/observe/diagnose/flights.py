@@ -1,0 +1,111 @@
+"""The flight recorders of a job, read together: one RankFlight a rank, all times on one clock.
+
+Records of one host share a clock (the system's monotonic one), those of several the time of day, as each host has it.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.flight.dumps import read_dump
+from minidist.comm.flight.slots import END, Entry, newest_time, read_ring
+from minidist.comm.health.process_state import has_ended, state_of
+from minidist.errors import ConfigError
+
+RUNS, STOPPED, GONE, UNKNOWN = "runs", "is stopped", "is gone", "unknown"
+
+
+@dataclass(frozen=True)
+class RankFlight:
+    """What one rank's recorder says, and its process.
+
+    Attributes: entries  its records, oldest first, with times of day
+                groups   {group: (axis, world ranks)}, those that it has used
+                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host
+                seen     the time of day that it shows
+                whole    whether the ring has not gone round, so that all records are there
+    """
+
+    rank: int
+    host: str
+    pid: int
+    size: int
+    groups: dict[int, tuple[str, list[int]]]
+    entries: list[Entry]
+    process: str
+    seen: float
+
+    @property
+    def whole(self) -> bool:
+        return not self.entries or self.entries[0]["number"] == 1
+
+    @property
+    def end(self) -> str | None:
+        """How the rank left its job: "" well, or its error; None: it has not said so."""
+        return next((str(entry["why"]) for entry in self.entries if entry["kind"] == END), None)
+
+    def of_kind(self, *kinds: str) -> list[Entry]:
+        """The records of these kinds."""
+        return [entry for entry in self.entries if entry["kind"] in kinds]
+
+    @property
+    def newest(self) -> float:
+        """The time of day of its last record."""
+        return max((max(entry["made"], entry["begun"], entry["ended"]) for entry in self.entries), default=0.0)
+
+
+def read_flights(place: str | Path) -> list[RankFlight]:
+    """The flight recorders of a run folder, or of a folder of rings or dumps, by rank.
+
+    Raises:  ConfigError, one line, if there are none.
+    """
+    folder = Path(place)
+    if (folder / "flight").is_dir():
+        folder = folder / "flight"
+    if not folder.is_dir():
+        raise ConfigError(f"{place}: there is no such folder; name a run folder of minidist train, or one of flight "
+                          "recorders")
+    found = [read_ring(path) for path in sorted(folder.glob("*.ring"))]
+    known = {header["rank"] for header, _ in found}
+    for path in sorted(folder.glob("*.json")):
+        if path.with_suffix(".ring").exists() or path.name == "metrics.json":
+            continue
+        header, entries = read_dump(path)
+        if header["rank"] not in known:
+            found.append((header, entries))
+    if not found:
+        raise ConfigError(f"{place}: no flight recorder is here; minidist train writes some to RUN/flight, and "
+                          "minidist launch --flight DIR to DIR")
+    return flights_of(found)
+
+
+def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[RankFlight]:
+    """The flights of (header, entries); of several generations of a job only the newest."""
+    newest = max((header for header, _ in found), key=lambda header: header["kept"])
+    found = [pair for pair in found if pair[0]["size"] == newest["size"] or not newest["size"]]
+    clocks: dict[str, float] = {}
+    for header, _ in found:
+        clocks.setdefault(header["host"], header["clock"])
+    over = max(newest_time(header, entries) for header, entries in found)
+    flights = [_flight(header, entries, clocks[header["host"]], over) for header, entries in found]
+    return sorted(flights, key=lambda flight: flight.rank)
+
+
+def _flight(header: dict[str, Any], entries: list[Entry], clock: float, over: float) -> RankFlight:
+    process = _process(header)
+    seen = header.get("dumped") or (time.time() if process in (RUNS, STOPPED) else over)
+    dated = [{**entry, **{name: entry[name] and entry[name] + clock for name in ("made", "begun", "ended")}}
+             for entry in entries]
+    groups = {group: (axis, [*ranks]) for group, (axis, ranks) in header["groups"].items()}
+    return RankFlight(header["rank"], header["host"], header["pid"], header["size"], groups, dated, process, seen)
+
+
+def _process(header: dict[str, Any]) -> str:
+    if header["host"] != platform.node():
+        return UNKNOWN
+    if has_ended(header["pid"]):
+        return GONE
+    return STOPPED if state_of(header["pid"]) in ("T", "t") else RUNS

@@ -1,0 +1,66 @@
+"""All rules, in the order in which their findings count: what a lost rank explains is not told twice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minidist.comm.flight.slots import CALL, MESSAGE
+from minidist.observe.diagnose.fault import Fault, ranks_text, span
+from minidist.observe.diagnose.flights import RUNS, RankFlight
+from minidist.observe.diagnose.hangs import STUCK, hangs
+from minidist.observe.diagnose.lost_ranks import (
+    broken_links,
+    failed_by_itself,
+    killed,
+    missing,
+    stopped,
+)
+from minidist.observe.diagnose.mismatches import mismatches
+from minidist.observe.diagnose.slow import skewed, slow
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a job's flight recorders say.
+
+    Attributes: findings   the cause first; none: nothing is wrong
+                summary    one line about the job
+    """
+
+    findings: list[Fault]
+    summary: str
+
+
+def diagnose(flights: Sequence[RankFlight], *, stuck: float = STUCK) -> Diagnosis:
+    """Find what is wrong with a job.
+
+    Args:    flights: of its ranks (read_flights). stuck: seconds after which an open call of a job that runs is a hang.
+    Returns: the findings of the first rule that finds something, in the order: an exception, calls that do not fit, a
+             stopped or killed rank, a broken link, a hang, a slow rank. Beside them, always: clocks that differ, ranks
+             without a recorder.
+    """
+    main = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
+        broken_links(flights) or hangs(flights, stuck) or slow(flights)
+    return Diagnosis([*main, *skewed(flights), *missing(flights)], summary(flights))
+
+
+def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
+    """Killed ranks; of a job that was killed as a whole, the hang that it was killed for, if there was one."""
+    found = killed(flights)
+    if found and found[0].cause == "all killed":
+        return [*hangs(flights, stuck), *found]
+    return found
+
+
+def summary(flights: Sequence[RankFlight]) -> str:
+    """How many ranks and records there are, and whether the job runs."""
+    calls = sum(len(flight.of_kind(CALL, MESSAGE)) for flight in flights)
+    runs = [flight for flight in flights if flight.process == RUNS and flight.end is None]
+    well = [flight.rank for flight in flights if flight.end == ""]
+    steps = [entry["step"] for flight in flights for entry in flight.entries if entry["step"] is not None]
+    told = f"{ranks_text(flight.rank for flight in flights)}, {calls:,} calls"
+    told += f", the last in step {max(steps)}" if steps else ""
+    if runs:
+        newest = max(flight.newest for flight in runs)
+        return f"{told}; the job runs, its newest record is {span(max(f.seen for f in runs) - newest)} old"
+    ended = "every rank" if len(well) == len(flights) else ranks_text(well) if well else "no rank"
+    return f"{told}; {ended} ended well"

@@ -1,0 +1,116 @@
+"""Chapter 25 · RUN/metrics.jsonl: a line of JSON a step, written while the run goes on.
+
+    log = StepLog(run / "metrics.jsonl", goes_on=False)
+    log.write(StepState(step=1, …))             # one write() of less than MOST_BYTES
+    read_step_log(run / "metrics.jsonl")        # while the run writes it, or after it was killed
+
+A killed run leaves whole lines; only the last may be torn, and a reader leaves it out. A run that goes on from a
+checkpoint appends: it makes some steps again, and the later line of a step holds.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.health.failure import say_line
+
+STEP_LOG = "metrics.jsonl"
+MOST_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What one rank knows after a step.
+
+    Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so far, by axis and
+                verb; memory: bytes that it holds now, by category, with "total"; joules: so far, from `energy_source`:
+                of its counters, or its estimate.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    sent_bytes: dict[str, dict[str, int]]
+    memory: dict[str, int]
+    joules: float
+    energy_source: str
+
+    def line(self, moment: float) -> bytes:
+        """The state as a line of at most MOST_BYTES.
+
+        Where many axes and verbs would not fit, `sent_bytes` has the sum of an axis in place of its verbs. A loss that
+        is not finite becomes null, because JSON has no NaN.
+
+        Args:    moment: seconds since 1970.
+        """
+        values: dict[str, Any] = {
+            "step": self.step, "time": round(moment, 3), "loss": self.loss if math.isfinite(self.loss) else None,
+            "seconds": round(self.seconds, 6), "tokens_per_second": round(self.tokens_per_second, 1),
+            "joules": round(self.joules, 6), "energy_source": self.energy_source,
+            "memory": {name: nbytes for name, nbytes in self.memory.items() if nbytes}, "sent_bytes": self.sent_bytes}
+        line = _packed(values)
+        if len(line) > MOST_BYTES:
+            line = _packed(values | {"sent_bytes": {axis: sum(verbs.values())
+                                                    for axis, verbs in self.sent_bytes.items()}})
+        return line
+
+
+class StepLog:
+    """Writes the lines of one run. A disk that takes no more is told once, and the run goes on.
+
+    Args:    file: made with its first line; goes_on: append to the lines that are there, else begin anew.
+    """
+
+    def __init__(self, file: Path, *, goes_on: bool) -> None:
+        self.file, self._goes_on, self._ended = file, goes_on, False
+        self._open: int | None = None
+
+    def write(self, line: bytes) -> None:
+        """Append a line, in one write()."""
+        if self._ended:
+            return
+        try:
+            if self._open is None:
+                self._open = self._begin()
+            os.write(self._open, line)
+        except OSError as error:
+            self.close()
+            say_line(f"minidist train: {self.file}: {error.strerror}; later steps are not written there")
+
+    def close(self) -> None:
+        """Write no more; a second time does nothing."""
+        self._ended = True
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+    def _begin(self) -> int:
+        """Open the file; end the line that a killed run left torn."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (0 if self._goes_on else os.O_TRUNC)
+        opened = os.open(self.file, flags, 0o666)
+        size = os.fstat(opened).st_size
+        if size and os.pread(opened, 1, size - 1) != b"\n":
+            os.write(opened, b"\n")
+        return opened
+
+
+def read_step_log(file: str | Path) -> list[dict[str, Any]]:
+    """The steps in order, each once. Raises: OSError if the file cannot be read."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in Path(file).read_bytes().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:          # torn
+            continue
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            found[values["step"]] = values
+    return [found[step] for step in sorted(found)]
+
+
+def _packed(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
