@@ -236,6 +236,8 @@ def memory_table(metrics: Metrics) -> Table:
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]
     table = Table("what", *(Column(name, justify="right") for name in ("now", "peak", "formula")), header_style="bold")
     for category, held in metrics["ranks"][0]["memory"].items():
+        if category == "residuals" and not held["peak"]:        # of schemes of chapter 21
+            continue
         formula = ""
         if category in STATE:
             terms = " + ".join(f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers)
