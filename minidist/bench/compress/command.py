@@ -23,9 +23,9 @@ FULL = Model(layers=4, width=256, heads=4, context=64, batch=1, vocab=128)
 """3.2 million parameters, 64 tokens a rank and step."""
 WAYS = "none,fp16,8bit,top-k,1-bit,powersgd,adaptive,local-steps"
 MOST_SECONDS = 120          # that a step of plain buckets may take over the slowest link
-MEANS = {name: f"{what} ({getattr(MODEL, name)}; with --full {getattr(FULL, name)})" for name, what in (
-    ("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"), ("context", "tokens a sequence"),
-    ("batch", "sequences a rank"), ("vocab", "embedding rows"))}
+MEANS = {"layers": "blocks (2; with --full 4)", "width": "model width (64; with --full 256)",
+         "heads": "attention heads (4)", "context": "tokens a sequence (64)", "batch": "sequences a rank (1)",
+         "vocab": "embedding rows (128)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, metavar="K", help="steps of a training (200; with --full 1000)")
     parser.add_argument("--every", type=positive, metavar="K", help="steps from loss to loss (a fiftieth of --steps)")
     parser.add_argument("--target", type=positive_number, metavar="LOSS",
-                        help=f"the validation loss to reach ({time_to_loss.SLACK:.1%} above the last of `none`)")
+                        help=f"the validation loss to reach ({100 * time_to_loss.SLACK:g} %% above the last of `none`)")
     parser.add_argument("--lr", type=positive_number, default=2e-3, metavar="RATE",
                         help="peak of the learning rate, of all ways (2e-3)")
     parser.add_argument("--data", default="python", metavar="PATH", help="the text, as of `minidist train` (python)")

@@ -1,11 +1,13 @@
 """minidist bench compress: the time to a loss from one curve and one step, over a virtual clock and for real."""
 
 import json
+import re
 
 import pytest
 from shaped_ranks import PLAIN_STEP, SIGN_STEP, ShapedRanks
 
 from minidist.bench.compress.advise import LocalStep, shaped
+from minidist.bench.compress.command import FULL, MODEL
 from minidist.bench.compress.links import bandwidths
 from minidist.bench.compress.time_to_loss import Links, best, measure, steps_to
 from minidist.bench.compress.ways import way_of
@@ -70,6 +72,15 @@ def test_adaptive_is_run_over_each_link():
 def test_options_that_do_not_go_together(words, said, capsys):
     assert main(["bench", "compress", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_help_says_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "compress", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1.5 % above the last of `none`" in said
+    for name, value in vars(FULL).items():
+        assert re.search(rf"--{name} N [^(]*\(({getattr(MODEL, name)}; with --full )?{value}\)", said), name
 
 
 SMALL = ["bench", "compress", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--steps", "20",
