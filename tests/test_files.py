@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def die(*given: object) -> None:
 
 
 @pytest.fixture
-def small_files() -> Iterator[None]:
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No file may be longer than 4 KiB: writing more fails, as on a full disk."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     yield

@@ -36,6 +36,7 @@ BEYOND = {
     "18": "the gate, capacity, and both ways to balance",
     "19": "how large a segment is best",
     "20": "bytes in each memory, and moves that overlap with work",
+    "21": "the density at which top-k gains nothing",
     "24": "where ranks lie, what a ring's busiest link carries, and MFU",
     "26": "the interval between saves",
 }

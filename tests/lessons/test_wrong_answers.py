@@ -98,6 +98,14 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {7: "pass"}, {7: "coming = start_read(unit)"},
            {7: "if index + 1 < len(units):\n    coming = start_read(units[index + 1])\n    coming.wait()"},
            {7: "coming = start_read(units[index + 1])"}, {8: "going.append(start_up(run))"}, {8: "pass"}],
+    "21": [{1: "residual[...] = gradient.reshape(-1)"}, {1: "pass"}, {2: "np.arange(k)"},
+           {2: "np.argpartition(np.abs(residual), -k)[:k]"}, {3: "np.abs(residual[chosen])"}, {4: "pass"},
+           {4: "residual[...] = 0"}, {5: "gradient.reshape(-1)[places] = values"},
+           {5: "np.add.at(gradient.reshape(-1), places, values / group.size)"}, {6: "p.data"}, {6: "0 * p.data"},
+           {7: "step % every == 0"}, {7: "step < every"}, {8: "weights - p.data"}, {8: "share * (p.data - weights)"},
+           {9: "lr * speed"}, {9: "gradient + momentum * speed"}, {10: "pass"},
+           {10: "p.data[...] = (p.data + weights) / 2"}, {11: "1 / ranks ** 2"},
+           {4: "pass", 10: "pass"}],
     "22": [{1: '"p"'}, {2: '"total + p * shrink"'}, {3: '"sum[i] * shrink + p"'}, {4: '"A"'}, {5: "stride"},
            {6: '"0", "0"'}],
     "24": [{1: "group"}, {1: "group[1:]"}, {2: "min(came[way, count[way]].values())"}, {2: "now"},
@@ -119,7 +127,7 @@ CASES = [(number, wrong) for number, answers in WRONG.items() for wrong in answe
 
 
 def test_every_lesson_has_some() -> None:
-    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 23 and len(CASES) > 220
+    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 24 and len(CASES) > 240
 
 
 @needs_compiler

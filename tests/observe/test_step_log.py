@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def test_a_new_run_begins_a_new_file_with_its_first_step(tmp_path: Path) -> None
     assert [line["step"] for line in read_step_log(file)] == [2]
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     log = StepLog(file, goes_on=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -271,6 +272,7 @@ def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureF
         trainer.start_save(step_folder(tmp_path, 0)).wait()
         if world.rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            sys.dont_write_bytecode = True
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         save = trainer.start_save(step_folder(tmp_path, 1))
         steps(trainer, 1)

@@ -19,7 +19,7 @@ State: worker error, n numbers a rank.
 Cost:  as sparse.py's top-k at the present density, or 2(P-1) × s n for what travels whole (reduce-scatter: half);
        and at an agreement P(P-1) × (2^17 + 24) bytes under `control`.
 
-notes:   N2 §10.1, §11.2
+notes:   N2 §11.4
 """
 
 import time

@@ -26,7 +26,7 @@ DDP sends its buckets by a scheme; ZeRO-1 and ZeRO-2 the reduce-scatter of gradi
 all-gather of weights stays as it is, because a replica must not drift; so ZeRO gains at most a factor of two. With
 several copies of ZeRO's state the sums between them are compressed, and those within a copy are not.
 
-notes:   N2 §10.1, §11.2, N3 §4, N4
+notes:   N2 §11.2, §11.4, N3 §3.2
 Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient Compression";
          Karimireddy et al. 2019, "Error Feedback Fixes SignSGD".
 """

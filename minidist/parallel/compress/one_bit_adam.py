@@ -20,7 +20,7 @@ here, so the scheme is DDP's (and that of ZeRO's sums over copies); and the opti
 
 Cost, ranks together: 2(P-1) × s n bytes in warm-up, s bytes a number; then as sign.py.
 
-notes:   N4
+notes:   N3 §3.2
 Source:  Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed".
 """
 

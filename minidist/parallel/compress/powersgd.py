@@ -22,7 +22,7 @@ Cost, ranks together, s bytes a number, u numbers as they are, matrices (a_i, b_
 
     2(P-1) × s × (u + sum of r (a_i + b_i))      for a reduce-scatter too: each rank then takes its chunk of the result
 
-notes:   N3 §4
+notes:   N2 §11.2
 Source:  Vogels, Karimireddy & Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression".
 """
 

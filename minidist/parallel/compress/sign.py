@@ -11,7 +11,7 @@ but what is lost is kept, and added to the next step's (error feedback).
 
 Cost: as two_phase.py's, with b(m) = 4 ceil(m / block) + ceil(m / 8) bytes for a chunk of m numbers.
 
-notes:   N3 §4
+notes:   N3 §3.2
 Source:  Bernstein et al. 2018, "signSGD" (majority); Karimireddy et al. 2019 (scale and error feedback).
 """
 

@@ -22,7 +22,7 @@ Cost, ranks together, k pairs a rank, s bytes a number (4, float64 8); a payload
 
 The bytes of an all-reduce grow with P², so top-k pays while k is below about n/P of the bucket's n numbers.
 
-notes:   N2 §10.1, N3 §4
+notes:   N2 §11.2
 Source:  Aji & Heafield 2017; Strom 2015 (threshold); Lin et al. 2018, "Deep Gradient Compression".
 """
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_a_run_that_is_killed_as_it_takes_the_folder_leaves_no_metrics_beside_ot
 @pytest.mark.parametrize("options", [[], ["-n", "2", "--transport", "threads"], pytest.param(
     ["-n", "2", "--transport", "tcp"], marks=pytest.mark.soak)])
 def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
-        options: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        options: list[str], folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)       # of modules that are imported meanwhile
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     text, limits = folder / "text.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
     text.write_text("a b c d e f g\n" * 99)
     before = {name: sha256(folder / name) for name in NAMES}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,7 @@ def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
     def work(world: Any) -> str:
         import resource
 
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         try:
             job(world, HOMES[4], offload_dir=tmp_path)

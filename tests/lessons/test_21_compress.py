@@ -1,0 +1,92 @@
+"""Exercise 21: filled rightly it passes, each wrong filling fails under its name; what the lesson measures."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filling import assert_named, graded, right
+
+import minidist as md
+from minidist import lessons
+from minidist.grading import load_module
+
+RIGHT = right("21")
+WRONG = {
+    "no error feedback": {1: "residual[...] = gradient.reshape(-1)"},
+    "zeros: nothing was added up": {1: "pass"},
+    "not in rising order": {2: "np.argsort(-np.abs(residual))[:k]"},
+    "not the largest": {2: "np.sort(np.argpartition(residual, -k)[-k:])"},
+    "places where k is": {2: "np.flatnonzero(residual)"},
+    "sizes without their signs": {3: "np.abs(residual[chosen])"},
+    "values of shape": {3: "residual"},
+    "sent twice": {4: "pass"},
+    "next gradient is added to it": {4: "residual[...] = 0"},
+    "one rank's value at each place": {5: "gradient.reshape(-1)[places] += values"},
+    "a mean": {5: "np.add.at(gradient.reshape(-1), places, values / group.size)"},
+    "other weights": {5: "pass"},
+    "so it never moved from them": {6: "p.data"},
+    "the ranks meet when they should not": {7: "step % every == 0"},
+    "the ranks meet after every step": {7: "False"},
+    "the ranks never meet": {7: "True"},
+    "meets one step early": {7: "(step + 1) % every"},
+    "no share": {8: "weights - p.data"},
+    "equal shares": {8: "(weights - p.data) / group.size"},
+    "the sign": {8: "share * (p.data - weights)"},
+    "momentum without the look ahead": {9: "lr * speed"},
+    "no momentum": {9: "lr * gradient"},
+    "does not go on from there": {10: "pass"},
+    "the positions travel too": {11: "2 / ranks"},
+    "an all-gather grows with the ranks": {11: "itemsize / (4 + itemsize)"},
+    "a position has 4 bytes": {11: "1 / ranks"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("21", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    assert_named("21", mistake, WRONG[mistake], tmp_path)
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("21", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_21.py line" in result.results[-1].line()
+
+
+# ------------------------------------------------------------------------------------------------ what the tables say
+
+lab, broken = (load_module(lessons.find("21").part(name), "21") for name in ("experiments.py", "broken.py"))
+
+
+def test_a_residual_that_is_lost_is_missing_in_the_sum() -> None:
+    """The figure's measure: with feedback all of the gradients is applied or kept, without it is not."""
+    found = md.run(lab.kept, 4, ("4bit", "top-k:density=0.01", "top-k:density=0.01,feedback=no"), size=2)[0]
+    assert found["4bit"]["lost"] < 1e-6 and found["top-k:density=0.01"]["lost"] < 1e-6
+    assert found["top-k:density=0.01,feedback=no"]["lost"] > 0.01
+    assert found["top-k:density=0.01"]["sum"] > found["top-k:density=0.01,feedback=no"]["sum"]
+    assert found["4bit"]["first"] > found["top-k:density=0.01"]["first"]
+
+
+def test_the_share_of_a_projection_is_its_squared_length() -> None:
+    given = np.array([3.0, 4.0])
+    assert lab.share(np.array([3.0, 0.0]), given) == pytest.approx(9 / 25)
+    assert lab.share(given, given) == 1 and lab.share(-given, given) == -3
+
+
+def test_the_clock_adds_computing_messages_and_bytes() -> None:
+    link = lab.Link("slow", alpha=0.5, beta=0.25)
+    assert lab.clock(lab.Moment(10, 0.0, sent=8, messages=3), 2.0, link) == 20 + 1.5 + 2
+
+
+def test_the_picture_of_fragments_is_that_of_streaming() -> None:
+    assert lab.fragment_rows(6, 3, 1, 9) == ["·SM····SM", "···SM····", "·····SM··"]
+    assert lab.fragment_rows(2, 1, 0, 4) == ["·X·X"]
+
+
+def test_a_restart_with_residuals_changes_no_bit() -> None:
+    gaps = broken.gaps_after_restart("top-k:density=0.01")
+    assert gaps["restored"] == 0 and gaps["lost"] > 1e-4
