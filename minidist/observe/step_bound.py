@@ -1,5 +1,8 @@
 """Chapter 23 · How short a recorded step could be, and what made it as long as it was.
 
+The critical path is the chain of work and transfers that ends with the step, each waiting for the one before it:
+plain_critical_path walks it back over the record.
+
 The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in the way that need not:
 a call holds no other up, and weights set out as soon as they are there. Two things are left:
 
@@ -12,12 +15,44 @@ rank may: what_if.py.
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from minidist.observe.events import Await, Busy, Event, Start
 from minidist.observe.replay import Replayed
 from minidist.observe.replay_path import critical_path
 from minidist.observe.step_record import NO_CORE, StepRecord
+
+
+class PathPart(NamedTuple):
+    """A part of the path, start and stop in the record's seconds; `rank`: of work, None for a transfer."""
+
+    name: str
+    rank: int | None
+    start: float
+    stop: float
+
+
+def plain_critical_path(record: StepRecord) -> list[PathPart]:
+    """The chain of work and transfers that made a step as long as it was, from its begin to its end without a gap."""
+    rank = max(range(len(record.windows)), key=lambda one: record.windows[one][1])      # the last rank to end
+    now, path = record.windows[rank][1], list[PathPart]()
+    while now > record.begin:
+        held = [(min(wait.call.end, wait.stop), wait.call) for wait in record.waits[rank]
+                if wait.call is not None and wait.start < min(wait.call.end, wait.stop) <= now]
+        if not held:
+            return [PathPart("work", rank, record.begin, now), *path]
+        ended, call = held[-1]                              # the last call that this rank stood still for
+        path.insert(0, PathPart("work", rank, ended, now))
+        path.insert(0, PathPart(call.name, None, call.begin, ended))
+        while (before := record.before(call)) is not None:  # the call before it held the link
+            call = before
+            path.insert(0, PathPart(call.name, None, call.begin, call.end))
+        rank, now = call.last_rank, call.begin              # the first call of the chain waited for its last rank
+    return path
+
+
+# path_of below finds the same chain in the replayed step, which names each piece of work; it also takes several groups
+# at once, and a step that what_if.py has changed. lower_bound asks how short the chain could be.
 
 
 def lower_bound(record: StepRecord) -> float:

@@ -12,6 +12,8 @@ The work stays as it was recorded. What changes is when calls are asked for, how
     priority=on         of the calls in a queue that one goes first that is waited for first
 
 The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another number of ranks.
+A transfer that other programs held up while it was hidden stays as long as it was recorded, and counts where it is no
+longer hidden: record a quiet step.
 
 notes: N2 §10, §11.1    Source: Peng et al. 2019, "A Generic Communication Scheduler" (ByteScheduler), for priority.
 """

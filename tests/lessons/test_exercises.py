@@ -37,6 +37,7 @@ BEYOND = {
     "19": "how large a segment is best",
     "20": "bytes in each memory, and moves that overlap with work",
     "21": "the density at which top-k gains nothing",
+    "23": "the lower bound, the causes of a wait, and a link with priorities",
     "24": "where ranks lie, what a ring's busiest link carries, and MFU",
     "26": "the interval between saves",
 }

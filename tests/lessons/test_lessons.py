@@ -27,7 +27,8 @@ SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epo
                ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
                ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("17", "average-twice"),
                ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"), ("20", "one-buffer"),
-               ("20", "no-prefetch"), ("21", "lost-residual"), ("21", "no-masking"), ("22", "mask-off-by-one")}
+               ("20", "no-prefetch"), ("21", "lost-residual"), ("21", "no-masking"), ("22", "mask-off-by-one"),
+               ("23", "forward-order"), ("23", "late-bucket")}
 """Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps others."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
 
@@ -59,7 +60,7 @@ def _path() -> str:
 
 def test_the_lessons_that_there_are() -> None:
     assert NUMBERS == ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12",
-                       "13", "14", "15", "16", "17", "18", "19", "20", "21", "22", "24", "26"]
+                       "13", "14", "15", "16", "17", "18", "19", "20", "21", "22", "23", "24", "26"]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -140,7 +141,7 @@ def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", ["01", "02", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15",
-                                    "16", "17", "18", "19", "20", "21", "22", "24", "26"])
+                                    "16", "17", "18", "19", "20", "21", "22", "23", "24", "26"])
 def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000

@@ -108,6 +108,13 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {4: "pass", 10: "pass"}],
     "22": [{1: '"p"'}, {2: '"total + p * shrink"'}, {3: '"sum[i] * shrink + p"'}, {4: '"A"'}, {5: "stride"},
            {6: '"0", "0"'}],
+    "23": [{1: "-record.windows[one][1]"}, {1: "record.windows[one][0]"}, {2: "wait.stop < now"}, {2: "True"},
+           {2: "wait.start <= now"}, {3: "held[0]"}, {4: "call.last_rank, call.end"},
+           {4: "min(call.ranks), call.begin"}, {4: "rank, call.begin"}, {5: "max(asked) + max(seconds)"},
+           {5: "max(seconds)"}, {6: "sum(seconds)"}, {6: "max(asked) + sum(seconds)"}, {7: "asked"}, {7: "waited"},
+           {8: "0.0"}, {8: "begin"},
+           {9: "min(left, key=lambda call: urgency[call])"}, {9: "min(left, key=lambda call: came[call])"},
+           {9: "max((call for call in left if came[call] <= now), key=lambda call: urgency[call])"}],
     "24": [{1: "group"}, {1: "group[1:]"}, {2: "min(came[way, count[way]].values())"}, {2: "now"},
            {3: "event.work"}, {4: "now + ended[started[event.id]]"}, {4: "now"},
            {5: "place + shape[axis] * coordinates[axis]"}, {5: "place * shape[axis]"},
@@ -127,7 +134,7 @@ CASES = [(number, wrong) for number, answers in WRONG.items() for wrong in answe
 
 
 def test_every_lesson_has_some() -> None:
-    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 24 and len(CASES) > 240
+    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 25 and len(CASES) > 260
 
 
 @needs_compiler

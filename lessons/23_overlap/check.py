@@ -1,0 +1,140 @@
+"""Grades exercise 23: paths of steps on a made-up clock, their bounds and causes, and a link with priorities."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minidist.grading import Result, expect, load_module
+from minidist.observe.events import Busy
+from minidist.observe.step_bound import lower_bound, plain_critical_path
+from minidist.observe.step_record import StepRecord
+from minidist.observe.what_if import Change, predict
+from minidist.observe.why import exposed_of
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "23")
+STEP = lab.Job()
+BOUNDS = {"the last bucket is late": STEP, "the link is too slow": replace(STEP, bandwidth=5e8),
+          "one bucket in the middle is late": replace(STEP, late={3: 0.030}),
+          "the first bucket is late": replace(STEP, late={0: 0.070})}
+WHOLE = replace(STEP, bucket=STEP.layers * STEP.layer_bytes)
+
+CUT_FROM = (plain_critical_path,)
+ANSWERS = {5: "max(call + alone for call, alone in zip(asked, seconds))", 6: "min(asked) + sum(seconds)",
+           7: "came - asked", 8: "begin - came",
+           9: "min((call for call in left if came[call] <= now), key=lambda call: urgency[call])"}
+"""The right code of the holes beyond the plain version."""
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """The path, hole by hole; then bound, causes and priorities."""
+    yield from _paths(exercise)
+    yield from _bounds(exercise)
+    yield from _causes(exercise)
+    yield from _priorities(exercise)
+
+
+def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
+    """Name, record, the mistake and the advice of each path."""
+    yield ("a step whose last bucket is waited for", lab.run(STEP), "a path that misses the call",
+           "the rank stood still for a call that ended after its wait began: section 1 (holes 2 and 3)")
+    yield ("a step whose link is too slow", lab.run(replace(STEP, bandwidth=5e8)), "a path that misses the queue",
+           "the last call that was waited for, then those before it on the link: section 1 (holes 2 and 3)")
+    yield ("a step with a slower rank", lab.run(replace(STEP, slow=1.5)), "a path through the wrong rank",
+           "it begins at the last rank to end: section 1 (hole 1)")
+    yield ("backward slow on rank 1, the update on rank 0", two_slow(), "a path that stays on its rank",
+           "a call begins when its last rank has asked for it: section 1 (hole 4)")
+    yield ("ZeRO-1, whose later weights are there in time", lab.run(replace(STEP, strategy="zero1")),
+           "a path through a call that nobody stood still for",
+           "it had ended before the wait began: section 1 (hole 2)")
+    yield ("ZeRO-3 without prefetch", lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)), "a path with gaps",
+           "each part ends where the next one begins: section 1")
+
+
+def two_slow() -> StepRecord:
+    """Rank 1 comes to the buckets last, rank 0 ends last."""
+    programs = [lab.Program(STEP, 1.0), lab.Program(STEP, 1.5)]
+    for program in programs:
+        lab.ddp(program)
+    programs[0].events[-1] = Busy(0.010, "optimizer")
+    record: StepRecord = lab.play([program.events for program in programs], STEP)
+    return record
+
+
+def rounded(path: Any, *, ranks: bool) -> list[tuple[Any, ...]]:
+    """The parts of a path in milliseconds; where ranks do alike, either may be named."""
+    return [(part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6)) for part in path]
+
+
+class Counted(StepRecord):
+    """A record that gives up a path that turns in a circle."""
+
+    asked = 0
+
+    @property
+    def begin(self) -> float:
+        self.asked += 1
+        if self.asked > 1000:
+            raise RuntimeError("the path never reaches the begin of the step; `now` has to go back in each round")
+        return super().begin
+
+
+def _paths(exercise: ModuleType) -> Iterator[Result]:
+    for name, record, mistake, advice in paths():
+        counted = Counted(record.windows, record.calls, record.waits, record.work)
+        ranks = len(set(record.windows)) > 1
+        yield expect(name, rounded(plain_critical_path(record), ranks=ranks),
+                     rounded(exercise.plain_critical_path(counted), ranks=ranks), mistake, advice)
+
+
+def _bounds(exercise: ModuleType) -> Iterator[Result]:
+    for name, job in BOUNDS.items():
+        record = lab.run(job)
+        asked = [call.came for call in record.calls]
+        found = exercise.shortest_step(asked, [call.alone for call in record.calls], record.waits[0][0].start,
+                                       job.update)
+        yield expect(f"the bound: {name}", f"{1e3 * lower_bound(record):.3f} ms", f"{1e3 * float(found):.3f} ms",
+                     "a bound that is none", "the longest chain, or all transfers behind the first moment: section 1 "
+                     "(holes 5 and 6)")
+
+
+def _causes(exercise: ModuleType) -> Iterator[Result]:
+    """Of the wait for one bucket: the library's causes of the same wait."""
+    cases = {"one bucket, a slower rank": (replace(WHOLE, slow=1.5), 0, "slower rank"),
+             "one bucket, ranks alike": (WHOLE, 0, "late bucket"),
+             "two buckets, over a slow link": (replace(STEP, layers=2, late={0: 0.002}, bandwidth=5e8), 1,
+                                               "link busy")}
+    for name, (job, number, cause) in cases.items():
+        record = lab.run(job)
+        call = record.calls[number]
+        wait = next(wait for wait in record.waits[0] if wait.call is call)
+        right = {kind: 0.0 for kind in ("slower rank", "link busy", "late bucket")}
+        for row in exposed_of(record):
+            if row.rank == 0 and row.waited == call.name:
+                right[row.cause] = right.get(row.cause, 0.0) + row.seconds
+        found = exercise.causes(wait.stop - wait.start, call.ranks[0].asked, call.came, call.begin)
+        yield expect(f"causes of a wait: {name}", in_ms(right), in_ms(found), f"not the share of a {cause}",
+                     "own request, last request, begin of the transfer: section 2 (holes 7 and 8)")
+
+
+def in_ms(found: dict[str, float]) -> dict[str, float]:
+    """Milliseconds, as they are printed."""
+    return {cause: round(1e3 * seconds, 3) + 0.0 for cause, seconds in found.items()}
+
+
+def _priorities(exercise: ModuleType) -> Iterator[Result]:
+    """Backward and the next forward, which each layer's gradients let begin; the library predicts the same."""
+    for bandwidth in (1e9, 5e8, 2.5e8):
+        job = replace(STEP, bandwidth=bandwidth)
+        right = predict(lab.first_come(job, 4), Change(priority=True))
+        found = lab.scheduled(job, 4, priority=True, serve=exercise.soonest_needed_first)
+        yield expect(f"priorities over {bandwidth / 1e9:g} GB/s", f"{1e3 * right:.3f} ms", f"{1e3 * found:.3f} ms",
+                     "not the most urgent call", "of the calls that have come, the lowest urgency: section 6 (hole 9)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "23", *sys.argv[1:]]))
