@@ -3,6 +3,7 @@
 import argparse
 
 from minidist.bench import calibrate, collectives, overlap, overlap_step
+from minidist.bench.compress import command as compress
 from minidist.bench.step.device import PRECISIONS
 from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.bench.what_if import change
@@ -20,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
     _add_overlap_step(what.add_parser("overlap-step", help="share of a step's communication hidden by computation"))
+    compress.add_arguments(what.add_parser("compress", help="time to a loss by compression scheme and bandwidth; or "
+                                           "when not to compress"))
     _add_calibrate(what.add_parser("calibrate", help="what messages cost, for auto, and computation, for simulate",
                                    description="Measure this machine: its links, and its computation. (To fit "
                                    "simulate's model to steps measured elsewhere: minidist calibrate.)"))

@@ -8,6 +8,8 @@
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change, predicted, then run
+    minidist bench compress                                 time to a loss, by compression scheme and bandwidth
+    minidist bench compress --advise --check                when not to compress, predicted, then measured
     minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
     minidist bench calibrate                                what messages and computation cost on this machine
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
@@ -26,6 +28,9 @@ from rich.console import Console
 
 from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
 from minidist.bench.arguments import add_arguments
+from minidist.bench.compress import command as compress
+from minidist.bench.compress import plots as compress_plots
+from minidist.bench.compress import tables as compress_tables
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
 from minidist.bench.progress import Progress
@@ -259,6 +264,7 @@ _BENCHES = {
     **dict.fromkeys(collectives.VERBS, Bench(_collective, tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, tables.show_overlap, plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, tables.show_overlap_step, plots.draw_overlap_step),
+    "compress": Bench(compress.measure, compress_tables.show, compress_plots.draw),
     "save": Bench(_save, tables.show_save, plots.draw_save),
     "calibrate": Bench(_calibrate, tables.show_calibration, plots.draw_calibration),
     "step": Bench(step.measure, step.show, step.draw),

@@ -1,0 +1,9 @@
+"""`minidist bench compress`: training by each scheme of chapter 21 over links from 10 Mbit/s to 10 Gbit/s.
+
+    ways, links     schemes and local steps by their texts; bandwidths by theirs
+    ranks           the ranks' side: trainings over a link that changes its speed
+    time_to_loss    when a training reaches a given loss, by scheme and bandwidth
+    advise          when not to compress: the link model
+    check           its advice, measured
+    command, tables, plots      of both
+"""

@@ -1,0 +1,147 @@
+"""The ranks' side of `minidist bench compress`: one job, whose link takes another speed when it is told to.
+
+    open    a training of one way begins, with its warm-up where steps are only timed
+    steps   it goes on for so many steps, over a link of α and β
+    loss    of the validation text
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from minidist.bench.compress.ways import way_of
+from minidist.bench.jobs import answer, worker_arguments
+from minidist.bench.step.ranks import Model
+from minidist.comm.group import Group
+from minidist.comm.transports.throttled import Delayed, delayed
+from minidist.data import text
+from minidist.launch.membership import limit_blas_threads
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.step.recorder import Silent
+
+MODULE = "minidist.bench.compress.ranks"
+SEED = 0
+
+
+class Moments(Silent):
+    """When each bucket was handed to its scheme: time.perf_counter() seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def announce(self, axis: str, name: str) -> None:
+        self.seconds.append(time.perf_counter())
+
+
+class Training:
+    """A training over a link whose speed changes. Every rank of the group makes one and asks it the same.
+
+    Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole training.
+             lr: the peak of a cosine; source: of the text; rows: of the validation text, all ranks together.
+    """
+
+    def __init__(self, group: Group, model: Model, *, steps: int, lr: float, source: str = "python",
+                 rows: int = 64) -> None:
+        assert isinstance(group.transport, Delayed)
+        self.group, self.link, self.model, self.steps, self.lr = group, group.transport, model, steps, lr
+        self.text = text.load(source)
+        inputs, targets = text.windows(self.text.validation, context=model.context)
+        size = min(rows, len(inputs)) // group.size * group.size
+        self.validation = inputs[:size], targets[:size]
+        self.moments = Moments()
+        self.trainer: Trainer | None = None
+
+    def answer(self, what: str, **options: Any) -> Any:
+        """What the main process asks."""
+        does: dict[str, Callable[..., Any]] = {"open": self.open, "steps": self.run, "loss": self.loss}
+        return does[what](**options)
+
+    def open(self, way: str, timed: bool = False) -> dict[str, Any]:
+        """Begin a training of this way; with `timed` after its warm-up. Returns: the number of parameters."""
+        self.close()
+        self._set_link(0.0, 0.0)
+        chosen = way_of(way, self.steps)
+        chosen = chosen.timed() if timed else chosen
+        self.trainer = Trainer(chosen.plan(self.group.size), self.model.config(), self.group, seed=SEED, lr=self.lr,
+                               lr_schedule="cosine", warmup=self.steps // 20, steps=self.steps, recorder=self.moments)
+        if timed:
+            self._go(max(2, chosen.period))
+        return {"parameters": sum(p.size for p in self.trainer.model.parameters())}
+
+    def run(self, steps: int, alpha: float = 0.0, beta: float = 0.0) -> dict[str, Any]:
+        """Make steps over a link of α and β. Returns: seconds of each, what was sent, when buckets were ready."""
+        self._set_link(alpha, beta)
+        before, messages = self._sent(), self._messages()
+        self.moments.seconds.clear()
+        begun = time.perf_counter()
+        seconds = self._go(steps)
+        assert self.trainer is not None
+        scheme = self.trainer.strategy.data_axis.scheme if self.trainer.plan.local_steps is None else None
+        return {"seconds": seconds, "nbytes": self._sent() - before, "messages": self._messages() - messages,
+                "moments": [moment - begun for moment in self.moments.seconds],
+                "sizes": [] if scheme is None else [run.size for run in scheme.runs]}
+
+    def loss(self) -> float:
+        """The mean loss of a token of the validation text, over a link that takes no time."""
+        assert self.trainer is not None
+        self._set_link(0.0, 0.0)
+        return self.trainer.evaluate([self.validation])
+
+    def close(self) -> None:
+        """End the training."""
+        if self.trainer is not None:
+            self.trainer.close()
+            self.trainer = None
+
+    def _go(self, steps: int) -> list[float]:
+        assert self.trainer is not None
+        seconds = []
+        for _ in range(steps):
+            begun = time.perf_counter()
+            self.trainer.step(text.batch(self.text.train, self.trainer.steps_done, batch=self.model.batch *
+                                         self.group.size, context=self.model.context, seed=SEED))
+            seconds.append(time.perf_counter() - begun)
+        return seconds
+
+    def _set_link(self, alpha: float, beta: float) -> None:
+        """All ranks meet, so that no message of the old speed is on its way."""
+        self.group.barrier()
+        self.link.alpha, self.link.beta = alpha, beta
+        self.group.barrier()
+
+    def _sent(self) -> int:
+        return _of_step(self.group.ledger.sent_bytes("step"))
+
+    def _messages(self) -> int:
+        return _of_step(self.group.ledger.messages("step"))
+
+
+def _of_step(counts: dict[str, dict[str, int]]) -> int:
+    """All that a rank sends in steps, without scalars."""
+    return sum(sum(verbs.values()) for axis, verbs in counts.items() if axis != "control")
+
+
+def add_options(parser: Any) -> None:
+    """What a rank is told of the training."""
+    for name, kind in (("steps", int), ("lr", float), ("data", str), ("transport", str)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    Model.add_options(parser)
+
+
+def main() -> None:
+    """Run as one rank."""
+    import minidist as md
+
+    parser = worker_arguments()
+    add_options(parser)
+    options = parser.parse_args()
+    limit_blas_threads(1, local_size=1)
+    world = md.init(transport=options.transport, threads=1)
+    with delayed(world, alpha=0.0, beta=0.0) as group:
+        training = Training(group, Model.of(options), steps=options.steps, lr=options.lr, source=options.data)
+        answer(options.meet, world.rank, training.answer)
+        training.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The time until a training reaches a loss, by scheme and bandwidth, without training it over each link.
+
+    curve       each way is trained once over a link that takes no time: the link changes no number of a training
+    steps       until the loss of the validation text first is at most the target, in steps of `every`
+    step        measured over each link, the median; of local steps the mean over a period
+    time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
+
+Two cells are run to their end over their link. The adaptive ratio follows its link, so each of its cells is.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from minidist.bench.compress.links import bandwidth_text
+from minidist.bench.compress.ways import PLAIN, SendingWay
+
+SLACK = 0.015           # the target: so much above the last loss of `none`
+LONG = 2.0              # seconds: a step over a link that takes longer is measured once a round
+TIMES = 5               # a shorter one so often
+SLICE = 60.0            # seconds that one question to the ranks may take, about
+Curve = list[tuple[int, float]]
+
+
+class RankJob(Protocol):
+    """Asks all ranks the same (bench/jobs.py)."""
+
+    def ask(self, **question: Any) -> list[Any]:
+        """The answers of all ranks, in rank order."""
+        ...
+
+
+class Links(NamedTuple):
+    """The links of a bench: latency in seconds, bandwidths in bytes a second."""
+
+    alpha: float
+    bandwidths: Sequence[float]
+
+
+def steps_to(curve: Curve, target: float) -> int | None:
+    """The first step after which the loss is at most the target; None: it never is."""
+    return next((step for step, loss in curve if loss <= target), None)
+
+
+def slowest(answers: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step, on the rank that took longest."""
+    return [max(row) for row in zip(*(answer["seconds"] for answer in answers), strict=True)]
+
+
+def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
+          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int]:
+    """Train `way` from its begin.
+
+    Args:    until: stop when the loss is at most this.
+    Returns: the curve, the seconds of its steps, the bytes that rank 0 has sent.
+    """
+    ranks.ask(what="open", way=way.text)
+    curve: Curve = []
+    seconds, nbytes, slice_of = 0.0, 0, 1
+    while (done := curve[-1][0] if curve else 0) < steps:
+        left = min(every, steps - done)
+        while left:
+            count = min(left, slice_of)
+            answers = ranks.ask(what="steps", steps=count, alpha=alpha, beta=beta)
+            took = sum(slowest(answers))
+            seconds, nbytes, left = seconds + took, nbytes + answers[0]["nbytes"], left - count
+            slice_of = max(1, int(SLICE * count / took)) if took else every
+        curve.append((min(done + every, steps), ranks.ask(what="loss")[0]))
+        progress(f"training {way.text}: step {curve[-1][0]} of {steps}, loss {curve[-1][1]:.4f}")
+        if until is not None and curve[-1][1] <= until:
+            break
+    return curve, seconds, nbytes
+
+
+def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
+               progress: Callable[[str], None]) -> None:
+    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth."""
+    ranks.ask(what="open", way=way.text, timed=True)
+    for bandwidth, found in zip(links.bandwidths, times, strict=True):
+        progress(f"timing {way.text} at {bandwidth_text(bandwidth)}")
+        more = 1
+        while more:
+            answers = ranks.ask(what="steps", steps=way.period * more, alpha=links.alpha, beta=1 / bandwidth)
+            seconds = slowest(answers)
+            periods = [sum(seconds[at:at + way.period]) for at in range(0, len(seconds), way.period)]
+            found += [period / way.period for period in periods]
+            more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
+
+
+def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
+                   progress: Callable[[str], None]) -> dict[str, list[float]]:
+    """The median step of each way over each link; ways take turns."""
+    times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
+    for number in range(rounds):
+        for way in ways:
+            time_steps(ranks, way, links, times[way.text], after(f"round {number + 1} of {rounds}", progress))
+    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+
+
+def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
+    """`progress`, each line of which begins with these words."""
+    return lambda line: progress(f"{words}: {line}")
+
+
+def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: int, every: int, rounds: int,
+            target: float | None, through: float, progress: Callable[[str], None],
+            keep: Callable[[str], None]) -> dict[str, Any]:
+    """Curves, times of steps, times to the target, and the cells that were run to their end.
+
+    Args:    ways: the first is `none`; target: a loss, or None for SLACK above the last of `none`.
+             through: the bandwidth at which the best way is run to its end; `none` is at the highest.
+    """
+    curves, sent = {}, {}
+    for way in ways:
+        if not way.follows_link:
+            curves[way.text], _, nbytes = train(ranks, way, steps, every, progress=progress)
+            sent[way.text] = nbytes / steps
+            keep(f"{way.text}: loss {curves[way.text][-1][1]:.4f} after {steps} steps")
+    plain = curves[PLAIN]
+    goal = (1 + SLACK) * plain[-1][1] if target is None else target
+    median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress)
+    rows = [_row(way, curves[way.text], sent[way.text], median, links, goal) for way in ways if not way.follows_link]
+    for way in ways:
+        if way.follows_link:
+            rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress))
+    for row in rows:            # the adaptive ratio's trainings end at the target
+        row["above_plain"] = row["loss"] / plain[-1][1] - 1 if row["way"] in curves else None
+    return {"target": goal, "rows": rows,
+            "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress)
+                        for way, bandwidth in _cells(ways, rows, links, through)]}
+
+
+def _row(way: SendingWay, curve: Curve, nbytes: float, median: dict[str, list[float]], links: Links,
+         goal: float) -> dict[str, Any]:
+    """One way: what it costs over each link until the target is reached."""
+    steps = steps_to(curve, goal)
+    cells = []
+    for bandwidth, step, plain_step in zip(links.bandwidths, median[way.text], median[PLAIN], strict=True):
+        seconds = None if steps is None else way.seconds(steps, step, plain_step)
+        cells.append({"bandwidth": bandwidth, "step_seconds": step, "steps": steps, "seconds": seconds})
+    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes, "curve": curve, "cells": cells}
+
+
+def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, every: int, goal: float,
+                  progress: Callable[[str], None]) -> dict[str, Any]:
+    """The adaptive ratio, trained over each link until the target is reached; loss and curve: of the last link."""
+    cells, curve, nbytes = [], Curve(), 0
+    for bandwidth in links.bandwidths:
+        curve, seconds, nbytes = train(ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
+                                       progress=after(bandwidth_text(bandwidth), progress))
+        needed = steps_to(curve, goal)
+        cells.append({"bandwidth": bandwidth, "step_seconds": seconds / curve[-1][0], "steps": needed,
+                      "seconds": None if needed is None else seconds, "loss": curve[-1][1],
+                      "nbytes": nbytes / curve[-1][0]})
+    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
+
+
+def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
+    """The row that reaches the target soonest over a link; None: none does."""
+    there = [row for row in rows if row["cells"][index]["seconds"] is not None]
+    return min(there, key=lambda row: row["cells"][index]["seconds"], default=None)
+
+
+def _cells(ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links,
+           through: float) -> list[tuple[SendingWay, float]]:
+    """The cells to run to their end: `none` over the fastest link, and the best other way over the given one."""
+    here = {way.text: way for way in ways}
+    nearest = min(range(len(links.bandwidths)), key=lambda index: abs(links.bandwidths[index] - through))
+    others = [row for row in rows if row["way"] != PLAIN and not here[row["way"]].follows_link]
+    found = best(others, nearest)
+    chosen = [(here[PLAIN], links.bandwidths[-1])]
+    return chosen if found is None else [*chosen, (here[found["way"]], links.bandwidths[nearest])]
+
+
+def _run_through(ranks: RankJob, way: SendingWay, bandwidth: float, links: Links, rows: list[dict[str, Any]],
+                 every: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Train over the link, for as many steps as the curve needs to the target."""
+    row = next(row for row in rows if row["way"] == way.text)
+    cell = next(cell for cell in row["cells"] if cell["bandwidth"] == bandwidth)
+    told = {"way": way.text, "bandwidth": bandwidth, "steps": cell["steps"], "predicted": cell["seconds"]}
+    if cell["steps"] is None:
+        return {**told, "measured": None, "loss": None}
+    curve, seconds, _ = train(ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
+                              progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress))
+    return {**told, "measured": seconds, "loss": curve[-1][1]}

@@ -1,0 +1,107 @@
+"""The ways of `minidist bench compress`: a scheme of chapter 21 by its text, or local steps.
+
+    none   top-k:density=0.01   1-bit:warmup=100   local-steps:every=25,fragments=5,delay=2,compress=4bit
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minidist.errors import ConfigError
+from minidist.parallel.compress.compress import SCHEMES, scheme_of
+from minidist.parallel.hybrid.plan import Plan
+
+PLAIN = "none"
+LOCAL_STEPS = "local-steps"
+OPTIONS: dict[str, tuple[str, type]] = {
+    "every": ("local_steps", int), "outer": ("outer", str), "lr": ("outer_lr", float),
+    "momentum": ("outer_momentum", float), "fragments": ("fragments", int), "delay": ("delay", int),
+    "mix": ("mix", float), "compress": ("outer_compress", str)}
+"""Of local steps: the option of a way -> the attribute of Plan, and its type."""
+
+WARMUP_SHARE = 5        # 1-bit Adam's warm-up, where a way does not name it: a fifth of the steps, as in the paper
+
+
+@dataclass(frozen=True)
+class SendingWay:
+    """One way of sending gradients.
+
+    Attributes: text: as written; period: steps after which the times of steps repeat (local steps: H)
+                warmup: of 1-bit Adam: so many steps take as long as those of `none`
+    """
+
+    text: str
+    period: int = 1
+    warmup: int = 0
+
+    @property
+    def name(self) -> str:
+        """The scheme's name, without its options."""
+        return self.text.partition(":")[0]
+
+    @property
+    def follows_link(self) -> bool:
+        """Whether the losses depend on the link, so that a curve of another link says nothing."""
+        return self.name == "adaptive"
+
+    def plan(self, ranks: int) -> Plan:
+        """The plan of a job that trains this way. Raises: PlanError, ConfigError for what cannot work."""
+        if self.name != LOCAL_STEPS:
+            return Plan(dp=ranks, compress=self.text)
+        return Plan(dp=ranks, **{"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)})
+
+    def timed(self) -> "SendingWay":
+        """The same after its warm-up, for the time of a step."""
+        return replace(self, text="1-bit:warmup=1") if self.warmup else self
+
+    def seconds(self, steps: float, step: float, plain_step: float) -> float:
+        """Seconds of the first `steps` steps. Args: step: of one after the warm-up; plain_step: of `none`."""
+        warm = min(self.warmup, steps)
+        return warm * plain_step + (steps - warm) * step
+
+
+def way_of(text: str, steps: int) -> SendingWay:
+    """The way that a text says, for a training of so many steps.
+
+    Raises:  ConfigError for another name or option.
+    """
+    name, _, rest = text.partition(":")
+    if name == LOCAL_STEPS:
+        options = {"local_steps": 25, **_local_options(text)}
+        way = SendingWay(text, period=options["local_steps"])
+        way.plan(2)                                 # refuses what does not go together
+        return way
+    if name == "1-bit":
+        text = text if "warmup" in rest else f"{text}{',' if rest else ':'}warmup={max(1, steps // WARMUP_SHARE)}"
+        scheme: Any = scheme_of(text)
+        return SendingWay(text, warmup=scheme.warmup)
+    scheme_of(text)
+    return SendingWay(text)
+
+
+def _local_options(text: str) -> dict[str, Any]:
+    """"local-steps:every=25,lr=0.7" -> the attributes of Plan that it names."""
+    options = {}
+    for word in filter(None, text.partition(":")[2].split(",")):
+        option, _, value = word.partition("=")
+        try:
+            name, kind = OPTIONS[option]
+            options[name] = kind(value)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{text!r}: {word!r} is no option of local steps; write "
+                              f"{'=, '.join(OPTIONS)}= with a value") from error
+    return options
+
+
+def split_ways(text: str) -> list[str]:
+    """'none,top-k:density=0.01,momentum=0.5,sign' -> the text of each way: a word with = but without : is an option."""
+    words: list[str] = []
+    for word in text.split(","):
+        if words and "=" in word and ":" not in word:
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    for word in words:
+        if (name := word.partition(":")[0]) not in (*SCHEMES, LOCAL_STEPS):
+            raise argparse.ArgumentTypeError(f"no way {name!r}; choose of {', '.join((*SCHEMES, LOCAL_STEPS))}")
+    return words
