@@ -17,7 +17,7 @@ BOUND = 4e-3        # of the largest number: float16 rounds a block's result, it
 
 def drawn(length: int, heads: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.normal(size=(2, count, length, 12)).astype(np.float16) for count in (4, heads, heads, 4)]
+    return [rng.normal(size=(1, count, length, 12)).astype(np.float16) for count in (2, heads, heads, 2)]
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray) -> list[np.ndarray]:
@@ -50,7 +50,9 @@ def around(size: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("size", "length", "heads"), [(1, 9, 4), (2, 70, 2), (3, 11, 1)])
+@pytest.mark.parametrize(("size", "length", "heads"), [
+    (2, 20, 1), pytest.param(1, 9, 2, marks=pytest.mark.soak), pytest.param(2, 70, 2, marks=pytest.mark.soak),
+    pytest.param(3, 11, 1, marks=pytest.mark.soak)])
 def test_passes_of_the_kernel_join_to_the_whole(size: int, length: int, heads: int,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     assert around(size, length, heads, monkeypatch) < BOUND

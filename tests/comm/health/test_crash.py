@@ -16,12 +16,12 @@ from minidist.comm.health.seats import Seat
 from minidist.launch.mpirun import find_mpirun
 
 CHILD = """
-import os, socket, sys
+import signal, socket, sys
 from minidist.comm.health.crash import tell_crash
 sock = socket.socket(fileno=int(sys.argv[1]))
 tell_crash(sock)
 sock.close()
-os.kill(os.getpid(), int(sys.argv[2]))
+signal.raise_signal(int(sys.argv[2]))
 """
 PROGRAM = """
 import atexit, ctypes, os
