@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,15 @@ def test_the_ranks_that_a_resumed_run_starts(run: Path, monkeypatch: pytest.Monk
     assert (metrics["size"], len(metrics["losses"]), metrics["checkpoint"]["steps"]) == (2, 8, [8])
 
 
+@pytest.fixture
+def own_sigterm() -> Iterator[None]:
+    """A rank of a launcher ends with SIGTERM ignored; here its process goes on to other tests."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("own_sigterm")
 def test_a_job_that_its_launcher_starts_again_goes_on_by_itself(
         book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With the very same command line, as Slurm and torchrun give it. Any other job overwrites nothing."""
