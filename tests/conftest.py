@@ -138,7 +138,9 @@ SAMPLED = {
     "test_goes_on_with_the_same_bits": 3, "test_low_precision": 5, "test_nothing_is_lost": 5,
     "test_ranks_stay_equal_and_learn": 7, "test_with_tensor_parallelism_and_a_pipeline": 3,
     "test_without_feedback_much_is_lost": 2, "test_zero_sums_as_ddp_does": 3,
-    # diagnosis
+    "test_within_the_budget": 2,
+    # simulation, and diagnosis
+    "test_a_gpu_holds_what_its_stand_in_holds": 2, "test_all_at_once_is_message_by_message": 4,
     "test_a_job_that_ended": 2, "test_why": 2,
     # bugs planted to see them caught
     "test_planted_bugs": 3, "test_planted_bugs_break_parity": 5, "test_planted_bugs_break_the_replay": 2,
