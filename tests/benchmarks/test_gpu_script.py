@@ -98,6 +98,7 @@ def test_minidist_takes_the_options(rehearsed, monkeypatch, tmp_path, sections):
         assert main(words) == 2, words
 
 
+@pytest.mark.soak
 def test_it_goes_on_where_it_stopped(tmp_path):
     """A failed section is told, gives status 1 and runs again; a done one does not."""
     out, programs = tmp_path / "a folder", tmp_path / "bin"

@@ -78,6 +78,7 @@ def step(name, cluster, batch, **plan):
                     batch=batch)
 
 
+@pytest.mark.soak
 def test_below_ten_billion_one_node_and_zero_2_are_enough():
     """Row 1: data parallel with ZeRO-2 on one machine. It fits, plain data parallel does not, and tp=8 is slower."""
     plain, zero_2, tensor = (step("llama2-7b", "h100:1x8", 32, **plan)

@@ -60,6 +60,7 @@ def test_a_hundred_thousand_plans_are_ranked_within_a_minute(tmp_path: Path) -> 
     assert found.seconds < SECONDS and found.gib < GIB
 
 
+@pytest.mark.soak
 def test_a_sixteenth_of_it_takes_seconds(tmp_path: Path) -> None:
     """1,024 ranks, folded: each day sees whether the messages of rings of all ranks are walked one by one."""
     found = used(UNFOLDED.replace(" --unfolded", "").replace("llama3-70b", "llama3-8b"), tmp_path)

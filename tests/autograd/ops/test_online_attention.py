@@ -58,6 +58,7 @@ def test_passes_of_the_kernel_join_to_the_whole(size: int, length: int, heads: i
     assert around(size, length, heads, monkeypatch) < BOUND
 
 
+@pytest.mark.soak
 @needs_compiler
 def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are added with weights of one, as if each had seen all keys."""

@@ -26,6 +26,7 @@ TINY_STEP = ["--rounds", "1", "--steps", "1", "--layers", "1", "--width", "8", "
              "--batch", "2", "--vocab", "16"]
 
 
+@pytest.mark.soak
 def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed."""
     monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)

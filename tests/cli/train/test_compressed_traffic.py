@@ -36,6 +36,7 @@ def test_bytes_beside_the_formula(options: list[str], known: bool, tmp_path: Pat
         assert f"{sent // 4:,}" in printed and "by formula" in printed
 
 
+@pytest.mark.soak
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-n", "3", "--compress", "4bit:block=16", "--lr-schedule", "constant", "--save-every", "2"]

@@ -85,6 +85,7 @@ def metrics_of(run):
     return json.loads((run / "metrics.json").read_text())
 
 
+@pytest.mark.soak
 def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_path, monkeypatch, capfd):
     """A rank and its partner die, and the spares take the newest checkpoint; then all are told to stop. Same bits."""
     whole, run = tmp_path / "whole", tmp_path / "run"
