@@ -59,7 +59,7 @@ def permutations(count: int, seed: int = 4) -> Iterable[Pairs]:
 def traffic() -> dict[str, list[Pairs]]:
     """Kinds of traffic: what is sent at once, in turn."""
     return {"a ring's step, machine to next machine": [shift(1)],
-            "everybody to the machine one leaf on": [shift(LEAF)],
+            "every machine to the one a leaf further on": [shift(LEAF)],
             "all-to-all, step by step": [shift(distance) for distance in range(1, MACHINES)],
             f"{DRAWN} random permutations": list(permutations(DRAWN))}
 

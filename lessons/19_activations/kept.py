@@ -48,7 +48,7 @@ def step_with(group: Group, kept: str, tp: int) -> dict[str, Any]:
 
 
 def inputs_left(group: Group, page: Page) -> None:
-    """One block's input on rank 0, by way; with up to 4 ranks on the axis tp, so that shard has somebody to share with.
+    """One block's input on rank 0, by way; with up to 4 ranks on the axis tp, so that shard has ranks to share with.
     """
     tp = group.size if 1 < group.size <= lab.CONFIG.heads else 1
     kinds = ["whole", "8bit", "offload", *(["shard", "8bit,shard", "8bit,shard,offload"] if tp > 1 else [])]

@@ -47,7 +47,7 @@ def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
     yield ("backward slow on rank 1, the update on rank 0", two_slow(), "a path that stays on its rank",
            "a call begins when its last rank has asked for it: section 1 (hole 4)")
     yield ("ZeRO-1, whose later weights are there in time", lab.run(replace(STEP, strategy="zero1")),
-           "a path through a call that nobody stood still for",
+           "a path through a call for which no rank stood still",
            "it had ended before the wait began: section 1 (hole 2)")
     yield ("ZeRO-3 without prefetch", lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)), "a path with gaps",
            "each part ends where the next one begins: section 1")

@@ -1,7 +1,7 @@
 """Exercise 23: the critical path of a recorded step, how short the step could be, why a rank waits, what goes first.
 
 Copy this file (`minidist lesson 23 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 23 DIR/exercise_23.py`. A record has, for each rank and in seconds of one clock:
+`minidist check 23 DIR/exercise_23.py`. All ranks share one clock, in seconds. A record has:
 
     record.windows[rank]    (begin, end) of its step
     record.waits[rank]      in order: wait.start, wait.stop, and wait.call, or None for what is no collective

@@ -19,7 +19,7 @@ LESSON = load_module(lessons.find("23").part("lesson.py"), "23")
 lab, STEP = LESSON.lab, LESSON.LAYER
 WRONG = {
     "a path through the wrong rank": {1: "-record.windows[one][1]"},
-    "a path through a call that nobody stood still for": {2: "wait.stop < now"},
+    "a path through a call for which no rank stood still": {2: "wait.stop < now"},
     "a path that misses the call": {2: "False"},
     "a path that stays on its rank": {4: "rank, call.begin"},
     "a path that misses the queue": {3: "held[0]"},

@@ -26,6 +26,7 @@ notes:   N2 §11.2
 Source:  Aji & Heafield 2017; Strom 2015 (threshold); Lin et al. 2018, "Deep Gradient Compression".
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -69,7 +70,7 @@ def payload_bytes(count: int, kind: np.dtype) -> int:
     return 4 + count * (4 + kind.itemsize)
 
 
-class Sparse(Scheme):
+class Sparse(Scheme, ABC):
     """Sums pairs; a subclass chooses them.
 
     Args:    feedback, momentum, masking: as above.
@@ -91,9 +92,9 @@ class Sparse(Scheme):
             if self.momentum:
                 self.private[f"momentum.{index}"] = zeros_for(run, run.size)
 
+    @abstractmethod
     def choose(self, index: int, values: Array) -> Array:
         """The rising positions of what travels."""
-        raise NotImplementedError
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
         group = self.runs[index].group
