@@ -16,7 +16,14 @@
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    _LINE = ("minidist runs on Linux and macOS; on Windows use WSL, which is Linux: `wsl --install`, then install "
+             "minidist inside it")
+    _COMMANDS = ("-m", "minidist", "minidist.exe", "minidist-script.py")
+    raise SystemExit(_LINE) if sys.argv[0].replace("\\", "/").rpartition("/")[2] in _COMMANDS else ImportError(_LINE)
 
 from minidist import errors
 

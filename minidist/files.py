@@ -12,6 +12,7 @@ the next one that makes or sweeps such a folder sees that they are stale, and re
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from minidist.errors import ConfigError
 
 DRAFTS = ".minidist-"       # how the names of folders of drafts begin
+PIECE = 1 << 20             # bytes of zeros that are written at once
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)      # not the user's mistake
 
 
@@ -91,6 +93,23 @@ def whole(file: str | Path) -> Iterator[Path]:
         raise type(error)(error.errno, error.strerror or str(error), str(file)) from error
 
 
+def reserve(file: int, offset: int, nbytes: int) -> None:
+    """Room for `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the disk has none.
+
+    Where the system cannot reserve (macOS, some file systems), zeros are written.
+    """
+    if nbytes and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file, offset, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    end = offset + nbytes
+    while offset < end:
+        offset += os.pwrite(file, bytes(min(PIECE, end - offset)), offset)
+
+
 def _written_in_place(file: Path) -> bool:
     return os.path.exists(file) and not (os.path.isfile(file) and os.access(file.parent, os.W_OK | os.X_OK))
 
@@ -117,3 +136,13 @@ def check_writable(option: str, file: str | Path | None) -> None:
         problem = error.strerror or str(error)
     if problem:
         raise ConfigError(f"{option} {file}: {problem}")
+
+
+def lock_holder(file: int) -> int | None:
+    """The process that has locked an open file or folder (flock), where the system tells."""
+    state = os.fstat(file)
+    inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
+    with suppress(OSError):
+        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text())
+        return int(found[1]) or None if found else None
+    return None

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -24,6 +25,10 @@ sys.dont_write_bytecode = False
 # What is printed into a pipe is looked at, so nobody's taste in colours, nor the width of a terminal, may be in it.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
+
+# Started with `&` or nohup, Ctrl-C is ignored, also by the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # OpenBLAS starts its threads as it is loaded: 30 ms of each Python that a test starts, and its ranks share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -124,7 +129,9 @@ SAMPLED = {
     "test_a_checkpoint_of_another_model_is_refused": 2, "test_a_rank_killed_while_a_save_is_under_way": 2,
     "test_a_rank_reads_what_it_wants": 2, "test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step": 2,
     "test_a_users_own_module": 2, "test_goes_on_as_one_process": 3, "test_later_updates_do_not_touch_the_copy": 3,
-    "test_the_same_bits_as_undisturbed": 3,
+    "test_the_same_bits_as_undisturbed": 3, "test_what_goes_on_is_the_replay_of_the_changes": 3,
+    "test_planted_bugs_in_a_meeting_are_seen": 3, "test_planted_bugs_of_servers_are_seen": 3,
+    "test_another_number_of_ranks_goes_on": 3,
     # kernels
     "test_an_overflow_anywhere_shows": 2, "test_bias_gelu": 3, "test_bits": 5, "test_blocks_that_see_each_other": 2,
     "test_bytes_read": 3, "test_each_version_is_the_reference": 3, "test_extreme_scores": 2, "test_swiglu": 3,

@@ -1,5 +1,7 @@
 """Files are whole or not there, also after a kill and on a full disk; what killed processes left goes."""
 
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -11,8 +13,9 @@ import pytest
 from minidist.lessons.figures import save_mermaid
 from minidist.lessons.running import insert_mermaid
 
+from minidist import files
 from minidist.errors import ConfigError
-from minidist.files import DRAFTS, check_writable, scratch, sweep, whole
+from minidist.files import DRAFTS, check_writable, lock_holder, scratch, sweep, whole
 
 LONG = "x" * 300
 
@@ -120,3 +123,35 @@ def test_a_lessons_diagram_is_the_old_one_until_the_new_one_is_whole(
     with pytest.raises((OSError, ConfigError), match="File too large"):
         write(file, "x" * 5000)
     assert file.read_text() == "```mermaid\nold```" and os.listdir(tmp_path) == ["figure.mmd"]
+
+
+@pytest.mark.parametrize("refuses", [None, errno.EOPNOTSUPP, "missing"])
+@pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 3])
+def test_room_is_reserved_where_the_system_cannot(refuses: int | str | None, nbytes: int, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no posix_fallocate; some file systems do not know it. What is there stays."""
+    if refuses == "missing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    elif refuses:
+        monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(refuses, "no")))
+    file = tmp_path / "region"
+    file.write_bytes(b"abc")
+    with open(file, "r+b") as stream:
+        files.reserve(stream.fileno(), 3, nbytes)
+    assert file.read_bytes() == b"abc" + bytes(nbytes)
+
+
+def test_a_full_disk_is_told_when_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with open(tmp_path / "region", "w+b") as stream, pytest.raises(OSError, match="full"):
+        files.reserve(stream.fileno(), 0, 8)
+
+
+def test_who_has_locked_a_folder(tmp_path: Path) -> None:
+    mine, theirs = (os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY) for _ in range(2))
+    assert lock_holder(theirs) is None
+    fcntl.flock(mine, fcntl.LOCK_EX)
+    assert lock_holder(theirs) == lock_holder(mine) == os.getpid()
+    os.close(mine)
+    assert lock_holder(theirs) is None
+    os.close(theirs)

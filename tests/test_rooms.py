@@ -14,7 +14,7 @@ FLOORS = [
     ["minidist.bench"],
     ["minidist.plan"],
     ["minidist.simulate"],
-    ["minidist.console", "minidist.grading"],
+    ["minidist.console", "minidist.grading", "minidist.progress"],
     ["minidist.holes"],
     ["minidist.observe"],
     ["minidist.survive"],

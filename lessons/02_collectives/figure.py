@@ -1,4 +1,4 @@
-"""The figure of lesson 02: twelve collectives on four ranks, each drawn from the messages of a run, over time.
+"""The figure of lesson 02: twelve collectives on four ranks, each message of a run, on a clock of α.
 
     python lessons/02_collectives/figure.py [--out DIR]      # figure.png
 """
@@ -15,14 +15,13 @@ from minidist.grading import load_module
 
 HERE = Path(__file__).resolve().parent
 RANKS, COLUMNS = 4, 4
-ROUNDS = 5    # of each call the quickest is drawn, which other programs disturbed least
 lesson = load_module(HERE / "lesson.py", "02")
 
 
 def record(group: Group) -> list[dict[str, Any]]:
-    """Rank 0: the quickest recording of each call; [] elsewhere."""
-    rounds = [lesson.record_family(group) for _ in range(ROUNDS)]
-    return [min(calls, key=_end) for calls in zip(*rounds, strict=True)]
+    """Rank 0: the messages of each call; [] elsewhere."""
+    panels: list[dict[str, Any]] = lesson.record_family(group)
+    return panels
 
 
 def draw(panels: list[dict[str, Any]], folder: Path) -> None:
@@ -30,7 +29,7 @@ def draw(panels: list[dict[str, Any]], folder: Path) -> None:
     rows = -(-len(panels) // COLUMNS)
     figure = look.new_figure(
         14.0, 4.1 * rows + 1.2, "The collectives on four ranks: every message of twelve recorded calls",
-        "Ranks stand side by side, time runs downwards in units of α: the links were made to take 20 ms a message. "
+        "Ranks stand side by side, time runs downwards on a clock on which only messages take time: α each. "
         "An arrow is a message, in its sender's colour, the thicker the longer.")
     height = 1 / (4.1 * rows + 1.2)
     longest = max(map(_end, panels))
@@ -50,17 +49,12 @@ def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) 
     """One call: a line down for each rank, an arrow for each message; the axis of all panels ends at `longest`."""
     messages = panel["messages"]
     end = _end(panel)
-    starts = min(message["start"] for message in messages)
     ax.set_title(f"{panel['verb']} · {panel['algorithm']}", loc="left", fontsize=11.5, fontweight="bold",
                  color=look.INK, pad=15)
     for rank in range(RANKS):
         ax.plot([rank, rank], [0, end], color=look.GRID, linewidth=3, zorder=1, solid_capstyle="butt")
         ax.text(rank, -0.25, f"r{rank}", ha="center", va="bottom", fontsize=10, fontweight="bold",
                 color=look.RANKS[rank])
-    if starts > 0.5:
-        ax.axhspan(0, starts, color=look.GRID, alpha=0.45, linewidth=0)
-        ax.text((RANKS - 1) / 2, starts / 2, "neighbours compare calls", ha="center", va="center", fontsize=8.5,
-                color=look.SOFT)
     for message in messages:
         ax.add_patch(FancyArrowPatch((message["src"], message["start"]), (message["dst"], message["stop"]),
                                      arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0, zorder=2,
@@ -83,7 +77,7 @@ def _count(panel: dict[str, Any]) -> str:
     sent = [sum(message["part"] for message in messages if message["src"] == rank) for rank in range(RANKS)]
     lengths = sorted({fraction(message["part"]) for message in messages}, key=len)
     carried = f"{sum(sent):.3g} n in all, busiest rank {max(sent):.3g} n" if max(sent) else "without payload"
-    return f"{len(messages)} messages of {' and '.join(lengths)}, {_end(panel):.1f} α\n{carried}"
+    return f"{len(messages)} messages of {' and '.join(lengths)}, {_end(panel):g} α\n{carried}"
 
 
 def fraction(part: float) -> str:

@@ -22,6 +22,8 @@ from minidist.observe.events import GroupCall
 from minidist.observe.records import gather_records
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import Device
+from minidist.simulate.message_times import message_times
+from minidist.simulate.messages import Operands
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.walk import call_cost
 
@@ -194,9 +196,14 @@ def best_when(group: Group, page: Page) -> None:
 
 def on_the_clock(size: int, algorithm: str, nbytes: int, *, alpha: float, beta: float) -> float:
     """Seconds of an all-reduce where every rank has a link of its own out and in, and nothing but links takes time."""
-    links = Topology(size, Wire("link", alpha, 1 / beta, 0.0, 0.0, 0.0))
-    ranks = Cluster("links", "links", Device("rank", {"float64": 1.0}, 1, 1.0), 1, size, links)
+    ranks = even_links(size, alpha, beta)
     return call_cost(GroupCall("world", "all_reduce", algorithm, nbytes, itemsize=8), range(size), ranks).seconds
+
+
+def even_links(size: int, alpha: float, beta: float) -> Cluster:
+    """Ranks that have a link of their own out and in: α seconds a message, β a byte."""
+    links = Topology(size, Wire("link", alpha, 1 / beta if beta else float("inf"), 0.0, 0.0, 0.0))
+    return Cluster("links", "links", Device("rank", {"float64": 1.0}, 1, 1.0), 1, size, links)
 
 
 # ---------------------------------------------------------------------------------------------------- for the figure
@@ -207,26 +214,27 @@ PANELS += [("broadcast", "tree"), ("all_to_all", "pairwise"), ("all_to_all", "br
 
 
 def record_family(group: Group) -> list[dict[str, Any]]:
-    """One call of every panel over links of 20 ms a message; its messages on rank 0, times in α. [] elsewhere."""
-    alpha, panels = 20e-3, []
+    """One call of every panel; its messages on rank 0, with times in α by the clock of `on_the_clock`. [] elsewhere.
+
+    The messages of the call are recorded, and are the same as those on the clock.
+    """
+    panels = []
     for verb, algorithm in PANELS:
         events: list[Any] = []
-        with delayed(group, alpha=alpha, beta=0.0) as slow:
-            slow.barrier()
-            begin = time.perf_counter()
-            stop = group.ledger.subscribe(events.append)
-            call(slow, verb, algorithm)
-            stop()
-        mine = [[event.details["src"], event.details["dst"], event.details["nbytes"], event.start, event.stop]
-                for event in events if event.kind == "message"]
-        ranks = gather_records(group, {"begin": begin, "messages": mine}) or []
+        stop = group.ledger.subscribe(events.append)
+        call(group, verb, algorithm)
+        stop()
+        ranks = gather_records(group, [[event.details[name] for name in ("src", "dst", "nbytes")] for event in events
+                                       if event.kind == "message"])
         if ranks:
-            origin = max(rank["begin"] for rank in ranks)
-            unit = PART * 8 if verb == "all_to_all" else ELEMENTS * 8
+            unit = (PART if verb == "all_to_all" else ELEMENTS) * 8
+            times = message_times(verb, algorithm, Operands(0 if verb == "barrier" else unit, itemsize=8),
+                                  even_links(group.size, 1.0, 0.0), range(group.size))
+            clocked = sorted([message.src, message.dst, message.nbytes] for message in times)
+            assert sorted(row for rows in ranks for row in rows) == clocked, f"{verb} {algorithm}"
             panels.append({"verb": verb, "algorithm": algorithm, "messages": [
-                {"src": src, "dst": dst, "part": nbytes / unit, "start": (start - origin) / alpha,
-                 "stop": (end - origin) / alpha}
-                for rank in ranks for src, dst, nbytes, start, end in rank["messages"]]})
+                {"src": src, "dst": dst, "part": nbytes / unit, "start": start, "stop": end}
+                for src, dst, nbytes, start, end in times]})
     return panels
 
 

@@ -3,23 +3,31 @@
 import os
 import threading
 import time
-from typing import Any
+from collections import deque
+from heapq import heappop, heappush
+from typing import Any, cast
 
 import numpy as np
 
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
+from minidist.observe.events import Busy
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.data.data_parallel import DataParallel, ReplicaDevice, call_replica
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.single import Single
+from minidist.simulate.one_rank import run_rank
 
 SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights
 TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)                     # to see its memory
 PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)         # small products: Python does the most
 BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)       # large ones: BLAS does
+
+PRODUCT = 4             # moments of one product on one thread, on the clock of products_on_a_clock
+HOLD, FLOPS, BYTES = 10e-6, 40e9, 4e9   # of the clock: seconds of Python a call; a processor's speed without the lock
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:
@@ -152,6 +160,67 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
     return {"stamps": [[(wall - begin, own) for wall, own in stamps[name]] for name in sorted(
                 stamps, key=lambda name: (name.startswith("replica"), name))],
             "seconds": seconds / steps, "cores": sum(strategy.busy) / seconds, "replicas": replicas}
+
+
+def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
+    """(floating-point operations of products, bytes of all else) of each NumPy call of one replica's passes.
+
+    Counted by running the model on arrays without numbers (chapter 24), the optimizer left out.
+    """
+    trace = run_rank(Plan(), config, rows=sequences, steps=1, device_kind="cpu")
+    passes = [event.work for event in trace.events if isinstance(event, Busy) and event.name in ("forward", "backward")]
+    return [(kernel.flops if kernel.kind == "matmul" else 0.0, kernel.nbytes) for number in passes
+            for kernel, times in trace.segments[cast(int, number)] for _ in range(times)]
+
+
+def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
+    """Seconds of a step's passes, and processors busy, if a replica's thread has a processor for itself.
+
+    For each call a thread holds the interpreter's lock for HOLD seconds; then it computes without the lock, at FLOPS
+    and BYTES a second. It is the first to have asked that gets the lock.
+    """
+    work = [HOLD + max(flops / FLOPS, nbytes / BYTES) for flops, nbytes in calls_of(config, sequences // replicas)]
+    ready, left, free = [(0.0, replica) for replica in range(replicas)], [len(work)] * replicas, 0.0
+    end = 0.0
+    while ready:
+        asked, replica = heappop(ready)
+        begun = max(asked, free)                            # another may hold the lock
+        free = begun + HOLD
+        done = begun + work[-left[replica]]
+        left[replica] -= 1
+        end = max(end, done)
+        if left[replica]:
+            heappush(ready, (done, replica))
+    return end, replicas * sum(work) / end
+
+
+def products_on_a_clock(replicas: int, threads: int, *, processors: int = 2, count: int = 3,
+                        time_slice: int = 8) -> tuple[int, int]:
+    """Moments until each replica has made `count` products, and the processors' moments spent in waiting.
+
+    A product takes one BLAS thread four moments, and its parts are cut over the replica's threads. The system gives the
+    processors to all threads in turn, for a time slice. A thread that has made its part waits for the others of its
+    product, and keeps its processor until the slice ends: BLAS's threads spin.
+    """
+    part, now, waited = PRODUCT // threads, 0, 0
+    left, products = [[part] * threads for _ in range(replicas)], [count] * replicas
+    queue = deque((replica, thread) for replica in range(replicas) for thread in range(threads))
+    running: list[tuple[int, int, int]] = []                # replica, thread, end of its slice
+    while any(products):
+        queue.extend((replica, thread) for replica, thread, end in running if end == now)
+        running = [each for each in running if each[2] > now and products[each[0]]]
+        queue = deque(each for each in queue if products[each[0]])
+        while queue and len(running) < processors:
+            running.append((*queue.popleft(), now + time_slice))
+        chosen = {(replica, thread) for replica, thread, _ in running}
+        for replica, thread in chosen:
+            waited += not left[replica][thread]
+            left[replica][thread] = max(0, left[replica][thread] - 1)
+        for replica in {replica for replica, _ in chosen if not any(left[replica])}:
+            products[replica] -= 1
+            left[replica] = [part] * threads
+        now += 1
+    return now, waited
 
 
 def products(threads: int, *, size: int = 192, count: int = 3) -> float:

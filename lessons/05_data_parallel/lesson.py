@@ -136,16 +136,20 @@ def smi(group: Group, page: Page) -> None:
 
 
 def lock(page: Page) -> None:
-    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS."""
+    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS; on a clock, and here."""
     rows = []
     for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
                                            ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1)):
         for replicas in (1, 4):
             found = lab.turns(config, replicas, sequences=sequences, steps=steps)
-            rows.append([name, replicas, f"{1e3 * found['seconds']:.1f} ms", f"{found['cores']:.2f}"])
-    page.table(f"4 sequences, {os.cpu_count()} processors, one BLAS thread a replica", ["", "replicas", "a step",
-                                                                                        "processors busy"], rows,
-               note="replicas of the first wait for each other's Python; those of the second compute side by side")
+            clock, busy = lab.turns_on_a_clock(config, replicas, sequences=sequences)
+            rows.append([name, replicas, f"{1e3 * clock:.1f} ms", f"{busy:.2f}", f"{1e3 * found['seconds']:.1f} ms",
+                         f"{found['cores']:.2f}"])
+    page.table("4 sequences, one BLAS thread a replica", ["", "replicas", "on a clock", "busy", "a step took", "busy"],
+               rows, note=f"clock: each NumPy call holds the lock for {1e6 * lab.HOLD:g} µs, then computes without it "
+                          f"at {lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each replica has a processor. "
+                          f"took: wall time here, {os.cpu_count()} processors as busy as they are. Replicas of the "
+                          "first model wait for each other's Python; those of the second compute side by side")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it
@@ -217,10 +221,13 @@ def update_the_replicas() -> None:
 def too_many_threads() -> None:
     """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there are."""
     for threads in (1, 4):
+        moments, waited = lab.products_on_a_clock(4, threads)
+        print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each, 3 products each, on a clock with 2 "
+              f"processors: {moments} moments; {waited / 2 / moments:.0%} of the processors' time is spent in waiting")
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))
-        print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each on {os.cpu_count()} processors: "
-              f"{1e3 * seconds:.0f} ms for 3 products of 192 x 192 each")
+        print(f"  here, {os.cpu_count()} processors as busy as they are: {1e3 * seconds:.0f} ms for 3 products of "
+              "192 x 192 each")
 
 
 BREAKS = {"average-twice": average_twice, "scatter-the-loss": scatter_the_loss, "forget-the-copy": forget_the_copy,

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+import minidist as md
 from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
@@ -16,6 +17,7 @@ from minidist.parallel.step.step import part_of
 
 SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
 TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # to see overlap
+GPT2 = GPTConfig(vocabulary=50304, context=1024, layers=12, width=768, heads=12)  # on simulated GPUs
 BUCKET = 1 << 19  # bytes; small, so that this small model has several
 SEQUENCES = 8  # of a global batch
 
@@ -91,6 +93,20 @@ def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[fl
             with timeline.span("step", step=step):
                 ddp.step(global_batch(TIMED, step), optimizer)
     return [measure(ours, steps=range(1, steps)).share for ours in timeline.collect(group) or []]
+
+
+def times_of_one_gpu(gpus: int, batch: dict[str, int]) -> float:
+    """Tokens a second of DDP on so many simulated H100s over those of one.
+
+    Args: batch: sequences of a step, as {"batch": in all} or {"each": of a GPU}.
+    """
+    def tokens_a_second(count: int) -> float:
+        rows = batch.get("batch", count * batch.get("each", 0))
+        cluster = f"h100:{-(-count // 8)}x{min(count, 8)}"
+        found = md.simulate(md.Plan(dp=count, precision="bf16"), GPT2, cluster, batch=rows)
+        return float(rows * GPT2.context / found.step_seconds)
+
+    return tokens_a_second(gpus) / tokens_a_second(1)
 
 
 def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:

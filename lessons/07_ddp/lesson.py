@@ -21,6 +21,7 @@ from minidist.parallel.data.ddp import DDP, plain_ddp
 from minidist.parallel.step.single import Single
 
 STEPS = 5  # of the runs that are compared
+SCALED = (8, 64)
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
 broken = load_module(Path(__file__).resolve().with_name("broken.py"), "07")
 smi = load_module(Path(__file__).resolve().parents[1] / "05_data_parallel" / "experiments.py", "05")
@@ -45,6 +46,22 @@ def tour(group: Group, page: Page) -> None:
     overlap(group, page)
     page.heading("8  Process, memory, busy time (N0:200)")
     processes(group, page)
+    page.heading("9  Nearly linear (N0:430)?")
+    if group.rank == 0:
+        scaling(page)
+    group.barrier()
+
+
+def scaling(page: Page) -> None:
+    """Times as many tokens a second as one GPU, on a simulated cluster (chapter 24): the same on every machine."""
+    rows = []
+    for gpus in SCALED:
+        strong, weak = (lab.times_of_one_gpu(gpus, batch) for batch in ({"batch": 512}, {"each": 8}))
+        rows.append([gpus, f"{strong:.1f}", f"{strong / gpus:.0%}", f"{weak:.1f}", f"{weak / gpus:.0%}"])
+    page.table("DDP of a GPT of 124 million parameters on H100s, 8 a node, bf16: times the speed of one",
+               ["GPUs", "512 sequences a step in all", "of linear", "8 sequences a GPU", "of linear"], rows,
+               note="strong scaling: the same batch, so each GPU computes less while the gradients stay as large. weak "
+                    "scaling: a batch that grows with the GPUs")
 
 
 # ---------------------------------------------------------------------------------------------------- 1 equality

@@ -17,14 +17,16 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural, size_text
 from minidist.grading import load_module
-from minidist.nn import GPT
+from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
-from minidist.parallel.pipeline.stages import Stages
+from minidist.parallel.pipeline.stages import Stages, balanced_layers
 from minidist.parallel.step.single import Single
+from minidist.parallel.zero.memory_formula import MIXED
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
 STEPS = 3
+NOTES, NOTES_DEVICES = GPTConfig(vocabulary=32_000, context=2_048, layers=32, width=4_096, heads=32), 4
 
 
 def tour(group: Group, page: Page) -> None:
@@ -33,6 +35,8 @@ def tour(group: Group, page: Page) -> None:
     same(group, page)
     page.heading("2  What each rank holds")
     holdings(group, page)
+    if group.rank == 0:
+        notes_size(page)
     page.heading("3  How long ranks wait")
     waiting(group, page)
     page.heading("4  What crosses the cuts")
@@ -100,6 +104,22 @@ def holdings(group: Group, page: Page) -> None:
                  "ok" if counts.sum() == expected else f"off {counts.sum() - expected}"])
     page.table(f"Parameters; the whole model has {whole:,}", ["", "has", "parameters", "of the whole"], rows,
                note=f"together {table:,} more than the model: the tied token table lies at both ends")
+
+
+def notes_size(page: Page) -> None:
+    """N2:166: 32 layers on four devices, as the library cuts them; a model of the size of Llama-7B, without numbers."""
+    layers = balanced_layers([1.0] * NOTES.layers, NOTES_DEVICES)
+    counts = [sum(weight.size for weight in Stages(GPT(NOTES), layers, [stage]).model.parameters())
+              for stage in range(NOTES_DEVICES)]
+    first = np.concatenate([[0], np.cumsum(layers)])
+    names = [f"GPU {stage}" for stage in range(NOTES_DEVICES)] + ["together"]
+    ranges = [f"{start + 1}-{stop}" for start, stop in zip(first, first[1:], strict=False)] + [f"1-{NOTES.layers}"]
+    has = [_parts(layers, stage) for stage in range(NOTES_DEVICES)] + [""]
+    rows = [[name, span, words, f"{count / 1e9:.2f} billion", f"{MIXED.together * count / 1e9:.1f} GB"]
+            for name, span, words, count in zip(names, ranges, has, [*counts, sum(counts)], strict=True)]
+    page.table(f"N2:166: {NOTES.layers} layers on {NOTES_DEVICES} GPUs, width {NOTES.width}, {NOTES.vocabulary:,} "
+               "symbols", ["", "layers", "has", "parameters", "weights, gradients, Adam"], rows,
+               note=f"mixed precision, {MIXED.together} bytes a parameter; activations come on top")
 
 
 def _parts(layers: list[int], rank: int) -> str:

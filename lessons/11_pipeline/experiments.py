@@ -17,11 +17,12 @@ from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import SENDS, Backward, Forward, Schedule, received_as, sent_as
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedule_checker import Clock, ComputeSpan, Times, computes_of
-from minidist.parallel.pipeline.schedules import make_schedule
+from minidist.parallel.pipeline.schedules import make_schedule, stages_a_rank
 
 CHUNKS = 2                  # stages a rank of the interleaved schedule
-NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
-TITLES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1"}
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+TITLES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1",
+          "zb-v": "ZB-V", "dualpipe-v": "DualPipe-V"}
 
 
 def config_for(ranks: int) -> GPTConfig:
@@ -44,16 +45,18 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def times_of(name: str, unit: float = 1.0) -> Times:
     """The same work a microbatch and rank in every schedule: `unit` forward and two backward, over all its stages."""
-    share = unit / (CHUNKS if name == "interleaved" else 1)
+    share = unit / stages_a_rank(name)
     return Times(share, 2 * share, share, share)
 
 
 def ideal_bubble(name: str, p: int, m: int) -> tuple[str, float]:
-    """The formula and its value, where p divides m."""
+    """The formula and its value, where p divides m and m is at least 2p."""
     return {"naive": ("(p-1)/p", (p - 1) / p), "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
             "1f1b": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
             "interleaved": ("(p-1)/(v m+p-1)", (p - 1) / (CHUNKS * m + p - 1)),
-            "zb-h1": ("(p-1)/(3m+p-1)", (p - 1) / (3 * m + p - 1))}[name]
+            "zb-h1": ("(p-1)/(3m+p-1)", (p - 1) / (3 * m + p - 1)),
+            "zb-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+            "dualpipe-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1))}[name]
 
 
 # ------------------------------------------------------------------------------------------------- stages that sleep

@@ -16,10 +16,13 @@ from minidist.parallel.pipeline.schedules import of_orders
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "11")
-RANKS, MICROBATCHES, UNIT, ROUNDS = 4, 8, 0.02, 3
+RANKS, MICROBATCHES, UNIT, ROUNDS = 4, 8, 0.05, 4
 COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
           "backward for the input": look.PHASES["backward"], "backward for the weights": look.PHASES["optimizer"]}
-SECOND = {"forward": "#b5d1ec", "backward": "#5a83b8"}      # of the second stage of a rank
+SECOND = {"forward": "#b5d1ec", "backward": "#5a83b8", "backward for the input": "#5a83b8",
+          "backward for the weights": "#a3cda6"}            # of the second stage of a rank
+LIGHT = (COLORS["forward"], SECOND["forward"], SECOND["backward for the weights"])
+TWO = ("interleaved", "zb-v", "dualpipe-v")
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -30,19 +33,19 @@ def record(group: Group) -> dict[str, Any]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded; figure.mmd."""
-    figure = look.new_figure(13.5, 11.0, f"Five schedules of one batch: {RANKS} stages, {MICROBATCHES} microbatches, "
-                             f"as recorded", f"Stages that sleep {1e3 * UNIT:g} ms for a forward and twice that for a "
-                             f"backward (ZB-H1: {1e3 * UNIT:g} ms for each half); the number is the microbatch. "
-                             "White is idle: the bubble.")
-    kinds = {"forward": "forward", "backward": "backward (ZB-H1: for the input)",
+    figure = look.new_figure(13.5, 15.0, f"Seven schedules of one batch: {RANKS} stages, {MICROBATCHES} microbatches, "
+                             f"as recorded", f"Stages sleep {1e3 * UNIT:g} ms for a forward and twice that for a "
+                             "backward; where a rank has two stages, half as long. The number is the microbatch; white "
+                             "is idle time: the bubble.")
+    kinds = {"forward": "forward", "backward": "backward, or its part for the input",
              "backward for the weights": "backward for the weights"}
-    figure.legend([look.patch(COLORS[kind]) for kind in kinds] + [look.patch(SECOND[kind]) for kind in SECOND],
-                  [*kinds.values(), "second stage's forward", "its backward"], frameon=False,
-                  fontsize=10, ncols=5,
-                  loc="upper left", bbox_to_anchor=(0.02, 0.925), labelcolor=look.INK, handlelength=1.3)
+    figure.legend([look.patch(colors[kind]) for kind in kinds for colors in (COLORS, SECOND)],
+                  [word for kind in kinds.values() for word in (kind, "second stage's")], frameon=False,
+                  fontsize=10, ncols=6,
+                  loc="upper left", bbox_to_anchor=(0.02, 0.947), labelcolor=look.INK, handlelength=1.3)
     longest = max(_length(spans) for name, spans in recorded.items() if name != "naive")
     for number, name in enumerate(lab.NAMES):
-        _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name],
+        _timeline(figure.add_axes((0.06, 0.812 - 0.1283 * number, 0.92, 0.085)), name, recorded[name],
                   max(36.0, 1.01 * longest) if name != "naive" else 1.01 * _length(recorded[name]))
     look.save(figure, folder)
     look.save_mermaid(gantt(), folder)
@@ -59,14 +62,12 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
     clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
     for span in spans:
         left, width = (span.start - begin) / UNIT, (span.stop - span.start) / UNIT
-        color = COLORS[span.instruction.word]
-        if span.instruction.stage >= RANKS:
-            color = SECOND[span.instruction.word]
+        color = (SECOND if span.instruction.stage >= RANKS else COLORS)[span.instruction.word]
         ax.barh(span.rank, width, 0.86, left, color=color, edgecolor="white", linewidth=0.7)
         if name != "naive" or width > 1.5:
             ax.text(left + width / 2, span.rank, str(span.instruction.microbatch), ha="center",
                     va="center_baseline", fontsize=8,
-                    color=look.INK if span.instruction.word == "forward" else "white")
+                    color=look.INK if color in LIGHT else "white")
     look.quiet(ax)
     ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
     ax.tick_params(axis="y", length=0)
@@ -74,7 +75,7 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
     ax.set_xlim(0, shown)
     formula, ideal = lab.ideal_bubble(name, RANKS, MICROBATCHES)
     held = peak_held(lab.schedule_of(name, RANKS, MICROBATCHES))
-    unit = "half-size " if name == "interleaved" else ""
+    unit = "half-size " if name in TWO else ""
     look.caption(ax, f"{lab.TITLES[name]}: idle {clock.bubble:.1%} measured, {ideal:.1%} = {formula} ideal; "
                      f"ranks hold {', '.join(map(str, held))} {unit}microbatches"
                      + ("; this row has its own, longer scale" if name == "naive" else ""))

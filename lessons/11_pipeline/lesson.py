@@ -105,7 +105,7 @@ def plain_gradients(group: Group, alone: GPT) -> str:
 # ------------------------------------------------------------------------------------------- 2 charts, 3 the bubble
 
 def charts(ranks: int, page: Page) -> None:
-    """Each schedule as text, one column a forward of a microbatch (of one of its two stages, where interleaved)."""
+    """Each schedule as text, one column a forward of a microbatch on one of the rank's stages."""
     for name in lab.NAMES[1:]:
         schedule = lab.schedule_of(name, ranks, MICROBATCHES)
         clock = clock_of(schedule, lab.times_of(name))
@@ -124,10 +124,11 @@ def bubbles(group: Group, page: Page) -> None:
         clock = clock_of(lab.schedule_of(name, size, count), lab.times_of(name))
         if spans:
             measured = Clock(size, tuple(spans))
-            rows.append([lab.TITLES[name], f"{clock.length:g} F", formula, f"{ideal:.1%}", f"{clock.bubble:.1%}",
-                         verdict(clock.bubble, ideal, 1e-9), f"{measured.bubble:.1%}"])
+            slow = clock_of(lab.schedule_of(name, size, count), replace(lab.times_of(name), message=0.5))
+            rows.append([lab.TITLES[name], f"{clock.length:g} F", f"{slow.length:g} F", formula, f"{ideal:.1%}",
+                         f"{clock.bubble:.1%}", verdict(clock.bubble, ideal, 1e-9), f"{measured.bubble:.1%}"])
     page.table(f"The share of idle time: p = {size} ranks, m = {count} microbatches, backward = 2 forward, v = "
-               f"{lab.CHUNKS}", ["", "length", "formula", "", "clock", "", "slept"], rows,
+               f"{lab.CHUNKS}", ["", "length", "if a message takes F/2", "formula", "", "clock", "", "slept"], rows,
                note="clock: the schedule on a clock of its own, which the formula must give exactly. slept: wall time "
                     f"of stages that sleep {1e3 * UNIT:g} ms for a forward; a busy machine adds idle time")
 
@@ -144,7 +145,7 @@ def activations(group: Group, page: Page) -> None:
         rows.append([lab.TITLES[name], held[0], size_text(int(peaks[0])), held[-1], size_text(int(peaks[-1]))])
     page.table(f"At the peak, {count} microbatches of one sequence",
                ["", "rank 0 holds", "bytes", f"rank {group.size - 1} holds", "bytes"], rows,
-               note="microbatches; of the interleaved ranks' two stages each counts, and is half as large")
+               note="microbatches; of a rank's two stages (interleaved, ZB-V, DualPipe-V) each counts, half as large")
 
 
 def traffic(group: Group, page: Page) -> None:
@@ -159,9 +160,10 @@ def traffic(group: Group, page: Page) -> None:
         sent = group.ledger.sent_bytes(f"lesson 11, {name}").get(group.axis, {})
         with group.ledger.control():
             sends, tables = group.all_reduce(np.array([sent.get("send", 0), sent.get("all_reduce", 0)]))
-        boundaries = pipeline.schedule.stages - 1 if group.size > 1 else 0
+        schedule = pipeline.schedule
+        boundaries = sum(schedule.leaves(stage, stage + 1) for stage in range(schedule.stages))
         formula = 2 * boundaries * inputs.size * config.width * 8
-        table = 2 * config.vocabulary * config.width * 8 * (group.size > 1)
+        table = 2 * config.vocabulary * config.width * 8 * (schedule.rank_of(schedule.stages - 1) > 0)
         rows.append([lab.TITLES[name], boundaries, size_text(sends), size_text(formula), size_text(tables),
                      size_text(table), "ok" if (sends, tables) == (formula, table) else "off"])
     page.table(f"One step, B = {len(inputs)} sequences of T = {config.context}, width h = {config.width}, float64",

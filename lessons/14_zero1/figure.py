@@ -1,4 +1,6 @@
-"""The figure of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the number of ranks.
+"""The figures of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the number of ranks.
+
+paper.png is the chart of the ZeRO paper, which N0:299 shows, in its own size: bars by the formula.
 
 The axis counts arrays, not milliseconds: four ranks on few cores take turns, and that is not what this figure is about.
 
@@ -14,10 +16,12 @@ from minidist.lessons import zero_lab as lab
 from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
-from minidist.parallel.zero.memory_formula import STATE
+from minidist.parallel.zero.memory_formula import MIXED, STATE, state_bytes
 
 RANKS = 4
 HELD = (*STATE, "activations")
+PAPER = {"parameters": 7_500_000_000, "ranks": 64}
+FORMULAS = ("(2 + 2 + K)Ψ", "2Ψ + 2Ψ + KΨ/N", "2Ψ + (2 + K)Ψ/N", "(2 + 2 + K)Ψ/N")
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -34,7 +38,8 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """figure.png from what was recorded, and paper.png from the formula."""
+    _paper(folder)
     figure = look.new_figure(13.5, 5.0, "ZeRO-1 divides the optimizer's state, and nothing else",
                              f"Rank 0 of {RANKS} through a recorded step, from array to array that came or went; "
                              f"float32 with Adam, {lab.MEASURED.layers} layers of width {lab.MEASURED.width}. "
@@ -48,6 +53,29 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     _by_size(figure.add_axes((0.70, 0.12, 0.285, 0.58)), recorded["by_size"])
     shapes.legend(figure, HELD, (0.045, 0.845))
     look.save(figure, folder)
+
+
+def _paper(folder: Path) -> None:
+    """What one device holds between steps under each stage, in GB."""
+    billions = PAPER["parameters"] / 1e9
+    figure = look.new_figure(11.0, 3.9, "What one device holds: the chart of N0:299, by the formula",
+                             f"Ψ = {billions:g} billion parameters, N = {PAPER['ranks']} devices, mixed precision with "
+                             f"Adam: K = {MIXED.optimizer} bytes of optimizer state a parameter.")
+    ax = look.quiet(figure.add_axes((0.105, 0.12, 0.84, 0.56)), grid="x")
+    for stage, formula in enumerate(FORMULAS):
+        held = state_bytes(PAPER["parameters"], MIXED, zero=stage, ranks=PAPER["ranks"])
+        left = 0.0
+        for name in STATE:
+            ax.barh(stage, held[name] / 1e9, 0.62, left, color=look.MEMORY[name], edgecolor="white", linewidth=0.6)
+            left += held[name] / 1e9
+        ax.text(left + 1, stage, f"{left:.1f} GB   {formula}", va="center", fontsize=11, color=look.INK)
+    ax.set_yticks(range(len(FORMULAS)), [lab.NAMES[stage] for stage in range(len(FORMULAS))], fontsize=11)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(len(FORMULAS) - 0.5, -0.5)
+    ax.set_xlim(0, 155)
+    ax.set_xlabel("GB", color=look.SOFT, fontsize=10.5, labelpad=1)
+    shapes.legend(figure, STATE, (0.095, 0.79))
+    look.save(figure, folder, "paper.png")
 
 
 def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:

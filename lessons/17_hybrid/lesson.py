@@ -32,6 +32,7 @@ def tour(group: Group, page: Page) -> None:
     by_hand(group, page)
     page.heading("2  The mesh: which rank is in which group")
     mesh_table(group, page)
+    two_groups(group, page)
     page.heading("3  Equal to one process, however it is cut")
     results = equal(group, page)
     page.heading("4  What travels on each axis")
@@ -118,6 +119,30 @@ def mesh_table(group: Group, page: Page) -> None:
     page.table(f"md.Mesh(world, {lab.words(shape)}): rank = (dp · PP + pp) · TP + tp",
                ["", "coordinates", *(f"its {axis} group" for axis in axes), "its replica (pp, tp)"], rows,
                note="N0:442: a replica is the notes' group A, B, …: inside it activations, between them gradients")
+
+
+def two_groups(group: Group, page: Page) -> None:
+    """N0:447 and N0:466: four GPUs, two groups that each have the whole model; recorded on the first four ranks."""
+    if group.size < 4:
+        page.say(f"{group.size} ranks are no two groups of two: the notes' tables (N0:447, 466) need four")
+        return
+    four = group.split(0 if group.rank < 4 else None)
+    if four is not None:
+        plan = lab.plan_of({"dp": 2, "pp": 2})
+        result = lab.train(four, plan, steps=1)
+        layers, rows = np.array_split(np.arange(lab.CONFIG.layers), 2), np.array_split(np.arange(lab.SEQUENCES), 2)
+        page.table("N0:447: model parallel inside a group, data parallel between the groups: Plan(dp=2, pp=2)",
+                   ["group (dp)", "GPU", "its part of the model", "sequences of the batch"],
+                   [["AB"[dp], f"{2 * dp + pp}", f"layers {layers[pp][0] + 1}-{layers[pp][-1] + 1}",
+                     f"{rows[dp][0]}-{rows[dp][-1]}"] for dp in range(2) for pp in range(2)])
+        target = lab.formula(plan)
+        page.table("N0:466: what the four GPUs send in one step", ["", "what", "ranks", "bytes", "formula", ""],
+                   [[where, what, ranks, size_text(result["sent"][axis]), size_text(target[axis]),
+                     verdict(result["sent"][axis], target[axis])] for where, what, ranks, axis in (
+                         ("inside a group", "activations, and their gradients", "0 1, 2 3", "pp"),
+                         ("between groups", "gradients, by all-reduce", "0 2, 1 3", "dp"))],
+                   note="inside, the tied token table's gradient travels too (lesson 10)")
+    group.barrier()
 
 
 def everyones(group: Group, ranks: tuple[int, ...]) -> list[list[int]]:

@@ -33,7 +33,6 @@ from minidist.bench.compress import plots as compress_plots
 from minidist.bench.compress import tables as compress_tables
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
-from minidist.bench.progress import Progress
 from minidist.bench.step import command as step
 from minidist.bench.step.ranks import Model
 from minidist.comm.collectives.select import choose
@@ -45,6 +44,7 @@ from minidist.launch import detect, init
 from minidist.launch.transports import current_name
 from minidist.observe.machine import machine
 from minidist.parallel.hybrid.plan import Plan
+from minidist.progress import Progress, progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         check_writable(f"--{option}", getattr(args, option))
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     bench = _BENCHES[args.what]
-    with console.status("starting the ranks") as status:
-        result = bench.measure(args, Progress(console, status))
+    with progress("starting the ranks") as show:
+        result = bench.measure(args, show)
     if result is None:          # rank 0 has it
         return 0
     result["machine"] = machine()
@@ -225,14 +225,15 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
         fitted = calibrate.measure_job(world, args.sizes, args.rounds, progress)
         if world.rank:
             return None
-    profile = Profile([each.cost for each in fitted], machine(), tuple(costs)).beside(out)
+    measured = Profile([each.cost for each in fitted], machine(), tuple(costs))
     try:
-        save_profile(profile, out)
+        save_profile(measured.beside(out), out)
     except OSError as error:
         if error.errno in DISK_FAILED:
             raise
         raise ConfigError(f"--out {out}: {error.strerror}") from error
-    return {"what": "calibrate", "out": str(out), "links": [asdict(each.cost) for each in fitted],
+    return {"what": "calibrate", "out": str(out), "misses": measured.misses(),
+            "links": [asdict(each.cost) for each in fitted],
             "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted],
             "computation": [asdict(cost) for cost in costs]}
 

@@ -112,6 +112,10 @@ def show_calibration(result: dict[str, Any], console: Console) -> None:
     if result["computation"]:
         _show_computation(result["computation"], console)
     notes(console, [f"profile: {result['out']}"])
+    if misses := result["misses"]:
+        console.print(f"the profile misses a measured time: {', '.join(misses)}. What is predicted from it may be as "
+                      "far off; `auto` keeps its defaults where the gain is smaller. Measure again while nothing else "
+                      "runs", style="yellow", markup=False, soft_wrap=True)
 
 
 def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:

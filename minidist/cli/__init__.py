@@ -26,12 +26,14 @@ COMMANDS = {
     "storm": "break an elastic training on purpose, and see what becomes of it",
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
+    "watch": "show a run live: loss, each rank's time, bytes, memory, power, and the rank that is slow",
+    "report": "make one HTML page of a run: losses, timeline, memory, traffic, overlap, energy",
     "diagnose": "find which rank broke a job, where and why, from its flight recorders",
     "bench": "time collectives and training steps, side by side with other libraries where installed",
     "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
-    "doctor": "show what this machine has, what is missing, and how to get it",
+    "doctor": "draw this machine, and show what it has, what is missing, and how to get it",
 }
 
 MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}

@@ -20,6 +20,7 @@ from rich.table import Table
 from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
+from minidist.progress import progress
 from minidist.simulate.calibrate import COLUMNS, CONSTANTS, CostFit, Predictor, Run, fit, read_runs
 
 
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     runs = read_runs(args.runs, args.cluster)
     names = args.fit.split(",") if args.fit else CONSTANTS
     console = Console(highlight=False)
-    with console.status("reading") as status:
-        fitted = fit(runs, Predictor(), args.cluster, names, lambda text: status.update(escape(text)))
+    with progress("reading") as show:
+        fitted = fit(runs, Predictor(), args.cluster, names, show)
     _show(console, runs, fitted, args.out)
     try:
         fitted.profile.save(Path(args.out))

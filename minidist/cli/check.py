@@ -12,6 +12,7 @@ from minidist.console import write_json
 from minidist.files import check_writable
 from minidist.grading import Grade, grade
 from minidist.lessons.page import page_console
+from minidist.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
-    result = grade(lesson.number, lesson.part("check.py"), file)
+    with progress(f"running the exercise of lesson {lesson.number}"):
+        result = grade(lesson.number, lesson.part("check.py"), file)
     show(result, lesson.title)
     if result.passed:
         passed.keep(lesson.number)

@@ -19,6 +19,7 @@ from minidist.console import exactly, fail, plural, size_text, write_json, writt
 from minidist.errors import CheckpointError
 from minidist.files import check_writable
 from minidist.parallel.hybrid.plan import ZERO_STAGES, Plan
+from minidist.progress import progress
 from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, step_folder, step_of
 from minidist.survive.reshard import reshard
 from minidist.survive.whole import read_whole, verify
@@ -41,7 +42,11 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_writable("--export", args.export)
     plan = _plan(args)
-    found = [look_into(folder) for folder in _folders(Path(args.run))]
+    found, folders = [], _folders(Path(args.run))
+    with progress("reading every byte") as show:
+        for number, folder in enumerate(folders):
+            show.at(number, len(folders), f"reading {folder}")
+            found.append(look_into(folder))
     console = Console(highlight=False, soft_wrap=True)
     for record in found:
         _show(console, record)
@@ -50,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
     if (args.export or plan) and newest["problems"]:
         fail(f"{newest['folder']}: is damaged, so nothing is written; name an older checkpoint")
     if args.export:
-        _export(Path(newest["folder"]), args.export)
+        with progress(f"writing {args.export}"):
+            _export(Path(newest["folder"]), args.export)
         console.print(f"{args.export}: the weights after step {newest['step']}", markup=False)
     if plan:
         target = step_folder(Path(args.out), newest["step"])
         try:
-            reshard(Path(newest["folder"]), target, plan)
+            with progress(f"writing {target} for {plural(plan.size, 'rank')}"):
+                reshard(Path(newest["folder"]), target, plan)
         except CheckpointError as error:
             fail(str(error))
         console.print(f"{target}: the same for {plural(plan.size, 'rank')}; minidist train --resume {args.out} goes on",

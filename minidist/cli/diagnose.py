@@ -18,6 +18,7 @@ from minidist.observe.diagnose.fault import Fault, ranks_text
 from minidist.observe.diagnose.flights import read_flights
 from minidist.observe.diagnose.hangs import STUCK
 from minidist.observe.diagnose.rules import diagnose
+from minidist.observe.rank_steps import read_rank_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if there is no recorder."""
     check_writable("--json", args.json)
-    found = diagnose(read_flights(args.run), stuck=args.stuck)
+    found = diagnose(read_flights(args.run), read_rank_steps(args.run), stuck=args.stuck)
     console = Console(highlight=False, soft_wrap=True)
     console.print(found.summary, markup=False)
     if not found.findings:

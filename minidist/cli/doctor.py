@@ -1,4 +1,4 @@
-"""`minidist doctor`: what this machine has, what is missing, and how to get it."""
+"""`minidist doctor`: draws this machine; what it has, what is missing, and how to get it."""
 
 import argparse
 import importlib.metadata
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -21,12 +21,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from minidist.comm.cost.link_model import load_profile, profile_path
+from minidist.cli.machine_drawing import drawing
+from minidist.comm.cost.link_model import Profile, load_profile, profile_path
 from minidist.console import write_json
 from minidist.device import cores
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import check_writable
 from minidist.observe.machine import processor
+from minidist.observe.machine_parts import machine_parts
+from minidist.progress import progress
+
+if TYPE_CHECKING:
+    from minidist.launch.mpirun import Mpirun
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
@@ -50,30 +56,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
+    """Draw this machine, try its parts, print the table. Returns: 1 if one that every job needs does not work, else 0.
+    """
     check_writable("--json", args.json)
-    findings = list(examine())
+    console, parts = Console(highlight=False), machine_parts()
+    for line in drawing(parts, _stored_profile(), width=min(console.width, 100), encoding=console.encoding):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print()
+    with progress("trying the transports"):
+        findings = list(examine())
     table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do")),
                   title="This machine", title_justify="left", header_style="bold cyan")
     for finding in findings:
         table.add_row(MARKS[finding.state], finding.what, escape(finding.found), escape(finding.advice))
-    Console(highlight=False).print(table)
+    console.print(table)
     if args.json:
-        write_json(args.json, {"findings": [asdict(finding) for finding in findings]})
+        write_json(args.json, {"machine": asdict(parts), "findings": [asdict(finding) for finding in findings]})
     return int(any(finding.state == BROKEN for finding in findings))
+
+
+def _stored_profile() -> Profile | None:
+    """What messages cost here, if it was measured here; the table says why not."""
+    try:
+        profile = load_profile()
+    except ConfigError:
+        return None
+    return profile if profile is not None and _is_of_here(profile) else None
+
+
+def _is_of_here(profile: Profile) -> bool:
+    here = {"processor": processor(), "cores": psutil.cpu_count()}
+    return all(profile.machine.get(name) == value for name, value in here.items())
 
 
 def examine() -> Iterator[Finding]:
     """Every finding, in the table's order."""
+    yield from _system()
     yield from _software()
     yield from _hardware()
     yield _mpi()
+    yield from _mpi_on_path()
     yield from map(_transport, ("threads", "tcp", "shm", "mpi"))
     yield _profile()
     yield _gpu()
     yield _compiler()
     for package, extra in EXTRAS.items():
         yield _extra(package, extra)
+
+
+def _system() -> Iterator[Finding]:
+    """On another system than Linux: what ranks do without there."""
+    if platform.system() != "Linux":
+        yield Finding("system", OPTIONAL, f"{platform.system()} {platform.release()}: ranks are not bound to cores, "
+                      "--memory-limit is not enforced, long arrays in shared memory are copied twice, and a rank that "
+                      "is stopped is found by the time limit alone", "Linux has all of them")
 
 
 def _software() -> Iterator[Finding]:
@@ -104,10 +140,7 @@ def _mpi() -> Finding:
 
     try:
         mpirun = find_mpirun()
-        script = ("import os; from mpi4py import MPI; library = MPI.Get_library_version().split(chr(10))[0]; "
-                  "os.write(1, f'{MPI.COMM_WORLD.size} {library}\\n'.encode())")      # one write: lines stay whole
-        tried = subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
-                               text=True, timeout=TRY_LIMIT, env=mpirun.environment(), stdin=subprocess.DEVNULL)
+        tried = _try_mpirun(mpirun)
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
         return Finding("mpirun", OPTIONAL, str(error), INSTALL)
     found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
@@ -116,9 +149,44 @@ def _mpi() -> Finding:
         said = tried.stderr.strip().splitlines() or ["it said nothing"]
         return Finding("mpirun", BROKEN, f"{found}; it does not start: {said[-1]}", INSTALL)
     if size != "2":
-        return Finding("mpirun", BROKEN, f"{found}, but mpi4py has {library.strip()}: each rank is alone",
+        return Finding("mpirun", BROKEN, f"{found}, but mpi4py has {_squeezed(library)}: each rank is alone",
                        "remove one of the two MPIs; " + INSTALL)
     return Finding("mpirun", OK, f"{found}; mpi4py {importlib.metadata.version('mpi4py')} belongs to it")
+
+
+def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
+    """Start two ranks that write their number and MPI's library; 0 where MPI_Init would end them (which_mpi.py)."""
+    script = ("import os; from minidist.launch.which_mpi import find_launch, library; launch = find_launch(); "
+              "from mpi4py import MPI; size = 0 if launch.other_mpi else MPI.COMM_WORLD.size if MPI.Is_initialized() "
+              "else MPI.Init() or MPI.COMM_WORLD.size; "
+              "os.write(1, f'{size} {library()}\\n'.encode())")                         # one write: lines stay whole
+    return subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
+                          text=True, timeout=TRY_LIMIT, env=mpirun.environment(), stdin=subprocess.DEVNULL)
+
+
+def _mpi_on_path() -> Iterator[Finding]:
+    """The mpirun that the shell finds, if it is another than the one beside this Python, which md.run takes."""
+    from minidist.launch.mpirun import find_mpirun, mpirun_at
+
+    first = shutil.which("mpirun")
+    try:
+        if first is None or os.path.samefile(first, taken := find_mpirun().path):
+            return
+        mpirun = mpirun_at(first)
+        tried = _try_mpirun(mpirun)
+    except (ConfigError, OSError, subprocess.TimeoutExpired):
+        return                                              # none at all, or one that does not run: said above
+    found = f"{mpirun.flavour} {mpirun.version} at {first}, the first on the path"
+    size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
+    if tried.returncode == 0 and size == "2":
+        yield Finding("mpirun", OK, f"{found}; mpi4py belongs to it")
+    else:
+        yield Finding("mpirun", OPTIONAL, f"{found}; mpi4py has {_squeezed(library) or 'another MPI'}: its ranks "
+                      "cannot use transport mpi", f"for MPI: {taken}")
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
@@ -145,7 +213,8 @@ def _transport(name: str) -> Finding:
     found = f"2 ranks add 1 MiB in {max(seconds for seconds, _ in tried) * 1e3:.1f} ms"
     if name == "shm" and not tried[0][1]:
         return Finding("transport shm", OK, f"{found}; their memory is kept apart: long arrays are copied twice",
-                       "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE")
+                       "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE"
+                       if platform.system() == "Linux" else "")
     return Finding(f"transport {name}", OK, found + ("; they read each other's memory" if name == "shm" else ""))
 
 
@@ -161,9 +230,11 @@ def _profile() -> Finding:
     links = ", ".join(sorted({cost.link for cost in profile.links}))
     ranks = ", ".join(map(str, sorted({cost.ranks for cost in profile.links})))
     found = f"{profile_path()}: {links} among {ranks} ranks, of {profile.machine.get('date', 'an unknown date')}"
-    here = {"processor": processor(), "cores": psutil.cpu_count()}
-    if any(profile.machine.get(name) != value for name, value in here.items()):
+    if not _is_of_here(profile):
         return Finding(what, OPTIONAL, f"{found}, measured on another machine", again)
+    if misses := profile.misses():
+        return Finding(what, OPTIONAL, f"{found}; it misses a measured time: {', '.join(misses)}",
+                       f"{again}, while nothing else runs")
     return Finding(what, OK, found)
 
 

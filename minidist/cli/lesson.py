@@ -20,6 +20,7 @@ from minidist.grading import load_module
 from minidist.lessons import Lesson
 from minidist.lessons.mermaid import as_text
 from minidist.lessons.page import page_console
+from minidist.progress import progress
 
 WITH_MODULES = 100      # columns of a terminal
 
@@ -109,7 +110,11 @@ def _figure(lesson: Lesson, out: str | None) -> int:
         folder = ["--out", str(folder_to_write(out))] if out is not None else []
     except argparse.ArgumentTypeError as error:
         fail(f"--out: {error}")
-    return subprocess.call([sys.executable, str(lesson.part("figure.py")), *folder])
+    with progress(f"drawing the figure of lesson {lesson.number} from a run of its own"):
+        drawing = subprocess.run([sys.executable, str(lesson.part("figure.py")), *folder], stdout=subprocess.PIPE,
+                                 text=True)
+    print(drawing.stdout, end="")
+    return drawing.returncode
 
 
 def _break(lesson: Lesson, name: str) -> int:

@@ -21,6 +21,7 @@ from minidist.plan.explain import advice, explain
 from minidist.plan.forecast import SPOT_INTERRUPTIONS, UNITS, Prices, forecast
 from minidist.plan.ranking import OBJECTIVES, Ranking, plan_for
 from minidist.plan.scaling import scaling_curves
+from minidist.progress import progress
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import CostProfile, Rates
 
@@ -67,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
     config, console = config_of(args), Console(highlight=False)
-    ranking = plan_for(config, cluster, batch=args.batch, objective=args.objective, optimizer=args.optimizer,
-                       precision=args.precision or ("fp32" if args.here else "bf16"),
-                       rates=Rates.of(cluster.device, profile), confirm=args.confirm)
+    with progress("ranking the plans" + (f", and simulating the best {args.confirm}" if args.confirm else "")):
+        ranking = plan_for(config, cluster, batch=args.batch, objective=args.objective, optimizer=args.optimizer,
+                           precision=args.precision or ("fp32" if args.here else "bf16"),
+                           rates=Rates.of(cluster.device, profile), confirm=args.confirm)
     report.print_ranking(console, ranking, args.top, model_words(args))
     found: dict[str, Any] = {"cluster": cluster.spec, "batch": args.batch, "config": config.as_dict(),
                              "objective": args.objective, "enumerated": ranking.enumerated, "fit": len(ranking),
@@ -91,7 +93,8 @@ def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: 
         found["explanation"] = {"why": dict(told.why), "binds": told.binds, "twice": told.twice, "more": told.more,
                                 "chart": notes.chart, "row": notes.row, "differs": notes.differs}
     if args.scaling:
-        curves = scaling_curves(ranking)
+        with progress("ranking the plans of other numbers of nodes"):
+            curves = scaling_curves(ranking)
         report.print_scaling(console, curves)
         found["scaling"] = {name: [asdict(point) for point in points] for name, points in curves.items()}
     if args.tokens:
@@ -102,7 +105,8 @@ def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: 
     if args.run:
         from minidist.plan.trial import try_plans
 
-        trials = try_plans(ranking, args.run, optimizer=args.optimizer)
+        with progress("training") as show:
+            trials = try_plans(ranking, args.run, optimizer=args.optimizer, show=show)
         report.print_trials(console, trials)
         found["trials"] = [trial.as_json() for trial in trials]
     return found

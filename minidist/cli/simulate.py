@@ -17,11 +17,12 @@ from rich.console import Console
 
 from minidist.cli.train.arguments import division, experts, memory
 from minidist.cli.train.settings import mixture_of, plan_options
-from minidist.console import fail, positive, positive_number, shown, write_json, written
+from minidist.console import fail, plural, positive, positive_number, shown, write_json, written
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
 from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
+from minidist.progress import progress
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.failure import stalls, told
 from minidist.simulate.models import MODELS, model
@@ -91,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
     plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
-    found = simulate(plan, config, cluster, batch=args.batch,
-                     stragglers={int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()},
-                     slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
-                     optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
+    stragglers = {int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()}
+    with progress(f"simulating {plural(plan.size, 'rank')}"):
+        found = simulate(plan, config, cluster, batch=args.batch, stragglers=stragglers,
+                         slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
+                         optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
     print_simulation(Console(highlight=False), found, args.tokens)
     for rank, seconds in fails.items():
         Console(highlight=False).print(told(found, stalls(found, int(rank), seconds)), markup=False)

@@ -32,9 +32,13 @@ from minidist.console import (
 )
 from minidist.files import check_writable
 from minidist.observe.storm_figure import draw_storm
+from minidist.progress import Progress, progress
 from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
 from minidist.survive.storm import LOG, Storm, events
 from minidist.survive.storm_report import spans, summary
+
+OWN_WEIGHTS = "--local-steps", "--asynchronous"
+"""Options of `minidist train` by which ranks go on from weights of their own: then bits do not say what was lost."""
 
 TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
 FIRST_STEPS = 60        # of the first undisturbed run
@@ -52,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=positive_number, default=1.0, metavar="M", help="length of the storm (default: 1)")
     add("--every", type=positive_number, default=10.0, metavar="SECONDS",
         help="from a fault to the next, on average (default: 10)")
-    add("--kinds", "--faults", dest="faults", default=",".join(FAULTS), metavar="KIND,…",
-        help=f"of {', '.join(FAULTS)} (default: all, in turn)")
+    add("--kinds", "--faults", dest="faults", metavar="KIND,…",
+        help=f"of {', '.join(FAULTS)} (default: all, in turn; with --asynchronous {', '.join(WITHOUT_DISK)})")
     add("--elastic", metavar="LEAST:MOST", help="as of train (default: half the ranks to all)")
     add("--spares", type=whole_number(0, 1024), default=1, metavar="K", help="as of train (default: 1)")
     add("--transport", choices=("auto", "tcp", "shm"), default="tcp",
@@ -69,17 +73,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns: 0 if the training ended well and every fault was survived, with the same bits where the plan stayed;
     else the training's exit status, or 1. Raises: ConfigError."""
-    kinds = args.faults.split(",")
+    apart = "--asynchronous" in args.options
+    kinds = (args.faults or ",".join(WITHOUT_DISK if apart else FAULTS)).split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
         fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
+    if apart and (wrong := [kind for kind in kinds if kind not in WITHOUT_DISK]):
+        fail(f"--kinds: {wrong[0]} needs checkpoints, and asynchronous workers are never at the same step; choose of "
+             f"{', '.join(WITHOUT_DISK)}")
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     with tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kinds, Path(scratch))
-        status = trainings.undisturbed("first", FIRST_STEPS)
-        if status:
-            return status
-        figures = _weather(trainings, args, kinds)
+        with progress(f"{FIRST_STEPS} steps without a fault, to know how long one takes") as show, \
+                show.stderr() as trainings.stderr:
+            status = trainings.undisturbed("first", whole_periods(FIRST_STEPS, args.options))
+            if status:
+                return status
+            figures = _weather(trainings, args, kinds, show)
         if args.out:
             write_json(trainings.out / "storm.json", figures)
         for picture in [*([trainings.out / "storm.png"] if args.out else []), *([args.figure] if args.figure else [])]:
@@ -95,12 +105,14 @@ def run(args: argparse.Namespace) -> int:
 class Trainings:
     """The runs of a storm: the same training, undisturbed and not.
 
-    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of them.
+    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of them; stderr: of all.
     """
 
     args: argparse.Namespace
     kinds: list[str]
     scratch: Path
+
+    stderr: int | None = None
 
     def __post_init__(self) -> None:
         self.disk = None if {*self.kinds} <= {*WITHOUT_DISK} else self.scratch / "disk"
@@ -126,23 +138,43 @@ class Trainings:
 
     def undisturbed(self, name: str, steps: int, save_every: int = 0) -> int:
         """The exit status of a run of so many steps, in a folder of its own."""
-        return subprocess.call(self.command(self.scratch / name, steps, save_every), env=self.environment)
+        with self.start(self.command(self.scratch / name, steps, save_every)) as training:
+            try:
+                return training.wait()
+            except BaseException:
+                training.kill()
+                raise
+
+    def start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        """A training, whose stderr is shown beside the progress of the storm."""
+        return subprocess.Popen(command, env=self.environment, stderr=self.stderr)
 
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Of a run that has ended."""
         return dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
 
 
-def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+def whole_periods(steps: int, options: list[str]) -> int:
+    """At least so many steps; with --local-steps a multiple of it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local-steps", type=int, default=1)
+    period: int = max(1, parser.parse_known_args(options)[0].local_steps)
+    return -(-steps // period) * period
+
+
+def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress) -> dict[str, Any]:
     """The storm, then the calm: their figures."""
     scratch, out = trainings.scratch, trainings.out
-    step_seconds = summary(events(scratch / "first" / LOG), [], args.ranks)["work_seconds"] / FIRST_STEPS
-    steps = max(FIRST_STEPS, round(60 * args.minutes / step_seconds))
+    first = whole_periods(FIRST_STEPS, args.options)
+    step_seconds = summary(events(scratch / "first" / LOG), [], args.ranks)["work_seconds"] / first
+    steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
     save_every = max(1, round(SAVE_SECONDS / step_seconds)) if trainings.disk else 0
-    storm = Storm(lambda again: subprocess.Popen(trainings.command(out, steps, save_every, again=again),
-                                                 env=trainings.environment),
-                  out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS)
+    storm = Storm(lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
+                  out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS,
+                  noted=lambda: show(f"a storm of {args.minutes:g} minutes: {plural(len(storm.faults), 'fault')} so "
+                                     f"far, the last {storm.faults[-1]['kind']}"))
     try:
+        show(f"a storm of {args.minutes:g} minutes begins")
         storm.rage(60 * args.minutes)
         status = storm.job.wait(LATEST[0] + LATEST[1] * 60 * args.minutes)
     finally:
@@ -150,10 +182,15 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str]) -
     trainings.told, trainings.works = storm.told(), spans(storm.told(), storm.faults)
     figures = summary(storm.told(), storm.faults, args.ranks)
     figures |= {"steps": steps, "step_seconds": step_seconds, "exit_status": status, "bits": None, "rate": None}
+    show(f"the same {steps:,} steps without a fault, to compare")
     if status == 0 and not args.no_compare and trainings.undisturbed("calm", steps, save_every) == 0:
         calm = trainings.metrics(scratch / "calm")
-        same = all(calm[key] == trainings.metrics(out)[key] for key in ("losses", "weights_sha256"))
-        figures["bits"] = "equal" if same else "differ" if {*figures["sizes"]} == {args.ranks} else "other plans"
+        ours = trainings.metrics(out)
+        same = all(calm[key] == ours[key] for key in ("losses", "weights_sha256"))
+        apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
+        figures["bits"] = ("equal" if same else "own weights" if apart else
+                           "differ" if {*figures["sizes"]} == {args.ranks} else "other plans")
+        figures["validation_losses"] = [ours["validation_loss"], calm["validation_loss"]]
         step_seconds = summary(events(scratch / "calm" / LOG), [], args.ranks)["work_seconds"] / steps
         shutil.rmtree(scratch / "calm", ignore_errors=True)
     if status == 0:
@@ -187,8 +224,10 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
             + (f", speed {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))
     words = {"equal": "losses and weights have the bits of the undisturbed run",
              "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
-             "other plans": "the plan changed, so the bits are not those of the undisturbed run"}
+             "other plans": "the plan changed, so the bits are not those of the undisturbed run",
+             "own weights": "ranks went on from weights of their own, so the bits are not those of the undisturbed "
+                            "run; validation loss {:.4f}, undisturbed {:.4f}"}
     if figures["bits"] is not None:
-        say(words[figures["bits"]])
+        say(words[figures["bits"]].format(*figures["validation_losses"]))
     if args.out:
         say(f"{args.out}/: storm.png, storm.json, storm.jsonl, elastic.jsonl, metrics.json")

@@ -19,8 +19,8 @@ class Handle(ABC):
         """Whether wait() would return, or raise, at once. Never blocks."""
 
 
-class ReportedSend(Handle):
-    """A send that the ledger's subscribers see: `report()` is called once, when it is complete."""
+class Reported(Handle):
+    """A transfer that the ledger's subscribers see: `report()` is called once, when it is complete."""
 
     def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
         self._handle, self._report = handle, report
@@ -29,6 +29,21 @@ class ReportedSend(Handle):
         self._handle.wait()
         report, self._report = self._report, lambda: None
         report()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
+class NotedReceive(Handle):
+    """A receive whose end is noted: `waited(was_there)` is called after wait(), with whether it was complete before."""
+
+    def __init__(self, handle: Handle, waited: Callable[[bool], None]) -> None:
+        self._handle, self._waited = handle, waited
+
+    def wait(self) -> None:
+        was_there = self._handle.done()
+        self._handle.wait()
+        self._waited(was_there)
 
     def done(self) -> bool:
         return self._handle.done()

@@ -13,12 +13,15 @@ by which neighbours compare calls (they carry no payload), nor what a rank sends
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.flight.recorder import FlightRecorder
+
+NOBODY: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class Event:
                     watchers also group (its id, in hexadecimal), messages, and queued: seconds from the program's call
                     to the begin.
     kind "wait":    the program waits for a started call, for watchers alone. details: axis, group, sequence, where.
+    kind "receive": one message received, from the moment when this rank was ready for it, for those who ask for
+                    receives. details: src, dst, nbytes, axis, verb, algorithm, message. While somebody asks for
+                    receives, kind "message" has `message` too: between two ranks it tells the message from others.
     """
 
     kind: str
@@ -53,23 +59,32 @@ class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads.
 
     Attributes: flight    its flight recorder: the last calls, always kept
+                times     when messages of its calls left and arrived, if somebody asks for it; else None
     """
 
     def __init__(self, world_rank: int = 0) -> None:
         self.world_rank, self.flight = world_rank, FlightRecorder(world_rank)
+        self.times: MessageTimes | None = None
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self.watchers: tuple[Callable[[Event], None], ...] = ()         # subscribers that get waits too
+        self.receivers: tuple[Callable[[Event], None], ...] = ()        # subscribers that get receives too
         self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
         self._messages: Counter[tuple[str, str, str, str]] = Counter()
+        self._sent_to: defaultdict[tuple[str, str, int], int] = defaultdict(int)    # bytes by (phase, axis, world rank)
         self._lock = threading.Lock()
         self._here = _Here()
 
     def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
-               phase: str | None = None) -> None:
-        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present)."""
+               phase: str | None = None, to: Mapping[int, int] = NOBODY) -> None:
+        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present).
+
+        Args:    to: the bytes for each world rank. What all read from shared memory, or a library sends, is for none.
+        """
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
+            for rank, part in to.items():
+                self._sent_to[key[0], axis, rank] += part
             self._nbytes[key] += nbytes
             self._messages[key] += messages
 
@@ -118,6 +133,18 @@ class Ledger:
         """Messages sent, {axis: {verb: messages}}; of one phase, or of all."""
         return self._by_axis("messages", phase)
 
+    def sent_to(self, phase: str | None = None) -> dict[int, dict[str, int]]:
+        """Payload bytes sent to each rank, {world rank: {axis: bytes}}; of one phase, or of all.
+
+        What ranks read from shared memory, or a library sends, is in no rank's: the sums may be less than sent_bytes.
+        """
+        table: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        with self._lock:
+            for (of, axis, rank), nbytes in sorted(self._sent_to.items()):
+                if phase in (None, of):
+                    table[rank][axis] += nbytes
+        return {rank: dict(axes) for rank, axes in sorted(table.items())}
+
     def rows(self) -> list[dict[str, Any]]:
         """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a fixed order."""
         with self._lock:
@@ -130,25 +157,30 @@ class Ledger:
         with self._lock:
             self._nbytes.clear()
             self._messages.clear()
+            self._sent_to.clear()
 
-    def subscribe(self, callback: Callable[[Event], None], *, waits: bool = False) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[Event], None], *, waits: bool = False,
+                  receives: bool = False) -> Callable[[], None]:
         """Call `callback(event)` for each message sent and each call ended, in the thread it happened in.
 
-        Args:    waits: for each wait of the program too.
+        Args:    waits: for each wait of the program too. receives: for each message received too.
         Returns a function that ends the subscription. Without subscribers no event is made and no clock is read.
         """
         self.subscribers = (*self.subscribers, callback)
         self.watchers += (callback,) if waits else ()
+        self.receivers += (callback,) if receives else ()
 
         def unsubscribe() -> None:
             self.subscribers = tuple(other for other in self.subscribers if other is not callback)
             self.watchers = tuple(other for other in self.watchers if other is not callback)
+            self.receivers = tuple(other for other in self.receivers if other is not callback)
 
         return unsubscribe
 
     def publish(self, event: Event) -> None:
         """Hand `event` to every subscriber."""
-        for subscriber in self.watchers if event.kind == "wait" else self.subscribers:
+        chosen = {"wait": self.watchers, "receive": self.receivers}.get(event.kind, self.subscribers)
+        for subscriber in chosen:
             subscriber(event)
 
     def publish_now(self, kind: str, name: str, start: float, details: dict[str, Any]) -> None:

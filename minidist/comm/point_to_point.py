@@ -18,7 +18,7 @@ from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import OutputArray, argument, device_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, DeviceLane
-from minidist.comm.handle import Handle, ReportedSend
+from minidist.comm.handle import Handle, Reported
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Tag, Transport
 from minidist.device import backend
@@ -66,6 +66,23 @@ class PointToPoint:
         sent = self._start_send(signature, array, dst, device_of(x))
         return PendingMessage(signature, self._group.world_ranks, [incoming, *sent], incoming.deliver,
                               partial(self._over, [(received, 0), (record, array.nbytes)]))
+
+    def named(self, number: int) -> str:
+        """What tells a message between two ranks of the group from their others. Args: number: of the way, from 1."""
+        return f"{self._group.id:x}.{number}"
+
+    def tell(self, signature: Signature, axis: str, src: int, number: int, nbytes: int, start: float) -> None:
+        """Tell those who asked for receives of a message from rank `src`."""
+        self._group.ledger.publish_now("receive", signature.verb, start, {
+            "axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_ranks[src],
+            "dst": self._group.world_rank, "nbytes": nbytes, "message": self.named(number)})
+
+    def start_of_receive(self, src: int) -> tuple[float, str, int]:
+        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if nobody asks."""
+        ledger = self._group.ledger
+        told = ledger.receivers and src != self._group.rank
+        axis = "control" if ledger.in_control else self._group.axis
+        return time.perf_counter() if told else 0.0, axis, self._receives[src] + 1
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
@@ -117,10 +134,14 @@ class PointToPoint:
             signature.group, self._receives[src], signature.verb, signature.dtype, signature.shape, signature.where,
             axis=self._group.axis, world_ranks=self._group.world_ranks, src=src)
 
-    def _over(self, records: list[tuple[int, int]], failed: bool) -> None:
-        """Record the outcome of messages: their numbers, and the bytes that each has sent."""
-        for number, nbytes in records:
-            self._group.ledger.flight.ended(number, nbytes, int(nbytes > 0), failed=failed)
+    def _over(self, records: list[tuple[int, int]], failed: bool, waited: float) -> None:
+        """Record the outcome of messages: their numbers, and the bytes that each has sent.
+
+        The program's wait of `waited` seconds stands at the first.
+        """
+        for place, (number, nbytes) in enumerate(records):
+            self._group.ledger.flight.ended(number, nbytes, int(nbytes > 0), failed=failed,
+                                            stood=0.0 if place else waited)
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""
@@ -143,12 +164,14 @@ class PointToPoint:
         handle = transport.start_send(peer, self.tag, view, meta)
         axis = "control" if ledger.in_control else self._group.axis
         if dst != self._group.rank:
-            ledger.record(axis, signature.verb, "direct", nbytes)
+            ledger.record(axis, signature.verb, "direct", nbytes, to={peer: nbytes})
         if not start or dst == self._group.rank:
             return handle
         details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
                    "dst": peer, "nbytes": nbytes, "label": "", "step": None, "chunk": None}
-        return ReportedSend(handle, lambda: ledger.publish_now("message", signature.verb, start, details))
+        if ledger.receivers:
+            details["message"] = self.named(self._sends[dst])
+        return Reported(handle, lambda: ledger.publish_now("message", signature.verb, start, details))
 
 
 class Incoming(Handle):
@@ -162,10 +185,15 @@ class Incoming(Handle):
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
         transport, peer = messages.link(src)
+        self._start, self._axis, self._number = messages.start_of_receive(src)
+        self._nbytes = 0
         self._header = transport.start_recv(peer, messages.tag, self._accept)
 
     def wait(self) -> None:
         self._header.wait()
+        if self._start:
+            start, self._start = self._start, 0.0
+            self._messages.tell(self.signature, self._axis, self._src, self._number, self._nbytes, start)
         if self._block is not None:
             waiting = self._messages.by_lane[self._src]
             while self._arriving is None:                   # in the order of the headers
@@ -198,5 +226,5 @@ class Incoming(Handle):
             self._block, self._word = block, np.empty(nbytes, np.uint8)
             self._messages.by_lane[self._src].append(self)
             return self._word
-        self._device = self._device or block.device
+        self._device, self._nbytes = self._device or block.device, nbytes
         return self._result.array(block.shape, block.dtype).reshape(-1)

@@ -33,6 +33,7 @@ HELLO_BYTES = 4096          # a stranger can make us read no more than this
 FRAME_BYTES = 16 << 20      # an admitted rank can make us read no more than this at once
 REFUSED = bytes(PROOF_BYTES)
 
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)     # macOS has none; Python ignores SIGPIPE
 _HELLO_HEADER = struct.Struct(f">{NONCE_BYTES}s{PROOF_BYTES}sH")
 _FRAME_HEADER = struct.Struct(">I")
 
@@ -166,7 +167,7 @@ def _write(sock: socket.socket, data: bytes, deadline: float | None, peer: str) 
     while view:
         _wait(sock, select.POLLOUT, deadline, f"{peer} left {len(view)} of {len(data)} bytes unread")
         try:
-            view = view[sock.send(view, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL):]
+            view = view[sock.send(view, socket.MSG_DONTWAIT | _NO_SIGNAL):]
         except BlockingIOError:
             continue
         except ConnectionError as error:

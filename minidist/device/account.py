@@ -16,7 +16,7 @@ the same for every transport.          notes: N2 显存占用分析, N4 §4
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ class MemoryAccount:
     """Bytes of the distinct live buffers that were registered, by category. Safe to use from several threads.
 
     Args:    limit: the most bytes of all categories together; whose: the memory's name in errors, `instead` the remedy.
+    Attributes: follower: called with the live bytes by category whenever a buffer is counted; it keeps no reference to
+                them, and is quick, because other threads wait for it. None: nobody follows.
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
@@ -58,6 +60,7 @@ class MemoryAccount:
         self._freed: deque[_CountedBuffer] = deque()
         self._now = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._peak = dict(self._now)
+        self.follower: Callable[[dict[str, int]], None] | None = None
 
     def hold(self, array: SomeArray, category: str) -> SomeArray:
         """Count the buffer that owns `array` under `category` until the buffer is freed. Returns: `array` itself.
@@ -128,6 +131,8 @@ class MemoryAccount:
         for name in (category, "total"):
             self._now[name] += nbytes
             self._peak[name] = max(self._peak[name], self._now[name])
+        if self.follower is not None:
+            self.follower(self._now)
 
 
 class _Ambient(threading.local):

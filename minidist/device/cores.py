@@ -45,7 +45,7 @@ def keep_to(cores: Sequence[int]) -> None:
 @contextmanager
 def starting_on(cores: Sequence[int]) -> Iterator[None]:
     """A process that this thread starts in the block has these cores; with none, those of the thread."""
-    if not cores:
+    if not cores or not hasattr(os, "sched_getaffinity"):
         yield
         return
     before = os.sched_getaffinity(0)

@@ -13,6 +13,9 @@ forms the next one:
     fewer ranks                         of a size that the plan allows
     it gives up                         if fewer than `least` are left and none is starting
 
+Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when they are lost. When
+another can take a lost one's place, the launcher tells each rank to leave after the step that it is in.
+
 A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
 the launcher does not know: the ranks hold it (survive/elastic.py).
 """
@@ -132,7 +135,8 @@ class ElasticJob:
         match kind:
             case "formed":
                 self.begun = True
-                self.log.note("formed", generation, step=int(frame["step"]))
+                self.log.note("formed", generation, **{key: frame[key] for key in ("step", "met", "made", "versions")
+                                                       if key in frame})
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
@@ -162,6 +166,12 @@ class ElasticJob:
             self.log.note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:               # its rank is alive: a connection broke
             generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, why))
+            self._note_spared(generation, worker, why)
+
+    def _note_spared(self, generation: Generation, worker: Worker, how: str) -> None:
+        """A rank is lost; whether it ends the generation, its monitor has just said."""
+        if generation.monitor.loss is None:
+            self.log.note("spared", generation, rank=worker.rank, how=how.splitlines()[0])
 
     # --- a generation ends -------------------------------------------------------------------------------------------
 
@@ -187,6 +197,7 @@ class ElasticJob:
         if generation is not None and worker in generation.members:
             if generation.broken is None:
                 generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
+                self._note_spared(generation, worker, how)
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
@@ -265,11 +276,20 @@ class ElasticJob:
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None                     # it makes a long step, or the last one
-        elif "stepped" in record and not self.told:
-            more = len(generation.members) + len(self.workforce.of(WAITING))
-            if self.elastic.size_of(more) > len(generation.members):
+        elif ("stepped" in record or "spared" in record) and not self.told:
+            living = self._living(generation)
+            if self.elastic.size_of(len(living) + len(self.workforce.of(WAITING))) > len(living):
                 generation.asked = now
-                generation.members[0].send("regroup", number=generation.number)
+                for worker in living if self.elastic.apart else living[:1]:
+                    worker.send("stop" if self.elastic.apart else "regroup", number=generation.number, step=0)
+
+    def _living(self, generation: Generation) -> list[Worker]:
+        """The ranks that work. A stopped one without which the others go on is killed, so that another may start."""
+        members, spared = self.workforce.of(MEMBER), generation.monitor.spared
+        for worker in members if spared else ():
+            if worker.rank in spared and stop_of(worker.process.pid):
+                worker.kill()
+        return [worker for worker in generation.members if worker in members and worker.rank not in spared]
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

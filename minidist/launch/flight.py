@@ -25,4 +25,5 @@ def begin_flight(world: Group) -> None:
     """
     hear_dump_signal()
     if folder := os.environ.get(FLIGHT):
-        world.ledger.flight.keep_in(ring_file(folder, world.world_rank), size=world.size)
+        world.ledger.flight.keep_in(ring_file(folder, world.world_rank), size=world.size,
+                                    link=world.transport.inside)

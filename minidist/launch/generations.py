@@ -158,11 +158,12 @@ class Generations:
         told = self._wait("record", ANSWER_LIMIT)
         return [] if told is None else list(told["value"])
 
-    def stops(self, step: int) -> bool:
-        """Whether all ranks leave now, `step` steps being done. Every rank asks between two steps.
+    def stops(self, step: int, boundary: int) -> bool:
+        """Whether this rank leaves now, `step` steps being done. Every rank asks between two steps.
 
-        Asked by the launcher, rank 0 names the step that is about to begin. No rank can end that step before rank 0
-        has begun it, which it does when all others know of it.
+        Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0 has begun it: the
+        step that is about to begin, say. Rank 0 begins it when all others know of it. Ranks that make steps of their
+        own are told by the launcher, and leave when they hear it.
         """
         assert self._membership is not None
         if self._membership.launch.world_rank == 0 and time.monotonic() > self._said + SAY_AGAIN:
@@ -170,10 +171,10 @@ class Generations:
             self._tell("at", step=step)
         if self._regroup and self.stop_at is None and self._membership.launch.world_rank == 0:
             self._regroup = False
-            self._tell("boundary", step=step + 1)
+            self._tell("boundary", step=boundary)
             if self._wait("go", AGREE_LIMIT) is not None:
-                self.stop_at = step + 1
-        return self.stop_at == step
+                self.stop_at = boundary
+        return self.stop_at is not None and step >= self.stop_at
 
     # --- the connection ----------------------------------------------------------------------------------------------
 

@@ -5,13 +5,12 @@
     mpirun                     a child of rank 0, on any free port     a broadcast by MPI
     torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN, or a private file
                                (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
+    mpirun of another MPI      a child of rank 0, on any free port     the same file, which holds the address too
 
 The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -22,7 +21,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen
@@ -30,10 +28,9 @@ from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
-from minidist.files import scratch, sweep
 from minidist.launch.launchers import Launch
+from minidist.launch.token_file import TokenFile
 
-STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
 _MESSAGE_BYTES = 4096     # of the MPI broadcast
 
 
@@ -84,7 +81,7 @@ class Joined:
     link: MonitorClient
     token: bytes
     helpers: list["HelperProcess"] = field(default_factory=list)
-    file: "TokenFile | None" = None
+    file: TokenFile | None = None
 
 
 def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Joined:
@@ -95,7 +92,8 @@ def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Jo
     place = place_from_environment()
     if place is not None:
         return _connect(launch, place, limit)
-    joined = (_by_mpi if launch.by_mpirun else _by_address)(launch, limit, patience)
+    by_file = launch.other_mpi and not launch.master_port
+    joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(launch, limit, patience)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
         joined.helpers.append(HelperProcess(joined.token, "node_agent", *joined.link.address))  # for all of this host
     return joined
@@ -140,6 +138,25 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
     link, token = connect_by_file(file, (host, port), launch.world_rank, launch.world_size, limit)
     link.limit = limit
     return Joined(link, token)
+
+
+def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
+    """Open MPI's mpirun, without its MPI: rank 0 hosts the monitor, and writes where beside the token."""
+    if not launch.job:
+        raise LaunchError(f"{launch.launcher}'s mpirun does not name its job (PMIX_NAMESPACE); start the job with "
+                          "`minidist launch`")
+    file = TokenFile(f"{launch.launcher} {launch.job}")
+    if launch.world_rank != 0:
+        link, token = connect_by_file(file, None, launch.world_rank, launch.world_size, limit)
+        link.limit = limit
+        return Joined(link, token)
+    host = "127.0.0.1" if launch.one_host else outward_address()
+    monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host,
+                             patience=patience)
+    file.write(f"{host} {monitor.place.port} ".encode() + monitor.place.token)
+    joined = _connect(launch, monitor.place, limit, monitor)
+    joined.file = file
+    return joined
 
 
 # --- processes that a rank starts ------------------------------------------------------------------------------------
@@ -228,57 +245,11 @@ def outward_address() -> str:
         return str(sock.getsockname()[0])
 
 
-class TokenFile:
-    """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
-
-    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0 holds a lock on it
-    until it is removed, so that a file without one is seen to be a killed job's, and goes when the next one is written.
-    """
-
-    def __init__(self, job: str) -> None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
-        self._lock: int | None = None
-
-    def write(self, token: bytes) -> None:
-        """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sweep(self.path.parent, "job-", older=STALE)
-            with scratch(self.path.parent) as folder:
-                draft = folder / "token"
-                self._lock = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with contextlib.suppress(OSError):      # a file system without locks
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
-                os.write(self._lock, token)
-                draft.replace(self.path)
-        except OSError as error:
-            raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
-                              "MINIDIST_TOKEN for every rank instead") from error
-
-    def read(self) -> bytes | None:
-        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
-        try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                state = os.fstat(file.fileno())
-                if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-                    raise LaunchError(f"{self.path} is not private to this user; remove it and start the job again")
-                return file.read()
-        except OSError:
-            return None
-
-    def remove(self) -> None:
-        """Forget the token: every rank has it."""
-        self.path.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, world_size: int,
+def connect_by_file(file: TokenFile, address: tuple[str, int] | None, world_rank: int, world_size: int,
                     limit: float) -> tuple[MonitorClient, bytes]:
     """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
 
+    Args:   address: the monitor's; None: the file has it, as "host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.
     """
     deadline, problem = time.monotonic() + limit, None
@@ -286,7 +257,9 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
         token = file.read()
         if token is not None:
             try:
-                return MonitorClient(address, token, world_rank, world_size, limit=1.0), token
+                host, port, token = (*address, token) if address else token.split(b" ", 2)
+                place = (host if isinstance(host, str) else host.decode(), int(port))
+                return MonitorClient(place, token, world_rank, world_size, limit=1.0), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)

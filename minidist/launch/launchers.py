@@ -54,7 +54,7 @@ LAUNCHERS = (
              "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     Launcher("openmpi", "mpirun -n 8 python script.py (Open MPI)", "mpi", "OMPI_COMM_WORLD_RANK",
              "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", job="PMIX_NAMESPACE"),
     Launcher("mpich", "mpirun -n 8 python script.py (MPICH)", "mpi", "PMI_RANK", "PMI_RANK", "PMI_SIZE",
              "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("slurm", "srun -N 2 -n 8 python script.py", "auto", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS",
@@ -78,6 +78,7 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     job: str = ""
+    other_mpi: bool = False             # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
 
     @property
     def alone(self) -> bool:
@@ -87,7 +88,12 @@ class Launch:
     @property
     def by_mpirun(self) -> bool:
         """Whether the ranks are those of an MPI_COMM_WORLD."""
-        return self.launcher in ("mpich", "openmpi")
+        return self.launcher in ("mpich", "openmpi") and not self.other_mpi
+
+    @property
+    def numbers_nodes(self) -> bool:
+        """Whether the launcher says which node a rank is on; mpirun does not."""
+        return self.launcher not in ("mpich", "openmpi")
 
     @property
     def one_host(self) -> bool:

@@ -42,6 +42,7 @@ from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
+from minidist.launch.which_mpi import find_launch, refusal, remark
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
@@ -66,12 +67,14 @@ class Membership:
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
         launch = self.launch
+        if launch.other_mpi and name == "mpi":
+            raise refusal(launch)
         with watched(launch, limit) as initialised:
             joined = self.find_monitor(limit, initialised)
             profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
             try:
                 infos = joined.link.meet({"transport": name, "host": platform.node(),
-                                          "node": None if launch.by_mpirun else launch.node_rank,
+                                          "node": launch.node_rank if launch.numbers_nodes else None,
                                           "local": (launch.local_rank, launch.local_size),
                                           "profile": profile and profile.as_json()})
             finally:
@@ -196,7 +199,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
 
     Args:
         transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or "nccl"; left out:
-            "mpi" under mpirun, else "auto". The group's transport.name says what that gave: "shm", "shm+tcp", ….
+            "mpi" under mpirun, else "auto", also under Open MPI's mpirun where mpi4py has another MPI (which_mpi.py).
+            The group's transport.name says what that gave: "shm", "shm+tcp", ….
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
         patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where rank 0 starts the
@@ -212,8 +216,10 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     if transport is not None:
         transport = transports.current_name(transport, speaks=_membership is None and detect().world_rank == 0)
     if _membership is None:
-        launch = detect()
+        launch = find_launch()
         name = transport or launch.transport
+        if launch.other_mpi and transport is None and launch.world_rank == 0:
+            say_line(remark(launch))
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
         _membership = Membership(launch, name, patience)
         if launch.alone:
@@ -256,7 +262,7 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
     global _membership
     try:
         if _membership is None:
-            launch = detect()
+            launch = find_launch()
             if launch.alone or everywhere:
                 return launch.world_rank == 0 and not _said_by_launcher(error, launch)
             _membership = Membership(launch)

@@ -52,6 +52,8 @@ def mpi_world(launch: Launch) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         from mpi4py import MPI
+        if not MPI.Is_initialized():                        # imported by which_mpi.py
+            MPI.Init_thread()
     if MPI.COMM_WORLD.size != launch.world_size:
         library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
         raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "

@@ -59,6 +59,11 @@ def find_mpirun() -> Mpirun:
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if path is None:
         raise LaunchError(f"there is no mpirun beside {sys.executable} or on the path; {INSTALL}")
+    return mpirun_at(path)
+
+
+def mpirun_at(path: str) -> Mpirun:
+    """The mpirun in this file. Raises LaunchError if it does not run."""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -20,7 +20,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -129,7 +128,8 @@ class Template:
 
 def _take_orphans(yes: bool) -> bool:
     """Have orphans below this process become its children, or no longer; whether this system can do that."""
-    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)       # Linux alone
+    return prctl is not None and bool(prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
 
 
 def fork_on_demand() -> None:

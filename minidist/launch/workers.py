@@ -8,6 +8,7 @@
     stepped   step: the first step after that was made        stop         step: leave the generation after it
     at        step: so many are made; rank 0's, now and then
     trained   step: all steps are made; rank 0's
+                                                                           (of ranks that make steps of their own: 0)
     boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
     agreed    it knows that step                              record       what happened in all generations
     record    (asks)

@@ -29,7 +29,7 @@ def foresight(timelines: Sequence[Timeline], step: int) -> dict[str, Any]:
     calls = asked_in(record)
     recorded = {span.details.get("step") for timeline in timelines for span in timeline.spans if span.name == "step"}
     known = None
-    if step - 1 in recorded:
+    if step - 1 in recorded and not any(step - 1 in timeline.cut_steps() for timeline in timelines):
         before = asked_in(record_step(timelines, step - 1))
         known = sum(one == other for one, other in zip(calls, before, strict=False))
     return {"known": known, "calls": len(calls),

@@ -6,8 +6,10 @@
 """
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import cast
 
+from minidist.errors import ConfigError
 from minidist.observe.events import Await, Busy, Event, GroupCall, Start
 from minidist.observe.step_record import NO_CORE, StepCall, StepRecord, group_call
 
@@ -39,6 +41,18 @@ class RankLine:
                     todo.append((seconds - first, name))
             events.append(mark)
         return events + [Busy(seconds, name) for seconds, name in reversed(todo)]
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of work by name."""
+        found: dict[str, float] = {}
+        for busy in self.work:
+            found[busy.name] = found.get(busy.name, 0.0) + cast(float, busy.work)
+        return found
+
+    def scaled(self, factors: dict[str, float]) -> "RankLine":
+        """The line with each piece of work times the factor of its name; marks stay between the same pieces."""
+        return RankLine(event._replace(work=cast(float, event.work) * factors.get(event.name, 1.0))
+                        if isinstance(event, Busy) else event for event in self.trace())
 
     def begin_of(self, name: str) -> float:
         """Work before the first piece of this name; all of it if there is none."""
@@ -99,6 +113,20 @@ class StepLines:
     def in_background(self, verb: str) -> list[int]:
         """The calls of a verb, by group and number, that ran in the background."""
         return [number for number, call in self.calls.items() if call.verb == verb and call.in_background]
+
+
+def without_straggler(job: StepLines, rank: int) -> None:
+    """Let each kind of work of a rank take the median of what it takes on the other ranks, where that is less.
+
+    Raises:  ConfigError if there is no such rank, or no other.
+    """
+    others = [line.totals() for number, line in enumerate(job.lines) if number != rank]
+    if not 0 <= rank < len(job.lines) or not others:
+        raise ConfigError(f"without rank {rank}: the step has ranks 0 to {len(job.lines) - 1}; name one of several")
+    mine = job.lines[rank].totals()
+    usual = {name: median(total.get(name, 0.0) for total in others) for name in mine}
+    job.lines[rank] = job.lines[rank].scaled({name: min(1.0, usual[name] / seconds)
+                                              for name, seconds in mine.items() if seconds > 0})
 
 
 def prefetch(job: StepLines, ahead: int) -> None:

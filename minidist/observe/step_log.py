@@ -49,9 +49,10 @@ class StepState:
         Args:    moment: seconds since 1970.
         """
         values: dict[str, Any] = {
-            "step": self.step, "time": round(moment, 3), "loss": self.loss if math.isfinite(self.loss) else None,
-            "seconds": round(self.seconds, 6), "tokens_per_second": round(self.tokens_per_second, 1),
-            "joules": round(self.joules, 6), "energy_source": self.energy_source,
+            "step": self.step, "steps": self.steps, "time": round(moment, 3),
+            "loss": self.loss if math.isfinite(self.loss) else None, "seconds": round(self.seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 1), "joules": round(self.joules, 6),
+            "energy_source": self.energy_source,
             "memory": {name: nbytes for name, nbytes in self.memory.items() if nbytes}, "sent_bytes": self.sent_bytes}
         line = _packed(values)
         if len(line) > MOST_BYTES:
@@ -101,15 +102,46 @@ class StepLog:
 
 def read_step_log(file: str | Path) -> list[dict[str, Any]]:
     """The steps in order, each once. Raises: OSError if the file cannot be read."""
+    found = _steps_of(Path(file).read_bytes())
+    return [found[step] for step in sorted(found)]
+
+
+class LogFollower:
+    """Reads a log again and again while a run writes it: each time only what is new."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._begin, self._read = b"", 0        # the file's first bytes, which tell when it was begun; bytes read
+        self._found: dict[int, dict[str, Any]] = {}
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The steps up to now, as read_step_log; none if the file is not there."""
+        try:
+            with open(self.file, "rb") as stream:
+                begin = stream.read(128)
+                if not self._begin or not begin.startswith(self._begin):                # a new log
+                    self._begin, self._read, self._found = begin, 0, {}
+                stream.seek(self._read)
+                new = stream.read()
+        except OSError:
+            return []
+        whole = new[:new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        self._found.update(_steps_of(whole))
+        return [self._found[step] for step in sorted(self._found)]
+
+
+def _steps_of(lines: bytes) -> dict[int, dict[str, Any]]:
+    """{step: values}; of a step that was made again the later line."""
     found: dict[int, dict[str, Any]] = {}
-    for line in Path(file).read_bytes().splitlines():
+    for line in lines.splitlines():
         try:
             values = json.loads(line)
         except ValueError:          # torn
             continue
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             found[values["step"]] = values
-    return [found[step] for step in sorted(found)]
+    return found
 
 
 def _packed(values: dict[str, Any]) -> bytes:

@@ -65,16 +65,21 @@ def _lanes(axes: "Axes", told: Sequence[Event], works: Sequence[Work], start: fl
     """A lane a rank: its process's colour while it took part, grey while it only lived."""
     _quiet(axes)
     forming = [event for event in told if event["event"] == "forming"]
-    by_number = {number: (begin, end) for begin, end, _, number in works}
+    by_number: dict[int, tuple[float, float]] = {}
+    for begin, end, _, number in works:                 # several of a generation that went on without a rank
+        by_number[number] = (by_number.get(number, (begin, end))[0], end)
+    spared = [event for event in told if event["event"] == "spared"]
     colours: dict[int, str] = {}
     for number, (event, following) in enumerate(zip(forming, [*forming[1:], None], strict=True), 1):
         begin, end = by_number.get(number, (event["time"], event["time"]))
         for rank, pid in enumerate(event["pids"]):
+            stop = min((one["time"] for one in spared if one["rank"] == rank and begin <= one["time"] < end),
+                       default=end)
             colours.setdefault(pid, RANKS[len(colours) % len(RANKS)])
             until: float = end if following is None or pid not in following["pids"] else following["time"]
             axes.broken_barh([(event["time"] - start, until - event["time"])], (rank - 0.32, 0.64), color=LIVES,
                              linewidth=0)
-            axes.broken_barh([(begin - start, end - begin)], (rank - 0.32, 0.64), color=colours[pid], linewidth=0)
+            axes.broken_barh([(begin - start, stop - begin)], (rank - 0.32, 0.64), color=colours[pid], linewidth=0)
     axes.set_ylim(ranks - 0.4, -0.6)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(labelbottom=False)

@@ -7,8 +7,9 @@
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
 A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer), `communication` (each collective,
-on any thread), `messages` (each that the rank sent), `moves` (copies between device, host and disk) and `waits` (for
-each collective by itself, if the timeline was asked to follow them). Overlap is visible: the all-reduce of a bucket on
+on any thread), `messages` (each that the rank sent), `moves` (copies between device, host and disk), `waits` (for each
+collective by itself) and `receives` (each message that the rank received, from when it was ready for it); the last two
+if the timeline was asked to follow them. Overlap is visible: the all-reduce of a bucket on
 the second row starts before `backward` on the first row ends.
 
 Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset` aligns hosts.
@@ -28,9 +29,13 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.ledger import Event, Ledger
+from minidist.device.account import MemoryAccount
 from minidist.observe.records import gather_records
+from minidist.observe.trace_marks import arrows, counters
 
-ROWS = ("compute", "communication", "messages", "moves", "waits")
+ROWS = ("compute", "communication", "messages", "moves", "waits", "receives")
+MEMORY_SAMPLES, MEMORY_EVERY = 1000, 1e-3
+"""The most moments of a rank's memory that a timeline keeps, the highest of each millisecond: of the first steps."""
 
 
 @dataclass(frozen=True)
@@ -48,66 +53,114 @@ class Timeline:
     """The spans of one rank, in the order in which they ended.
 
     Args:    rank: this rank in the job, the process number of the trace.
-             limit: the most spans to keep; later ones are only counted, in `dropped` (a step of DDP has about 100).
+             limit: the most spans to keep: the first half of them and the last half (a step of DDP has about 100).
+    Attributes: spans: those that are kept. gaps: {place in `spans`: how many are left out before it}.
     """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
         self.rank = rank
         self.limit = limit
         self.spans: list[Span] = []
-        self.dropped = 0
+        self.gaps: dict[int, int] = {}
         self.step: int | None = None
+        self.memory: list[tuple[float, dict[str, int]]] = []    # (seconds, live bytes by category)
         self.always: dict[str, Any] = {}            # details of every span from now on
+        self._before = 0                            # spans of earlier worlds, which stay
         self._names: dict[str, deque[str]] = {}     # axis -> names of its collectives that have not ended yet
         self._program = ""                          # the thread that follows a ledger
+        self._rows, self._share = 0, None           # type: int, float | None
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
         """Record the time of the block; a `step` among the details also marks the collectives that run meanwhile."""
         if "step" in details:
             self.step = details["step"]
+        self._rows += details.get("rows", 0)
+        self._share = details.get("share", self._share)
         start = time.perf_counter()
         try:
             yield
         finally:
             self.add(Span(name, category, start, time.perf_counter(), {"step": self.step, **details}))
 
+    def take_own(self) -> tuple[int, float | None]:
+        """Rows that this rank worked on, and its share of the loss if the strategy tells it, since the last call."""
+        own = self._rows, self._share
+        self._rows, self._share = 0, None
+        return own
+
     def add(self, span: Span) -> None:
-        """Keep `span`, or only count it if `limit` spans are kept already."""
-        if len(self.spans) < self.limit:
-            self.spans.append(replace(span, details={**self.always, **span.details}) if self.always else span)
-        else:
-            self.dropped += 1
+        """Keep `span`; if `limit` spans are kept already, the oldest behind the first half goes and is counted."""
+        self.spans.append(replace(span, details={**self.always, **span.details}) if self.always else span)
+        if len(self.spans) > self.limit:
+            place = self._before + (self.limit - self._before) // 2
+            del self.spans[place]
+            self.gaps[place] = self.gaps.get(place, 0) + 1
+
+    @property
+    def dropped(self) -> int:
+        """How many spans were left out."""
+        return sum(self.gaps.values())
+
+    def cut_steps(self) -> set[int]:
+        """The steps beside a gap, which may lack spans."""
+        beside = [span for place in self.gaps for span in self.spans[max(0, place - 1):place + 1]]
+        return {span.details["step"] for span in beside if span.details.get("step") is not None}
 
     def go_on(self, rank: int, ledger: Ledger, *, limit: int, **always: Any) -> None:
         """In a new world, as this rank: follow its ledger. All spans from now on have the rank and these details."""
         self.rank, self.limit, self.step, self.always = rank, limit, None, {"rank": rank, **always}
-        self._names = {}
+        self._names, self._before = {}, len(self.spans)
         self.follow(ledger)
 
     def announce(self, axis: str, name: str) -> None:
         """Name the next collective along `axis`: a group runs its calls in the order in which they are started."""
         self._names.setdefault(axis, deque()).append(name)
 
-    def follow(self, ledger: Ledger, *, waits: bool = False) -> None:
+    def follow(self, ledger: Ledger, *, waits: bool = False, receives: bool = False) -> None:
         """From now on, record every collective and every message that `ledger` reports.
 
         Args:    waits: each wait for a collective too, and of each collective whether it ran in the calling thread
                  (`blocking`), which is the program's. `minidist train --why` needs both.
+                 receives: each message received too; trace.json then has an arrow from its send.
         """
         self._program = threading.current_thread().name
-        ledger.subscribe(self._on_event, waits=waits)
+        ledger.subscribe(self._on_event, waits=waits, receives=receives)
+
+    def follow_memory(self, account: MemoryAccount, *, limit: int = MEMORY_SAMPLES) -> None:
+        """From now on, record the live bytes of `account` whenever an array is made, up to `limit` moments.
+
+        Of the moments of MEMORY_EVERY seconds only the highest is kept, and that exactly.
+        """
+        begin = -MEMORY_EVERY
+
+        def on_change(now: dict[str, int]) -> None:
+            nonlocal begin
+            moment = time.perf_counter()
+            if moment < begin + MEMORY_EVERY:
+                if now["total"] >= self.memory[-1][1]["total"]:
+                    self.memory[-1] = moment, dict(now)
+            elif len(self.memory) < limit:
+                begin = moment
+                self.memory.append((moment, dict(now)))
+            else:
+                account.follower = None
+
+        account.follower = on_change
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "wait":
             self.add(Span("wait", "waits", event.start, event.stop, {"step": self.step, **event.details}))
             return
-        row, name = ("messages" if event.kind == "message" else "communication"), event.name
+        row = {"message": "messages", "receive": "receives"}.get(event.kind, "communication")
+        name = event.name
         names = self._names.get(event.details["axis"]) if event.kind == "call" else None
         if names:
             name = names.popleft()
         elif event.kind == "message":
             name = f"{event.name} to rank {event.details['dst']}"
+        elif event.kind == "receive":
+            name = f"{event.name} from rank {event.details['src']}"
         details = {"hop" if key == "step" else key: value for key, value in event.details.items()}
         if "queued" in details:
             details["blocking"] = event.thread == self._program
@@ -121,13 +174,16 @@ class Timeline:
         """
         offset = clock_offset(group)
         spans = [asdict(Span(s.name, s.row, s.start + offset, s.stop + offset, s.details)) for s in self.spans]
-        gathered = gather_records(group, {"rank": self.rank, "dropped": self.dropped, "spans": spans})
+        memory = [[moment + offset, now] for moment, now in self.memory]
+        gathered = gather_records(group, {"rank": self.rank, "gaps": [*self.gaps.items()], "spans": spans,
+                                          "memory": memory})
         if gathered is None:
             return None
         timelines = [Timeline(record["rank"]) for record in gathered]
         for timeline, record in zip(timelines, gathered, strict=True):
             timeline.spans = [Span(**span) for span in record["spans"]]
-            timeline.dropped = record["dropped"]
+            timeline.gaps = dict(record["gaps"])
+            timeline.memory = [(moment, now) for moment, now in record["memory"]]
         return timelines
 
 
@@ -161,6 +217,9 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in µs from the earliest start.
 
+    Where a timeline has left spans out, an instant event of the rank says how many, and for how long.
+    Beside them arrows between messages and counters, of what the timelines have of these (trace_marks.py).
+
     Raises:  OSError if `path` cannot be written.
     """
     origin = min((span.start for timeline in timelines for span in timeline.spans), default=0.0)
@@ -171,8 +230,19 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
                     "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.stop - span.start) * 1e6, 3),
                     "args": {key: value for key, value in span.details.items() if value is not None}}
                    for span in timeline.spans]
+        events += _left_out(timeline, origin)
+    events += [*arrows(timelines, ROWS, origin), *counters(timelines, origin)]
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
+
+
+def _left_out(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
+    """An instant event at the begin of each gap."""
+    for place, count in timeline.gaps.items():
+        start = timeline.spans[place - 1].stop if place else origin
+        until = timeline.spans[place].start if place < len(timeline.spans) else start
+        yield {"ph": "i", "s": "p", "name": f"{count:,} spans are left out here", "pid": timeline.rank, "tid": 0,
+               "ts": round((start - origin) * 1e6, 3), "args": {"spans": count, "seconds": max(0.0, until - start)}}
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ The work stays as it was recorded. What changes is when calls are asked for, how
     ahead               of ZeRO-3: the gather of a unit sets out so many units before its turn (rank_line.py)
     order=forward       buckets of gradients travel first layer first
     priority=on         of the calls in a queue that one goes first that is waited for first
+    without             each kind of work of this rank takes as long as the median of the others': no straggler
 
 The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another number of ranks.
 A transfer that other programs held up while it was hidden stays as long as it was recorded, and counts where it is no
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from minidist.comm.cost.link_model import LinkCost, LinkWork, Sample, fit
 from minidist.observe.events import GroupCall, Start
-from minidist.observe.rank_line import StepLines, prefetch
+from minidist.observe.rank_line import StepLines, prefetch, without_straggler
 from minidist.observe.replay import Replayed
 from minidist.observe.step_record import StepRecord
 from minidist.observe.tracks import CALL, WAIT
@@ -36,7 +37,7 @@ TURNS = 4
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be another; what is None stays. bucket: bytes; alpha: seconds; bandwidth: bytes a second."""
+    """What is to be another; what is None stays. bucket: bytes; alpha: seconds; bandwidth: bytes/s; without: a rank."""
 
     bucket: int | None = None
     alpha: float | None = None
@@ -44,6 +45,7 @@ class Change:
     ahead: int | None = None
     order: str | None = None
     priority: bool | None = None
+    without: int | None = None
 
 
 def predict(record: StepRecord, change: Change, link: LinkCost | None = None) -> float:
@@ -57,6 +59,8 @@ def predict(record: StepRecord, change: Change, link: LinkCost | None = None) ->
     for number, call in job.calls.items():
         longer = call.messages * (alpha - cost.alpha) + call.nbytes * (beta - cost.beta)
         job.seconds[number] = max(0.0, job.seconds[number] + longer)
+    if change.without is not None:
+        without_straggler(job, change.without)
     if change.bucket is not None:
         new_buckets(job, change.bucket, alpha)
     if change.ahead is not None:

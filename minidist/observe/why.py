@@ -170,6 +170,8 @@ def typical_step(timelines: Sequence[Timeline]) -> int:
         found = {span.details["step"]: span.stop - span.start for span in timeline.spans if span.name == "step"}
         longest = {step: max(seconds, longest.get(step, 0.0)) for step, seconds in found.items()
                    if timeline is timelines[0] or step in longest}
+    for step in set[int]().union(*(timeline.cut_steps() for timeline in timelines)):
+        longest.pop(step, None)
     steps = sorted(longest)[1:] or sorted(longest)
     if not steps:
         raise ConfigError("no step was recorded whole on all ranks; make at least one")

@@ -4,11 +4,12 @@
     len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes on the cluster
 
 Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
-the pipeline's schedule, what is computed again, offload of the optimizer, which axis lies inside nodes, and for ZeRO-3
-a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses (plan_checks.py), and
-divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not enumerated: offload=all,
-parameter servers, other hybrid sharding, compressed gradients, tensor parallelism wider than a node, recomputation of
-scores alone, context parallelism with under LEAST_TOKENS a rank.
+the pipeline's schedule, what is computed again, offload of the optimizer or of all, which axis lies inside nodes, and
+for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses
+(plan_checks.py), and divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not
+enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more memory), zb-v with
+recomputation (a deferred backward keeps what was computed again), other hybrid sharding, compressed gradients, tensor
+parallelism wider than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,9 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES
 from minidist.simulate.cluster import Cluster
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 RECOMPUTED = ("none", "all")
+OFFLOADS = ("none", "optimizer", "all")
 ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
 LEAST_TOKENS = 2048                 # of a rank of an axis cp: with fewer, keys go round longer than attention takes
 COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order",
@@ -65,7 +67,7 @@ class Candidates:
         return Plan(**{axis: row[axis] for axis in AXES}, zero=row["zero"], precision=self.precision,
                     schedule=SCHEDULES[row["schedule"]], microbatches=row["pieces"] if piped else None,
                     accumulate=1 if piped else row["pieces"], checkpoint_blocks=RECOMPUTED[row["recomputed"]],
-                    offload="optimizer" if row["offload"] else "none", sequence_parallel=bool(row["sequence"]),
+                    offload=OFFLOADS[row["offload"]], sequence_parallel=bool(row["sequence"]),
                     shard=row["shard"] or None)
 
     def order(self, number: int) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def candidates(config: GPTConfig, cluster: Cluster, *, batch: int, precision: st
     size = devices or cluster.size
     orders = _orders()
     found = [row for axes in _axes(config, size, cluster.per_node)
-             for row in _rows(config, axes, batch, cluster, orders, offload and "host" in cluster.tiers)]
+             for row in _rows(config, axes, batch, cluster, orders, offload)]
     if not found:
         raise ConfigError(f"a batch of {batch} sequences on {size} devices: no plan gives each rank an equal part; "
                           f"choose a batch of {-(-batch // size) * size}")
@@ -128,15 +130,21 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
         if part % rows or pp > 1 and pieces < pp:
             continue
         schedules = [number for number, name in enumerate(SCHEDULES)
-                     if pp > 1 and (name != "interleaved" or 2 * pp <= config.layers and pieces % pp == 0)]
+                     if pp > 1 and (name not in ("interleaved", "zb-v") or 2 * pp <= config.layers)
+                     and (name != "interleaved" or pieces % pp == 0) and (name != "zb-v" or pieces >= 2 * pp)]
         for zero, schedule, recomputed, sequence, order in product(
                 stages, schedules or [0], range(len(RECOMPUTED)), (0, 1) if tp > 1 else (0,),
                 _distinct(axes, cluster, orders)):
+            if recomputed and SCHEDULES[schedule] == "zb-v":
+                continue
             yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, 0)
             if zero == 3 and shard:
                 yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, shard)
-            if offload and not composed and (zero or copies == 1):
-                yield (*axes, zero, rows, pieces, schedule, recomputed, 1, sequence, order, 0)
+            if offload and not composed:
+                for away, possible in ((1, "host" in cluster.tiers and (zero or copies == 1)),
+                                       (2, "disk" in cluster.tiers and zero == 3)):
+                    if possible:
+                        yield (*axes, zero, rows, pieces, schedule, recomputed, away, sequence, order, 0)
 
 
 def _in_node(copies: int, tp: int, cluster: Cluster) -> int:

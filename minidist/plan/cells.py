@@ -90,6 +90,11 @@ class Cell:
         """Bytes that a layer keeps if backward computes it again."""
         return self.kept[1] - self.kept[0]
 
+    @property
+    def ends_kept(self) -> int:
+        """Bytes at the peak beside these: the loss, or a layer that is computed again, with its gradients."""
+        return self.kept[0] - self.layer_kept
+
     @cached_property
     def _busy(self) -> list[list[float]]:
         """Seconds of each segment of both traces: wherever the groups lie, kernels take as long."""

@@ -110,7 +110,7 @@ class Estimator:
         numbers = numbers - experts + experts / found.column("ep")
         held = sum(_state(numbers, self.each, found).values())
         room = self.cluster.tiers["host"].nbytes if "host" in self.cluster.tiers else None
-        away = found.column("offload") * numbers * self.each.optimizer / found.rows("dp", "ep", "cp").prod(axis=1)
+        away = (found.column("offload") == 1) * numbers * self.each.optimizer / _parts(found)
         fits = held <= self.cluster.device.memory_bytes
         return np.asarray(fits if room is None else fits & (away * self.cluster.per_node <= room))
 
@@ -126,7 +126,10 @@ def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.n
     parts, zero = _parts(found), found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
     held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
-    held["optimizer"] = np.where(found.column("offload") == 1, 0.0, held["optimizer"])
+    away = found.column("offload")
+    held["optimizer"] = np.where(away > 0, 0.0, held["optimizer"])
+    for name in ("parameters", "gradients"):
+        held[name] = np.where(away == 2, 0.0, held[name])
     return held
 
 
@@ -137,10 +140,13 @@ class Columns:
         self.found, self.model = found, model
         self.pp, self.pieces, self.zero = found.column("pp"), found.column("pieces"), found.column("zero")
         self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
-        self.chunks = np.where(found.column("schedule") == SCHEDULES.index("interleaved"), 2, 1)    # stages of a rank
+        schedule = found.column("schedule")
+        self.v_shaped = (schedule == SCHEDULES.index("zb-v")) & (self.pp > 1)
+        self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)  # stages of a rank
+        self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)       # of embedding and output, on a rank of one
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
-        self.deferred = found.column("schedule") == SCHEDULES.index("zb-h1")
+        self.deferred = schedule == SCHEDULES.index("zb-h1")
         self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
@@ -153,7 +159,8 @@ class Columns:
         where = where.reshape(-1)
         layer = {"numbers": [cell.layer_numbers for cell in cells], "held": [cell.layer_held for cell in cells],
                  "kept": [cell.layer_kept for cell in cells]}
-        ends = {"numbers": [cell.ends_numbers for cell in cells], "held": [cell.ends_held for cell in cells]}
+        ends = {"numbers": [cell.ends_numbers for cell in cells], "held": [cell.ends_held for cell in cells],
+                "kept": [cell.ends_kept for cell in cells]}
         return ({name: np.array(values, float)[where] for name, values in layer.items()},
                 {name: np.array(values, float)[where] for name, values in ends.items()})
 
@@ -161,7 +168,7 @@ class Columns:
         """Of the first stage or the last, at most, all its layers: the table of schedules.py."""
         pp, pieces = self.pp, self.pieces
         each = {"1f1b": np.ones_like(pp) if last else np.minimum(pieces, pp), "gpipe": pieces,
-                "zb-h1": np.minimum(pieces, pp),
+                "zb-h1": np.minimum(pieces, pp), "zb-v": np.minimum(pieces, pp),
                 "interleaved": np.minimum(pp + 1 if last else 3 * pp - 1, 2 * pieces) / 2}
         return np.where(pp == 1, 1, np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES]))
 
@@ -174,18 +181,25 @@ class Columns:
     def _stage(self, held: np.ndarray, *, ends: bool) -> dict[str, np.ndarray]:
         """Of one stage; the embedding and the output are half of the ends' weights each."""
         itemsize = ITEMSIZE[self.found.precision]
-        share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else 0.5)
+        share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else self.end)
         found = _state(self.layers * self.per_layer["numbers"] + share * self.per_ends["numbers"], self.model.each,
                        self.found)
         unit = self.per_layer["numbers"] * itemsize
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
-        found["gradients"] = found["gradients"] + np.where(self.zero >= 2, largest, 0.0)
+        # When most is kept, at the end of a forward pass, only the output's gradients are there. A layer that is
+        # computed again is whole later, beside the gradients of two units: one fills, one is on its way.
+        on_disk, first = self.found.column("offload") == 2, share * self.per_ends["numbers"] * itemsize
+        two = unit + largest
+        filling = np.where(self.again, two, np.where(on_disk, first, largest))
+        found["gradients"] = found["gradients"] + np.select([self.zero == 3, self.zero == 2], [filling, largest], 0.0)
         kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         again = np.where(self.again, self.per_layer["held"], 0.0)
         output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
-        working = np.where((self.pp == 1) | ends, np.maximum(output, again), again)
+        output = np.where(self.again, np.maximum(output, self.per_ends["kept"]), output)
+        working = np.where((self.pp == 1) | ends, output, again)
         activations = held * self.layers * kept + working
+        activations = np.where(on_disk & ~self.again, np.maximum(activations, two - first), activations)    # and later
         if ends:
             activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
         # one microbatch on one copy: gradients come as activations go
@@ -226,11 +240,10 @@ class Columns:
         one_f = self.found.column("schedule") == SCHEDULES.index("1f1b")
         found["pp"] = hop * (2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0))
         found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
-        numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * np.where(pp == 1, 1.0, 0.5)
+        numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * self.end
         own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
         found["update"] = own * self.model.update_seconds
-        away = self.found.column("offload") == 1
-        found["offload"] = np.where(away, self._offload(own), 0.0) if away.any() else np.zeros(len(own))
+        found["offload"] = self._offload(own, found["compute"] / 3)
         return found
 
     def _behind(self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
@@ -238,7 +251,7 @@ class Columns:
 
         ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it computes meanwhile.
         """
-        half = np.where(self.pp > 1, 0.5, 1.0)
+        half = self.end
         ends = half * dp["ends reduce"]
         second = ends + np.maximum(0.0, self.layers * dp["reduce"] - backward)
         ends = ends + half * dp["ends gather"]
@@ -248,7 +261,7 @@ class Columns:
 
     def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """A step is the slowest stage's microbatches, which has the output too, and the others' ramp."""
-        parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3}
+        parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3, "zb-v": 1 / 6}
         share = np.choose(self.found.column("schedule"), [np.full(len(self.found), parts[name]) for name in SCHEDULES])
         return np.asarray((self.pp - 1) * middle * share)
 
@@ -256,7 +269,7 @@ class Columns:
         """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather, and copies
         of the state are summed: the last layer's when nothing is left to compute."""
         layers, piped = self.layers, self.pp > 1
-        half = np.where(piped, 0.5, 1.0)
+        half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
         once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
@@ -266,8 +279,26 @@ class Columns:
                             layers * dp["copies"] + half * dp["ends copies"] - hidden)
         return np.where(self.copies > 1, once + late + copies, 0.0)
 
-    def _offload(self, numbers: np.ndarray) -> np.ndarray:
-        """Gradients to the host and weights back, and the host's pass over its state."""
-        itemsize = ITEMSIZE[self.found.precision]
-        a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
-        return numbers * a_byte * (2 * itemsize + 2 * self.model.each.optimizer)
+    def _offload(self, numbers: np.ndarray, forward: np.ndarray) -> np.ndarray:
+        """What `numbers` of a rank take to and from where they lie, beyond what hides behind the seconds `forward`.
+
+        The optimizer on the host: gradients down, weights up, and the host's pass over its state. All on disk: reads
+        and writes share few buffers, so that only forward passes hide some; then the update reads run by run, and
+        writes the last.
+        """
+        away, itemsize, state = self.found.column("offload"), ITEMSIZE[self.found.precision], self.model.each.optimizer
+        found = np.zeros(len(numbers))
+        for number, tier, nbytes, behind in (
+                (1, "host", 2 * itemsize + 2 * state, np.zeros(len(numbers))),
+                (2, "disk", self._update_bytes(), itemsize * (4 * self.pieces - 1))):
+            if (away == number).any():
+                a_byte = self.model.cluster.move_seconds(tier, 1 << 30) / (1 << 30)
+                late = np.maximum(0.0, numbers * a_byte * behind - forward)
+                found = np.where(away == number, numbers * a_byte * nbytes + late, found)
+        return found
+
+    def _update_bytes(self) -> np.ndarray:
+        """Bytes a number that an update on disk waits for: gradients, masters and states, and the last run's writes."""
+        itemsize, state = ITEMSIZE[self.found.precision], self.model.each.optimizer
+        read = itemsize * (2 if self.found.precision == "fp32" else 1) + state
+        return np.asarray(read + (itemsize + state) / (self.layers + 1))

@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.errors import ConfigError
 from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
+from minidist.progress import SILENT, Progress
 
 ROUNDS, STEPS = 4, 12
 TIMEOUT = 600.0         # seconds of one run
@@ -38,14 +39,16 @@ class Trial:
                 "measured": self.measured, "spread": self.spread}
 
 
-def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS,
-              steps: int = STEPS) -> list[Trial]:
+def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS, steps: int = STEPS,
+              show: Progress = SILENT) -> list[Trial]:
     """Train with the best `count` plans and a random one, in turn. Raises: ConfigError if a run fails: its words."""
     best = ranking.top(count)
     choices = [*best, _random(ranking, len(best))] if len(ranking) > len(best) else best
     seen: list[list[float]] = [[] for _ in choices]
-    for _ in range(rounds):
-        for choice, found in zip(choices, seen, strict=True):
+    for number in range(rounds):
+        for place, (choice, found) in enumerate(zip(choices, seen, strict=True)):
+            show.at(number * len(choices) + place, rounds * len(choices), f"round {number + 1}: training under "
+                                                                          f"{' '.join(plan_words(choice.plan))}")
             found.append(run_once(ranking, choice, optimizer, steps))
     return [Trial(choice, place >= len(best),
                   choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds, median(found),

@@ -54,6 +54,8 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     if batch is None:
         ids = np.arange(length) * config.vocabulary // length
         batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
+    if plan.updates_each_microbatch:
+        options = {"clip": None, **options}
     modules = {device: module(device) for device in ("cpu", "cuda")}
     with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
         trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
@@ -90,9 +92,6 @@ def _require(plan: Plan, config: GPTConfig) -> None:
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
         raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
                         f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")
-    if plan.offload == "all":
-        raise PlanError("simulate: offload=all keeps the state in files, which a rank without data has not; simulate "
-                        "offload=optimizer")
     if plan.strategy == "data-parallel":
         raise PlanError("simulate: strategy=data-parallel drives several devices from one process; simulate the same "
                         "as ranks: strategy=ddp with dp=")

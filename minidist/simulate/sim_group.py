@@ -10,7 +10,6 @@ every rank had brought what this one brings: sums are P times it, gathers repeat
 move, as NCCL: their calls are "native" in the events, and need no workspace. The ledger counts the plan's algorithm.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,7 +151,8 @@ class SimGroup(Group):
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> SimPending:
         array = _ready(x)
         own = array if array.ndim else array.reshape(1)
-        lengths = self.sim.blocks(own, out, self.size, self.rank) if is_virtual(own) else [len(own)] * self.size
+        divided = is_virtual(own) or (self.axis in ("cp", "tp") and own.dtype == np.int64)    # places of own tokens
+        lengths = self.sim.blocks(own, out, self.size, self.rank, self.axis) if divided else [len(own)] * self.size
         result: Any = _Result(out, own)
         each = own.nbytes // max(1, len(own))
         blocks = tuple(length * each for length in lengths) if len(set(lengths)) > 1 else ()
@@ -279,7 +279,7 @@ def _answer(verb: str, op: str, own: np.ndarray, result: Any, size: int) -> Any:
     if verb == "all_reduce":
         result[...] = own * size if op == "sum" else own
     elif verb == "all_gather":
-        result[...] = np.concatenate(list(itertools.repeat(own, size)))[:len(result)]
+        result[...] = np.resize(own, result.shape)
     elif verb == "reduce_scatter":
         result[...] = own.reshape(-1)[:len(result)] * (size if op == "sum" else 1)
     return result

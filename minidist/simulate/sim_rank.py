@@ -44,9 +44,13 @@ class SimRank:
             name = kinds[parent]
         return name, group_ranks(self.plan, self.config, name, self.rank)
 
-    def blocks(self, own: Any, out: Any, size: int, rank: int) -> list[int]:
+    def blocks(self, own: Any, out: Any, size: int, rank: int, axis: str) -> list[int]:
         """The rows that each rank of a group brings to a gather: all as many, or a divided dim's parts."""
         mine = len(own)
+        if axis == "cp" and self.plan.attention == "ring" and out is None:
+            parts = [len(zigzag(self.lengths[0], r, size)) for r in range(size)]
+            if parts[rank] == mine:
+                return parts
         for whole in ([len(out)] if out is not None else []) + [mine * size, *self.lengths]:
             edges = bounds(whole, size)
             if edges[rank + 1] - edges[rank] == mine and not (whole == mine * size and self._divided(mine, size, rank)):

@@ -168,23 +168,24 @@ def walk(program: Program | TurnedProgram, members: Sequence[int], cluster: Clus
     if isinstance(program, TurnedProgram):
         turned = TurnedWalk(program, members, cluster)
         return CallCost(turned.run(), turned.link_bytes(), program.messages, program.sent_bytes)
-    state = _MessageWalk(program, members, cluster)
+    state = MessageWalk(program, members, cluster)
     while state.active.size:
         state.round()
     return CallCost(float(state.clock.max()), state.link_bytes(), program.messages, program.sent_bytes)
 
 
-class _MessageWalk:
+class MessageWalk:
     """Where a walk stands. Times are in seconds since the call began.
 
     Attributes: clock   of each rank; active: the ranks that are not at their end
+                started, arrived  of each message; not a number before
     """
 
     def __init__(self, program: Program, members: Sequence[int], cluster: Cluster) -> None:
         self.program, self.members, self.cluster = program, members, cluster
         size = program.size
         self.clock, self.active, self._at = np.zeros(size), np.arange(size), np.zeros(size, np.int64)
-        self._started, self._ready, self._arrived = (np.full(len(program.src), np.nan) for _ in range(3))
+        self.started, self._ready, self.arrived = (np.full(len(program.src), np.nan) for _ in range(3))
         self._routes()
 
     def _routes(self) -> None:
@@ -220,18 +221,18 @@ class _MessageWalk:
         program, ranks = self.program, self.active
         kind, arg = program.kind[ranks, self._at[ranks]], program.arg[ranks, self._at[ranks]]
         moved = np.zeros(len(ranks), bool)
-        for own, times in ((SEND, self._started), (POST, self._ready)):
+        for own, times in ((SEND, self.started), (POST, self._ready)):
             chosen = kind == own
             if chosen.any():
                 times[arg[chosen]] = self.clock[ranks[chosen]]
                 moved |= chosen
         if moved.any():
             numbers = np.unique(arg[moved])     # once, if both of its ranks came just now
-            self._carry(numbers[np.isnan(self._arrived[numbers]) & ~np.isnan(self._started[numbers]) & ~(
+            self._carry(numbers[np.isnan(self.arrived[numbers]) & ~np.isnan(self.started[numbers]) & ~(
                 program.meets[numbers] & np.isnan(self._ready[numbers]))])
         waits = (kind == SENT) | (kind == ARRIVED)
         if waits.any():
-            until = self._arrived[arg[waits]]
+            until = self.arrived[arg[waits]]
             there = ~np.isnan(until)
             self.clock[ranks[waits][there]] = np.maximum(self.clock[ranks[waits][there]], until[there])
             moved[np.flatnonzero(waits)[there]] = True
@@ -253,7 +254,7 @@ class _MessageWalk:
     def _carry(self, numbers: np.ndarray) -> None:
         """Send messages over their links: in the order in which they start where they share one."""
         program = self.program
-        ready = self._started[numbers]
+        ready = self.started[numbers]
         meets = program.meets[numbers]
         ready = np.where(meets, np.maximum(ready, np.nan_to_num(self._ready[numbers])), ready)
         order = np.argsort(ready, kind="stable")
@@ -272,7 +273,7 @@ class _MessageWalk:
             ends[here] = np.maximum(ends[here], begins + busy) + lag
             ready[here] = begins + lag
             np.add.at(self._carried, link, size)
-        self._arrived[numbers] = ends
+        self.arrived[numbers] = ends
 
     def _in_turn(self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray) -> np.ndarray:
         """When each message gets its link; those that share one follow each other in the order given."""

@@ -42,6 +42,7 @@ from minidist.parallel.hybrid.scheme_state import is_schemes
 from minidist.parallel.hybrid.state_map import (
     Place,
     merged_state,
+    of_rank,
     overlap,
     ranks_apart,
     require_together,
@@ -51,6 +52,7 @@ from minidist.parallel.hybrid.state_map import (
     state_arrays,
     state_places,
     stripes_of,
+    taken_by,
 )
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive.manifest import publish, read_manifest, shard_name, write_manifest
@@ -128,6 +130,9 @@ def write_checkpoint(folder: Path, about: dict[str, Any], places: list[Place], a
 def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -> dict[str, Any]:
     """Take over the state of a checkpoint that any plan has written. Every rank calls it, between two steps.
 
+    Ranks with a state of their own (local steps) may be more or fewer than those that saved: rank r takes the state of
+    rank r mod P of P, and what further ranks had since the last meeting is left out.
+
     Returns: what `save` was given as `about`.
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
              of this training is of no use.
@@ -142,8 +147,11 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
-        if (apart := ranks_apart(there)) != (0 if strategy.diverged is None else group.size):
+        if bool(apart := ranks_apart(there)) != (strategy.diverged is not None):
             raise CheckpointError(_apart(folder, apart))
+        if apart:
+            places = [of_rank(place, group.rank % apart) for place in places]
+            there -= {key for key in there if taken_by(key) >= group.size}
         arrays = state_arrays(strategy, optimizer, changes=True, saved=state)
         read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
         set_small_state(strategy, optimizer, state, group.rank)
@@ -254,7 +262,7 @@ def _apart(folder: Path, ranks: int) -> str:
     if not ranks:
         return f"{folder}: was saved without local steps, and so without a state of each rank's own; go on without them"
     return (f"{folder}: was saved with local steps by {ranks} ranks, each with a state of its own; go on with local "
-            f"steps on {ranks}")
+            "steps")
 
 
 def _agreed(group: Group, problem: str, value: Any, folder: Path) -> list[Any]:

@@ -9,6 +9,9 @@ closes the world, and gets a rank in the next generation from the launcher (laun
 agree on the newest step that they hold whole (peer_copies.py), make a Trainer for the new plan, and fill its state.
 If they hold none whole, because a rank was lost together with its partner, they take the newest checkpoint.
 
+Ranks that meet seldom (local steps, kept_replica.py) or never (asynchronous servers, kept_shards.py) do not go back to
+a common step: each goes on from what it has.
+
 What holds: the update of each step is made once, on the state before it; a step that was broken off is made again
 from the beginning. The batch of a step follows from seed and step, so the losses are those of a training that changes
 its plan between the same steps on purpose (Trainer.change_plan); under the same plan they are the same bits.
@@ -18,6 +21,8 @@ Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 """
 
 import gc
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +40,17 @@ from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
 from minidist.observe.records import gather_records, share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.step import Batch
+from minidist.survive.kept_replica import KeptReplica
+from minidist.survive.kept_shards import KeptShards
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0      # seconds of one wait inside a generation
+
+
+AGREED = ("met", "made", "versions")
+"""What a generation agrees on beside its step, where ranks do not make each step together."""
 
 
 class Regrouping(Exception):
@@ -47,7 +60,7 @@ class Regrouping(Exception):
 class Survivor:
     """What a process keeps from one generation to the next.
 
-    Args:       job: its place in the job. every: steps between copies.
+    Args:       job: its place in the job. copies: of its state (None: PeerCopies, after each step).
                 newest: complete checkpoints, the newest first; where the ranks of a generation hold no state, the
                 first that is whole is taken. Rank 0's list counts.
     Attributes: losses, seconds, generations: of each step that counts, this process having been there or not; 0 is no
@@ -55,10 +68,10 @@ class Survivor:
                 past: what this process sent in each generation that is over.
     """
 
-    def __init__(self, job: Generations, *, every: int = 1,
+    def __init__(self, job: Generations, *, copies: PeerCopies | KeptReplica | KeptShards | None = None,
                  newest: Callable[[], Sequence[Path]] = lambda: ()) -> None:
-        self.job, self._newest = job, newest
-        self._copies = PeerCopies(every)
+        self.job, self._newest, self._copies = job, newest, copies or PeerCopies()
+        self._late = deque[LateLoss]()      # of steps that are made, the losses that this process has not read
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.generations: list[int] = []
@@ -80,23 +93,56 @@ class Survivor:
         self._copies.begin(trainer, self.job.number)
         self._fresh = True
         if trainer.world.rank == 0:
-            self.job.tell("formed", step=trainer.steps_done)
+            self.job.tell("formed", **{"step": trainer.steps_done, **(self._copies.formed if restored else {})})
 
-    def after_step(self, trainer: Trainer, loss: float, seconds: float,
-                   then: Callable[[], None] = lambda: None) -> None:
-        """After a step: note it and keep the state, then do what is due. Raises: Regrouping if all ranks stop here."""
-        self.losses.append(loss)
+    def after_step(self, trainer: Trainer, loss: float | LateLoss, seconds: float,
+                   then: Callable[[], None] = lambda: None, *, behind: int = 0) -> None:
+        """After a step: note it and keep the state, then do what is due.
+
+        Args:   behind: so many losses may stay unread, on their way.
+        Raises: Regrouping if all ranks stop here.
+        """
+        start = time.perf_counter()
+        self._late.append(loss if isinstance(loss, LateLoss) else LateLoss(loss))
+        self.read(behind)
         self.job.steps = trainer.steps_done
-        self.seconds.append(seconds)
+        self.seconds.append(seconds + time.perf_counter() - start)
         self.generations.append(self.job.number)
         self._copies.keep(trainer)
         if self._fresh and trainer.world.rank == 0:
             self.job.tell("stepped", step=trainer.steps_done)
         self._fresh = False
         then()
-        if self.job.stops(trainer.steps_done):
-            trainer.world.barrier()     # no rank leaves while another still takes its copies
+        if self.job.stops(trainer.steps_done, self._copies.boundary(trainer.steps_done)):
+            self.read()
+            self._copies.leave(trainer)
             raise Regrouping
+
+    def serve(self, trainer: Trainer, batch: Batch) -> bool:
+        """On an asynchronous server: serve until all workers have finished or paused. Elsewhere nothing, and False."""
+        strategy: Any = trainer.strategy
+        if not (strategy.asynchronous and strategy.serves):
+            return False
+        start = time.perf_counter()
+        trainer.step(batch)
+        self.seconds = [time.perf_counter() - start]
+        return True
+
+    def finish(self, trainer: Trainer) -> None:
+        """After the last step, read all losses. Raises: Regrouping if asynchronous workers are not at their last step.
+        """
+        self.read()
+        strategy: Any = trainer.strategy
+        if strategy.asynchronous:
+            strategy.finish()
+            if strategy.paused:
+                raise Regrouping
+
+    def read(self, behind: int = 0) -> None:
+        """Wait for losses that are on their way, but for the last so many."""
+        while len(self._late) > behind:
+            self.losses.append(self._late[0].wait())
+            self._late.popleft()
 
     def release(self) -> None:
         """After a generation: note what was sent in it; let its trainer's threads, files and arrays go."""
@@ -106,10 +152,23 @@ class Survivor:
             self.past.append({"generation": self.job.number, "process": self.job.process, "rank": trainer.world.rank,
                               "steps": trainer.steps_here, "sent_bytes": ledger.sent_bytes("step"),
                               "messages": ledger.messages("step")})
+            with suppress(MinidistError):
+                while self._late and self._late[0].done():
+                    self.read(len(self._late) - 1)
+            self._copies.release(trainer)
             with suppress(MinidistError, OSError):
                 trainer.close()
             del trainer
+        self._late.clear()
+        self._even(len(self.losses))
         gc.collect()
+
+    def _even(self, count: int) -> None:
+        """The notes are of `count` steps: a step whose loss came after it was broken off was made in this generation.
+        """
+        more = max(0, count - len(self.seconds))
+        self.seconds = [*self.seconds, *more * [0.0]][:count]
+        self.generations = [*self.generations, *more * [self.job.number]][:count]
 
     def _load(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew if it saves."""
@@ -152,14 +211,17 @@ class Survivor:
 
         Args: known: how many steps each rank knows.
         """
-        done, world = trainer.steps_done, trainer.world
-        source = known.index(max(known))
-        notes = np.array([self.losses[:done], self.seconds[:done], self.generations[:done]])
-        if min(known) < min(done, max(known)):
+        missing, world = [*self._copies.missing], trainer.world
+        done = trainer.steps_done - len(missing)
+        source, mine = known.index(max(known)), len(self.losses)
+        notes = np.array([self.losses, self.seconds, self.generations])
+        if min(known) < max(known):
             with world.ledger.control():
-                notes = world.broadcast(notes if world.rank == source else None, root=source)
-        self.losses, self.seconds = notes[0].tolist(), notes[1].tolist()
-        self.generations = [int(number) for number in notes[2]]
+                told = world.broadcast(notes if world.rank == source else None, root=source)
+            notes = np.concatenate([notes, told[:, mine:]], axis=1)
+        notes = notes[:, :done]
+        self.losses, self.seconds = notes[0].tolist() + missing, notes[1].tolist() + len(missing) * [0.0]
+        self.generations = [int(number) for number in notes[2]] + len(missing) * [self.job.number - 1]
 
     def records(self, world: Group) -> list[dict[str, Any]]:
         """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls it at the end."""
@@ -209,14 +271,16 @@ def describe(records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ())
 
     Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
     Returns: of each generation, `processes` by rank; `lost`: since the one before; `began`, `ended`: seconds of the
-             job; `seconds`: from the end of the one before to a step that counts; `ranks`: from `past`.
+             job; `met`, `made`, `versions`: as kept_replica.py and kept_shards.py have them; `seconds`: from the end of
+             the one before to a step that counts; `ranks`: from `past`.
     """
-    told = []
+    told: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         ended = _end(records[number - 1]) if number else 0.0
         stepped = record.get("stepped")
         told.append({**{key: record[key] for key in ("generation", "size", "processes", "joined", "lost")},
-                     "step": record.get("step"), "began": record.get("forming"), "ended": _end(record),
+                     "step": record.get("step"), **{key: record[key] for key in AGREED if key in record},
+                     "began": record.get("forming"), "ended": _end(record),
                      "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),
                      "ranks": sorted(({key: value for key, value in sent.items() if key != "generation"}
                                       for sent in past if sent["generation"] == record["generation"]),

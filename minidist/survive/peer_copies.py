@@ -19,7 +19,8 @@ memory: twice its state, and twice what is sent.
 Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory checkpoints".
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,12 @@ def piece_of(place: Place) -> str:
 class PeerCopies:
     """The snapshots that a process holds: of its own rank's last two versions, and of its ward's, the rank before it.
 
-    Args: every: steps from one version to the next.
+    Args:       every: steps from one version to the next.
+    Attributes: missing, formed: as KeptReplica's; of steps that all ranks make together nothing.
     """
+
+    missing: Sequence[float] = ()
+    formed: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -159,6 +164,17 @@ class PeerCopies:
             self._layouts = {self._generation: self._layouts[self._generation]}
         if trainer.steps_done % self.every == 0:
             self._keep(trainer)
+
+    def boundary(self, step: int) -> int:
+        """The step after which all may leave, `step` steps being done."""
+        return step + 1
+
+    def leave(self, trainer: Trainer) -> None:
+        """All ranks stop after the same step: no rank leaves while another still takes its copies."""
+        trainer.world.barrier()
+
+    def release(self, trainer: Trainer) -> None:
+        """The generation is over: nothing, as the copies are made after each step."""
 
     def _keep(self, trainer: Trainer) -> None:
         step, turn = trainer.steps_done, self._kept % 2

@@ -41,8 +41,8 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
 def options_of(plan: Plan) -> dict[str, Any]:
     """The options of minidist train that name this plan; those of other plans are the defaults."""
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
-    parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stage_layers", "attention",
-             "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "keep_activations",
+    parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stages_per_rank", "stage_layers",
+             "attention", "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "keep_activations",
              "activation_memory", "offload", "servers", "compress")
     defaults = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return {"plan": cut, "replicas": None, **{name: defaults[name] for name in parts}}
@@ -50,7 +50,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
 
 def _load_and_save(world: Group, folder: str, target: str, plan: Plan, config: GPTConfig, optimizer: str,
                    about: dict[str, Any]) -> None:
-    trainer = Trainer(plan, config, world, optimizer=optimizer)
+    trainer = Trainer(plan, config, world, optimizer=optimizer, clip=None)
     try:
         trainer.load(folder)
         trainer.save(target, **about)

@@ -38,15 +38,16 @@ class Storm:
     Args:       start: starts the job; again: True if it was broken off and goes on. run: its folder, with its log.
                 every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
                 disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
-                one_by_one: no fault before the job goes on after the one before it.
+                one_by_one: no fault before the job goes on after the one before it. noted: called after each fault.
     Attributes: job: the present one. faults: what was noted of each.
     """
 
     def __init__(self, start: Callable[[bool], Job], run: Path, *, every: float, kinds: Sequence[str] = FAULTS,
-                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False) -> None:
+                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False,
+                 noted: Callable[[], None] = lambda: None) -> None:
         self._start, self._run, self._every, self._kinds = start, run, every, kinds
         self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
-        self._one_by_one = one_by_one
+        self._one_by_one, self._noted = one_by_one, noted
         self._before = len(events(run / LOG))       # of a job that was here before
         self.faults: list[Event] = []
         self._begun = time.time()                   # when the present launcher was started
@@ -74,7 +75,8 @@ class Storm:
         if self.job.poll() is not None or not self.faults:
             return True
         since = [event["event"] for event in self.told() if event.get("time", 0.0) > self.faults[-1]["time"]]
-        return "broken" in since and "stepped" in since[since.index("broken"):]
+        noticed = min((since.index(event) for event in ("broken", "spared") if event in since), default=len(since))
+        return "stepped" in since[noticed:]
 
     def end(self) -> None:
         """Whatever still runs of the job ends."""
@@ -147,6 +149,7 @@ class Storm:
         self.faults.append(fault)
         with contextlib.suppress(OSError), (self._run / NOTES).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(fault) + "\n")
+        self._noted()
 
 
 def events(log: Path) -> list[Event]:

@@ -22,8 +22,9 @@ def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[
     """The faults in order, each with what came of it.
 
     Args:    told: events of the job; faults: of the storm; size: ranks that the job wants.
-    Returns: each fault with `noticed`: whether the job broke off a generation; `seconds` and `full_seconds`: see above,
-             None if it was not noticed, or the job had nothing left to do; again: steps made again; recovered.
+    Returns: each fault with `noticed`: whether the job broke off a generation, and not if the others went on
+             ("spared"); `seconds` and `full_seconds`: see above, None if it was not noticed, or the job had nothing
+             left to do; again: steps made again; recovered.
     """
     timed = sorted((event for event in told if "time" in event), key=lambda event: event["time"])
     ends = [*(fault["time"] for fault in faults), float("inf")][1:]
@@ -33,8 +34,9 @@ def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[
 def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Event:
     kind, when = fault["kind"], fault["time"]
     end = float("inf") if kind in BREAKING else end
-    broken = when if kind == "launcher" else next(
-        (event["time"] for event in timed if event["event"] == "broken" and when <= event["time"] < end), None)
+    first = next((event for event in timed
+                  if event["event"] in ("broken", "spared") and when <= event["time"] < end), None)
+    broken = when if kind == "launcher" else first["time"] if first and first["event"] == "broken" else None
     finished = next((event["time"] for event in timed if event["event"] == "trained"), None)
     done = any(event["event"] == "done" for event in timed)
     if broken is None or (finished is not None and broken >= finished):     # nothing was to be made after it
@@ -107,7 +109,8 @@ def _made_again(told: Sequence[Event]) -> int:
 def spans(told: Sequence[Event], faults: Sequence[Event] = ()) -> list[tuple[float, float, int, int]]:
     """(begin, end, ranks, number) of each generation's work, from its state to its end or its last step, on the clock.
 
-    Numbers count from 1 over all launchers of the job. A launcher that was killed ended its generation.
+    Numbers count from 1 over all launchers of the job. A launcher that was killed ended its generation. Where the
+    others go on without a rank, the work of one generation is several spans.
     """
     ends = [{"event": "broken", "time": fault["time"]} for fault in faults if fault["kind"] == "launcher"]
     timed = sorted([*(event for event in told if "time" in event), *ends], key=lambda event: event["time"])
@@ -118,6 +121,9 @@ def spans(told: Sequence[Event], faults: Sequence[Event] = ()) -> list[tuple[flo
                 ranks, number = len(event["processes"]), number + 1
             case "formed":
                 begun = event["time"]
+            case "spared" if begun is not None:     # the others go on
+                found.append((begun, event["time"], ranks, number))
+                begun, ranks = event["time"], ranks - 1
             case "broken" | "left" | "trained" if begun is not None:
                 found.append((begun, event["time"], ranks, number))
                 begun = None

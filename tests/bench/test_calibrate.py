@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import minidist as md
+from minidist.bench.calibrate import Fitted
 from minidist.cli import main
-from minidist.comm.cost.link_model import LinkCost, LinkWork, Profile, load_profile, save_profile
+from minidist.comm.cost.link_model import ComputationCost, LinkCost, LinkWork, Profile, load_profile, save_profile
 from minidist.observe.machine import machine
 
 
@@ -29,6 +30,22 @@ def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
     assert Profile([links["shm"]], {"processor": "abacus"}).beside(file).links == [links["shm"]]
     file.write_text("torn")
     assert Profile([links["shm"]], {}).beside(file).links == [links["shm"]]
+
+
+def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
+    """Of two links one is missed by twice its time, and computation by 60 %."""
+    good, bad = LinkCost("threads", 2, 1e-6, 0, 0, 0, 0.5), LinkCost("shm", 2, 1e-6, 0, 0, 0, 1.99)
+    computation = ComputationCost(2, {"float32": 1e9, "float64": 1e9}, 1.0, 1e-6, 1e9, 1e6, 2.0, 0.6)
+    monkeypatch.setattr("minidist.bench.calibrate.measure_all", lambda *args: [Fitted(good, []), Fitted(bad, [])])
+    monkeypatch.setattr("minidist.bench.computation.measure_all", lambda *args: [computation])
+    file, out = tmp_path / "calibrate.json", tmp_path / "profile.json"
+    assert main(["bench", "calibrate", "--out", str(out), "--json", str(file)]) == 0
+    misses = ["shm among 2 ranks by 199%", "computation of 2 at once by 60%"]
+    assert json.loads(file.read_text())["misses"] == misses and load_profile(out).misses() == misses
+    assert f"the profile misses a measured time: {', '.join(misses)}. What is predicted" in capsys.readouterr().out
+    monkeypatch.setattr("minidist.bench.calibrate.measure_all", lambda *args: [Fitted(good, [])])
+    assert main(["bench", "calibrate", "--out", str(tmp_path / "other.json"), "--only", "threads"]) == 0
+    assert "misses a measured" not in capsys.readouterr().out
 
 
 def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):

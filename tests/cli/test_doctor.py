@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_the_table_and_its_json_agree(tmp_path, capsys):
     for name in ("threads", "tcp", "shm", "mpi"):
         assert findings[f"transport {name}"]["found"].startswith("2 ranks add 1 MiB in ")
     assert "belongs to it" in findings["mpirun"]["found"]
+    assert "socket 0: " in shown and json.loads(file.read_text())["machine"]["sockets"][0]["cores"]
 
 
 def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
@@ -41,6 +43,34 @@ def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
     finding = doctor._mpi()
     assert finding.state == "optional"
     assert "pip install mpich" in finding.advice
+
+
+@pytest.fixture
+def open_mpi(tmp_path):
+    """A folder with an mpirun that says it is Open MPI's, and starts its first rank."""
+    fake = tmp_path / "bin" / "mpirun"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\n[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.5' && exit\nshift 3\n"
+                    "export OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+                    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=test\nexec \"$@\"\n")
+    fake.chmod(0o755)
+    return fake
+
+
+def test_the_mpirun_that_the_shell_finds_first_is_looked_at(monkeypatch, open_mpi):
+    """Open MPI's, where mpi4py has MPICH: beside the one that md.run takes, or alone."""
+    assert list(doctor._mpi_on_path()) == []
+    taken = mpirun.find_mpirun()
+    monkeypatch.setenv("PATH", f"{open_mpi.parent}:{os.environ['PATH']}")
+    (finding,) = doctor._mpi_on_path()
+    assert (finding.state, finding.advice) == ("optional", f"for MPI: {taken.path}")
+    assert re.fullmatch(rf"openmpi 5.0.5 at {open_mpi}, the first on the path; mpi4py has MPICH.*: its ranks cannot "
+                        "use transport mpi", finding.found)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.mpirun_at(str(open_mpi)))
+    finding = doctor._mpi()
+    assert finding.state == "broken" and "but mpi4py has MPICH" in finding.found
+    assert "PMI" not in finding.found and "pip install mpich" in finding.advice
+    assert list(doctor._mpi_on_path()) == []
 
 
 def test_a_system_without_core_masks_has_cores(monkeypatch):
@@ -111,6 +141,10 @@ def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
     finding = doctor._profile()
     assert finding.state == "optional"
     assert finding.found.endswith("measured on another machine")
+    save_profile(Profile([*links, LinkCost("tcp", 2, 1e-6, 0, 0, 0, 1.99)], machine()), profile_path())
+    finding = doctor._profile()
+    assert (finding.state, finding.advice) == ("optional", "minidist bench calibrate, while nothing else runs")
+    assert finding.found.endswith("it misses a measured time: tcp among 2 ranks by 199%")
     profile_path().write_text("[]")
     finding = doctor._profile()
     assert finding.state == "broken"

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from minidist.lessons.running import add_out
@@ -60,7 +61,7 @@ def test_a_figure_goes_to_a_folder_of_the_users(
     """The folder is made; the lesson's own figure is never written over."""
     given: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("subprocess.call", lambda argv: given.append(argv) or 0)
+    monkeypatch.setattr("subprocess.run", lambda argv, **_: given.append(argv) or CompletedProcess(argv, 0, "drawn\n"))
     assert main(["lesson", "03", "--figure", *out]) == 0
     assert Path("new/folder").is_dir() == bool(out) and given[0][2:] == out
     parser = argparse.ArgumentParser()

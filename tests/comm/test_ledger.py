@@ -160,6 +160,52 @@ def test_watchers_get_waits_and_what_tells_calls_apart():
         assert wait.start <= wait.stop and call.stop <= wait.stop and "test_ledger.py:" in wait.details["where"]
 
 
+def test_receives_are_told_to_those_who_ask_and_match_their_sends():
+    def ranks(world):
+        events, others = [], []
+        world.ledger.subscribe(events.append, receives=True)
+        world.ledger.subscribe(others.append)
+        world.all_reduce(KIB, algorithm="ring")
+        world.all_gather(KIB, algorithm="ring")
+        world.broadcast(KIB, root=0, algorithm="naive")         # its ranks compare headers first, which carry nothing
+        world.gather(KIB, root=1, algorithm="naive")
+        pending = [world.start_send(KIB, dst=1 - world.rank) for _ in range(2)]
+        for _ in range(2):
+            world.recv(src=1 - world.rank)
+        for one in pending:
+            one.wait()
+        world.exchange(KIB, dst=1 - world.rank, src=1 - world.rank)
+        world.exchange(KIB, dst=world.rank, src=world.rank)     # to itself: nothing leaves it
+        return events, [event.kind for event in others]
+
+    told = run(ranks, size=2)
+    assert all("receive" not in kinds for _, kinds in told)
+    ends = [{(event.details["src"], event.details["dst"], event.details["message"], event.details["nbytes"])
+             for events, _ in told for event in events if event.kind == kind} for kind in ("message", "receive")]
+    assert ends[0] == ends[1] and len(ends[0]) == 2 * (2 + 1 + 2 + 1) + 2
+
+
+def test_bytes_are_counted_by_receiver():
+    def ranks(world):
+        with world.ledger.during("step"):
+            world.all_reduce(KIB, algorithm="ring")
+            with world.ledger.control():
+                world.exchange(KIB, dst=(world.rank + 1) % 3, src=(world.rank + 2) % 3)
+            world.broadcast(KIB if world.rank == 2 else None, root=2, algorithm="naive")
+        world.barrier()
+        return world.ledger.sent_to("step"), world.ledger.sent_to(), world.ledger.sent_bytes("step")
+
+    for rank, (sent, of_all, by_axis) in enumerate(run(ranks, size=3)):
+        assert {axis: sum(axes.get(axis, 0) for axes in sent.values()) for axis in by_axis} == {
+            axis: sum(verbs.values()) for axis, verbs in by_axis.items()}
+        assert rank not in of_all and sent[(rank + 1) % 3]["control"] == KIB.nbytes
+        assert (rank == 2) == ({KIB.nbytes} <= {axes.get("world", 0) for axes in sent.values()})
+    ledger = Ledger()
+    ledger.record("dp", "send", "direct", 8, to={1: 8})
+    ledger.clear()
+    assert ledger.sent_to() == {}
+
+
 def test_two_subscribers_and_only_one_leaves():
     ledger, first, second = Ledger(), [], []
     leave = ledger.subscribe(first.append)

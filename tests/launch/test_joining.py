@@ -19,7 +19,8 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import state_of
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 from minidist.launch import joining
-from minidist.launch.joining import MonitorAddress, MonitorProcess, TokenFile
+from minidist.launch.joining import MonitorAddress, MonitorProcess
+from minidist.launch.token_file import TokenFile
 
 TOKEN = wire.new_token()
 

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -249,15 +250,68 @@ def maps_of(folder):
     return ""
 
 
-@pytest.mark.parametrize("variables", [
-    lambda rank: {"OMPI_COMM_WORLD_RANK": f"{rank}", "OMPI_COMM_WORLD_SIZE": "2",
-                  "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    pytest.param(lambda rank: {"PMI_RANK": f"{rank}", "PMI_SIZE": "2", "MPI_LOCALRANKID": f"{rank}",
-                               "MPI_LOCALNRANKS": "2"}, marks=pytest.mark.soak),
-], ids=["openmpi", "mpich"])
-def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused(variables):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "minidist"
+
+
+def openmpi(rank, size=2, job=None):
+    """What Open MPI's mpirun sets; MPICH's library would end the process in MPI_Init on PMIX_RANK."""
+    return {"OMPI_COMM_WORLD_RANK": f"{rank}", "OMPI_COMM_WORLD_SIZE": f"{size}", "PMIX_RANK": f"{rank}",
+            "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank}", "OMPI_COMM_WORLD_LOCAL_SIZE": f"{size}",
+            "PMIX_NAMESPACE": job or f"test-{os.getpid()}"}
+
+
+@pytest.mark.parametrize(("transport", "is_given"), [
+    ("shm", False), ("tcp", True), pytest.param("shm", True, marks=pytest.mark.soak)])
+def test_ranks_of_another_mpis_mpirun_run_over_host_transports(transport, is_given, cache):
+    """Open MPI's mpirun, and mpi4py with MPICH. A transport that was not chosen is told once."""
     with nothing_left() as environment:
-        done = [finish(process) for process in by_hand(environment, "ok", size=2, variables=variables)]
+        done = [finish(process) for process in
+                by_hand(environment, "ok", *[transport] * is_given, size=2, variables=openmpi)]
+    assert [process.returncode for process in done] == [0, 0]
+    for rank, process in enumerate(done):
+        assert f"hello from {rank} of 2 over {transport}" in process.stdout
+        assert bool(re.fullmatch("minidist: Open MPI's mpirun started these 2 ranks, but mpi4py has MPICH .*; taking "
+                                 r"transport auto .*\n", process.stderr)) == (rank == 0 and not is_given)
+    assert list(cache.iterdir()) == []
+
+
+def test_ranks_of_another_mpis_mpirun_do_not_touch_mpi(cache):
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(environment, "ok", "mpi", size=2, variables=openmpi)]
+    assert [process.returncode for process in done] == [2, 2]
+    assert re.fullmatch(r"minidist: transport 'mpi': Open MPI's mpirun started these 2 ranks, but mpi4py has MPICH .*; "
+                        r"take auto, tcp or shm, .*\n", "".join(process.stderr for process in done))
+
+
+def test_ranks_of_another_mpis_mpirun_that_does_not_name_its_job(cache):
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(
+            environment, "ok", "tcp", size=2, variables=lambda rank: {**openmpi(rank), "PMIX_NAMESPACE": ""})]
+    assert [process.returncode for process in done] == [2, 2]
+    assert "".join(process.stderr for process in done).count("does not name its job (PMIX_NAMESPACE)") == 1
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="needs Debian's package openmpi-bin")
+@pytest.mark.parametrize(("mode", "transport"), [("ok", "tcp"), ("raise", "shm"), ("kill", "tcp")])
+def test_open_mpis_own_mpirun(mode, transport, cache):
+    with nothing_left() as environment:
+        done = finish(start(["mpirun.openmpi", "--oversubscribe", "-n", "3", sys.executable, JOB, mode, transport],
+                            environment, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"))
+    assert (done.returncode == 0) == (mode == "ok") and f"hello from 2 of 3 over {transport}" in done.stdout
+    says = {"ok": "", "raise": "ValueError: boom", "kill": "was killed by SIGKILL"}
+    assert says[mode] in done.stderr and "PMI" not in done.stderr
+
+
+@pytest.mark.soak
+def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused():
+    """MPICH's variables without its sockets, as another MPI's library sees them."""
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(environment, "ok", size=2, variables=lambda rank: {
+            "PMI_RANK": f"{rank}", "PMI_SIZE": "2", "MPI_LOCALRANKID": f"{rank}", "MPI_LOCALNRANKS": "2"})]
     assert [process.returncode for process in done] == [2, 2]
     said = "".join(process.stderr for process in done)
     assert re.fullmatch(r"minidist: mpirun started 2 ranks, but mpi4py \(.*\) sees 1: that mpirun belongs to "
@@ -265,12 +319,6 @@ def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused(variables):
 
 
 # --- torchrun and srun, by their variables ---------------------------------------------------------------------------
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "minidist"
-
 
 @pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])
 def test_ranks_meet_by_a_private_file(variables, cache):

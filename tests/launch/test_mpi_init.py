@@ -203,8 +203,11 @@ def test_a_rank_of_run_over_mpi(tmp_path):
 def test_where_nothing_is_known_of_the_others_the_limit_holds(tmp_path):
     """Under Open MPI, say: here a stand-in, whose MPI_Init does not end."""
     (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").touch()
-    (tmp_path / "mpi4py" / "MPI.py").write_text("import time; time.sleep(60)\n")
+    (tmp_path / "mpi4py" / "__init__.py").write_text("from types import SimpleNamespace\n"
+                                                      "rc = SimpleNamespace(initialize=True)\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(
+        "import time\nGet_library_version = lambda: 'Open MPI v5'\nIs_initialized = lambda: False\n"
+        "Is_finalized = lambda: False\nInit_thread = lambda: time.sleep(60)\n")
     variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in
                  (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}
     with nothing_left() as environment:

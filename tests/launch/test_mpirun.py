@@ -105,6 +105,18 @@ def test_which_mpirun(monkeypatch, tmp_path, says, flavour, version):
         flavour == "openmpi")
 
 
+def test_open_mpis_mpirun_with_mpichs_library_is_one_line(monkeypatch, tmp_path):
+    """A stand-in that starts one rank with Open MPI's variables."""
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\nshift 3\nexport OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 "
+                    "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=t\n"
+                    "exec \"$@\"\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "openmpi", "5"))
+    with pytest.raises(LaunchError, match="transport 'mpi': Open MPI's mpirun started these 2 ranks, but mpi4py has M"):
+        md.run(work, [1.0], size=2, transport="mpi", limit=20)
+
+
 def test_an_mpirun_that_fails_shows_what_it_said(monkeypatch, tmp_path):
     fake = tmp_path / "mpirun"
     fake.write_text("#!/bin/sh\necho 'HYDRA Version: 1'\necho 'no such fabric' >&2\nexit 7\n")

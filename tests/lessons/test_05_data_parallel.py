@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("05")
 WRONG = {
@@ -21,6 +24,26 @@ WRONG = {
     "the outputs' gradients are missing": {
         5: "((replicas - 1) * model_bytes + others * row_bytes, (replicas - 1) * model_bytes + others * output_bytes)"},
 }
+
+
+def test_the_lock_on_a_clock_of_its_own() -> None:
+    """The same on every machine: small products take turns, large ones do not. (README, section 5, has the numbers.)"""
+    lab = load_module(find("05").part("experiments.py"), "05")
+    told = find("05").part("README.md").read_text()
+    for config, busy in ((lab.PYTHON, "1.01"), (lab.BLAS, "3.76")):
+        alone, four = (lab.turns_on_a_clock(config, replicas, sequences=4) for replicas in (1, 4))
+        assert f"{four[1]:.2f}" == busy and f" {busy} " in told.replace("\n", " ")
+        assert alone[1] == 1 and (four[0] > 3.8 * alone[0] if config is lab.PYTHON else four[0] < alone[0] / 3.5)
+    assert abs(sum(flops for flops, _ in lab.calls_of(lab.BLAS, 2)) / sum(
+        flops for flops, _ in lab.calls_of(lab.BLAS, 1)) - 2) < 1e-9
+
+
+@pytest.mark.parametrize(("replicas", "threads", "processors", "moments", "waited"), [
+    (4, 1, 2, 24, 0), (4, 4, 2, 100, 152), (1, 4, 4, 3, 0), (1, 1, 2, 12, 0), (3, 1, 3, 12, 0), (3, 2, 1, 78, 42)])
+def test_threads_that_spin_on_a_clock(replicas: int, threads: int, processors: int, moments: int, waited: int) -> None:
+    """A product is four moments of work. Threads that have their processors waste none."""
+    lab = load_module(find("05").part("experiments.py"), "05")
+    assert lab.products_on_a_clock(replicas, threads, processors=processors) == (moments, waited)
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

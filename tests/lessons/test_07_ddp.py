@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("07")
 WRONG = {
@@ -49,3 +52,10 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("07", {}, tmp_path)
     assert not result.passed
     assert "fill hole 1" in result.results[-1].line() and "exercise_07.py line" in result.results[-1].line()
+
+
+def test_how_nearly_linear_it_is() -> None:
+    """N0:430, on chapter 24's clock; the story has these numbers."""
+    lab, told = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text()
+    for gpus, batch, times in ((8, {"batch": 512}, "7.8"), (64, {"batch": 512}, "53.2"), (64, {"each": 8}, "60.3")):
+        assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told

@@ -1,9 +1,14 @@
 """Exercise 10: filled rightly it passes, and each wrong filling fails under its name."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("10")
 WRONG = {
@@ -34,3 +39,13 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("10", {}, tmp_path)
     assert "fill hole 1" in result.results[-1].line() and "exercise_10.py line" in result.results[-1].line()
+
+
+def test_32_layers_on_four_gpus_are_the_storys_table() -> None:
+    """N2:166, counted on a model without numbers."""
+    told, rows = find("10").part("README.md").read_text(), list[Any]()
+    load_module(find("10").part("lesson.py"), "10").notes_size(
+        SimpleNamespace(table=lambda title, heads, found, note: rows.extend(found)))
+    assert len(rows) == 5
+    for row in rows:
+        assert "| " + " | ".join(row).replace("|  |", "| |") + " |" in told

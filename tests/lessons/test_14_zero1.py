@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import zero_figures, zero_lab
+from minidist.lessons import find, zero_figures, zero_lab
 
 import minidist as md
+from minidist.grading import load_module
+from minidist.parallel.zero.memory_formula import MIXED, state_bytes
 
 RIGHT = right("14")
 WRONG = {
@@ -49,3 +51,12 @@ def test_the_mountain_of_activations_is_the_same_in_both_pictures() -> None:
     (ddp, below), (zero1, less) = (md.run(mountain, stage, size=2)[0] for stage in (0, 1))
     assert len(ddp) > 100 and ddp == zero1
     assert below[:2] == less[:2] and less[2] == pytest.approx(below[2] / 2, rel=0.01)
+
+
+def test_the_papers_chart_has_the_papers_numbers(tmp_path: Path) -> None:
+    """N0:299: 120, 31.4, 16.6 and 1.9 GB; drawn by the formula alone."""
+    figure = load_module(find("14").part("figure.py"), "14")
+    held = [state_bytes(figure.PAPER["parameters"], MIXED, zero=zero, ranks=64)["total"] / 1e9 for zero in range(4)]
+    assert [f"{each:.1f}" for each in held] == ["120.0", "31.4", "16.6", "1.9"]
+    figure._paper(tmp_path)
+    assert (tmp_path / "paper.png").read_bytes() == find("14").part("paper.png").read_bytes()

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,18 @@ def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: A
     for order, crossing in ((("dp", "tp"), "dp"), (("tp", "dp"), "tp")):
         crossed, = md.run(lambda world, order=order: lab.crossing(world, shape, order, (2,)), size=4)[0]
         assert {axis: nbytes for axis, nbytes in crossed.items() if nbytes} == {crossing: traffic[crossing]}
+
+
+def test_the_notes_two_groups_are_the_storys_tables() -> None:
+    """N0:447 and N0:466, from a recorded step on four of five ranks."""
+    lesson = load_module(lessons.find("17").part("lesson.py"), "17")
+    told, rows = lessons.find("17").part("README.md").read_text(), list[Any]()
+
+    def run(group: Any) -> None:
+        lesson.two_groups(group, SimpleNamespace(
+            table=lambda title, heads, found, note="": None if group.rank else rows.extend(found)))
+
+    md.run(run, size=5)
+    assert len(rows) == 6 and [row[-1] for row in rows[4:]] == ["ok", "ok"]
+    for row in [*rows[:4], *(row[:4] for row in rows[4:])]:
+        assert "| " + " | ".join(row) + " |" in told

@@ -39,6 +39,7 @@ BEYOND = {
     "21": "the density at which top-k gains nothing",
     "23": "the lower bound, the causes of a wait, and a link with priorities",
     "24": "where ranks lie, what a ring's busiest link carries, and MFU",
+    "25": "the energy of a step under a power cap",
     "26": "the interval between saves",
 }
 """What exercises ask beyond the plain version, in functions of their own."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minidist.observe.step_log import MOST_BYTES, StepLog, StepState, read_step_log
+from minidist.observe.step_log import MOST_BYTES, LogFollower, StepLog, StepState, read_step_log
 
 STATE = StepState(step=1, steps=9, loss=2.5, seconds=0.125, tokens_per_second=2048.0,
                   sent_bytes={"dp": {"all_reduce": 123456789}, "control": {"all_reduce": 96}},
@@ -19,8 +19,8 @@ STATE = StepState(step=1, steps=9, loss=2.5, seconds=0.125, tokens_per_second=20
 
 def test_a_line_has_what_the_rank_knows() -> None:
     assert json.loads(STATE.line(1700000000.12345)) == {
-        "step": 1, "time": 1700000000.123, "loss": 2.5, "seconds": 0.125, "tokens_per_second": 2048.0, "joules": 1.25,
-        "energy_source": "estimate", "memory": {"parameters": 4096, "total": 4096},
+        "step": 1, "steps": 9, "time": 1700000000.123, "loss": 2.5, "seconds": 0.125, "tokens_per_second": 2048.0,
+        "joules": 1.25, "energy_source": "estimate", "memory": {"parameters": 4096, "total": 4096},
         "sent_bytes": {"dp": {"all_reduce": 123456789}, "control": {"all_reduce": 96}}}
 
 
@@ -83,3 +83,29 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path: Path, capfd: pyte
     assert capfd.readouterr().err == f"minidist train: {file}: File too large; later steps are not written there\n"
     whole = 1000 // len(STATE.line(0.0))
     assert file.stat().st_size == 1000 and [line["step"] for line in read_step_log(file)] == [*range(1, whole + 1)]
+
+
+def test_a_follower_reads_what_is_new(tmp_path: Path) -> None:
+    """Also when a later run has begun the file again, and has written more than the first."""
+    file, line = tmp_path / "metrics.jsonl", STATE.line(1.0)
+    follower = LogFollower(file)
+    assert follower.poll() == []
+    log = StepLog(file, goes_on=False)
+    for step in (1, 2):
+        log.write(replace(STATE, step=step).line(1.0))
+        assert [values["step"] for values in follower.poll()] == [*range(1, step + 1)] == [
+            values["step"] for values in read_step_log(file)]
+    with file.open("ab") as stream:                     # a line that is being written
+        stream.write(replace(STATE, step=3).line(1.0)[:50])
+    assert len(follower.poll()) == 2
+    with file.open("ab") as stream:
+        stream.write(replace(STATE, step=3).line(1.0)[50:])
+    assert [values["step"] for values in follower.poll()] == [1, 2, 3]
+    log.close()
+    later = StepLog(file, goes_on=False)
+    for step in range(1, 6):
+        later.write(replace(STATE, step=step, loss=7.0).line(2.0))
+    assert len(line) > 128 and [(values["step"], values["loss"]) for values in follower.poll()] == [
+        (step, 7.0) for step in range(1, 6)]
+    file.unlink()
+    assert follower.poll() == []

@@ -16,6 +16,7 @@ from minidist.device import account
 from minidist.observe import timeline as timeline_module
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
+from minidist.observe.why import typical_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 STEPS = 3
@@ -64,8 +65,8 @@ def test_a_timeline_goes_on_in_another_world() -> None:
             pass
     assert timeline.rank == 1 and timeline.dropped == 2
     assert [(span.name, span.details["rank"], span.details["generation"]) for span in timeline.spans] == [
-        ("barrier", 0, 1), ("step", 0, 1), ("barrier", 1, 2), ("step", 1, 2)]
-    assert [span.details["step"] for span in timeline.spans] == [5] * 4
+        ("barrier", 0, 1), ("evaluate", 0, 1), ("barrier", 1, 2), ("evaluate", 1, 2)]
+    assert timeline.gaps == {1: 1, 3: 1}
 
 
 def test_one_row_a_rank_and_kind_of_work(timelines: list[Timeline]) -> None:
@@ -124,12 +125,38 @@ def test_an_empty_trace_is_a_file_too(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["displayTimeUnit"] == "ms"
 
 
-def test_limit_counts_what_it_drops() -> None:
-    timeline = Timeline(0, limit=2)
-    for step in range(5):
+def of_steps(count: int, *, limit: int) -> Timeline:
+    """A timeline of so many short steps."""
+    timeline = Timeline(0, limit=limit)
+    for step in range(count):
         with timeline.span("work", step=step):
             pass
-    assert [span.details["step"] for span in timeline.spans] == [0, 1] and timeline.dropped == 3
+        with timeline.span("step", step=step):
+            pass
+    return timeline
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [4]), (2, [0, 4]), (5, [0, 0, 3, 4, 4]),
+                                             (9, [0, 0, 1, 1, 2, 3, 3, 4, 4])])
+def test_the_first_and_the_last_spans_are_kept_and_the_others_counted(limit: int, kept: list[int]) -> None:
+    timeline = of_steps(5, limit=limit)
+    assert [span.details["step"] for span in timeline.spans] == kept
+    assert timeline.dropped == 10 - limit and timeline.gaps == {limit // 2: 10 - limit}
+
+
+def test_a_trace_says_where_spans_are_left_out(tmp_path: Path) -> None:
+    whole, cut = of_steps(5, limit=10), of_steps(5, limit=6)
+    collected = md.run(lambda world: (cut if world.rank else whole).collect(world), size=2)[0]
+    assert [timeline.gaps for timeline in collected] == [{}, {3: 4}]
+    write_perfetto(tmp_path / "trace.json", collected)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (told,) = [event for event in events if event["ph"] == "i"]
+    assert told["name"] == "4 spans are left out here" and told["args"]["spans"] == 4 and told["args"]["seconds"] > 0
+
+
+def test_a_step_beside_a_gap_is_not_explained() -> None:
+    timeline = of_steps(5, limit=5)                         # step 3 has lost its work, not its end
+    assert timeline.cut_steps() == {0, 3} and typical_step([timeline]) == 4
 
 
 def test_clocks_that_differ_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_the_pipeline_with_what_is_read_beside_it() -> None:
     beside = {*chapter, *reached(f"{PARALLEL}.pipeline.schedules", PARALLEL, without=STEP)}
     assert beside - chapter == {f"{PARALLEL}.pipeline.schedules", f"{PARALLEL}.pipeline.schedule_checker"}
     assert len(beside) <= 7
-    assert sum(map(lines, beside)) <= 1160
+    assert sum(map(lines, beside)) <= 1180       # 1160 before the V schedules
 
 
 def test_step_is_no_cupboard() -> None:

@@ -21,6 +21,7 @@ from minidist.simulate.one_rank import run_rank
 from minidist.simulate.trace import RankTrace
 
 SMALL: dict[str, Any] = {"vocabulary": 48, "context": 16, "layers": 2, "width": 16, "heads": 4}
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CALM = 0.001
 """The issue's bound of memory: 0.1 %."""
 
@@ -36,9 +37,11 @@ def close(found: Measured, trace: RankTrace) -> None:
 
 @pytest.mark.parametrize(("plan", "options"), [
     (Plan(dp=2, zero=1, offload="optimizer", precision="bf16"), {"kv_heads": 2, "positions": "rotary"}),
+    (Plan(dp=2, zero=3, offload="all", precision="bf16", accumulate=2), {}),
     (Plan(pp=2, tp=2, sequence_parallel=True, checkpoint_blocks="all"), {"norm": "rms", "activation": "silu"}),
     (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
     (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
+    (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),      # 5, 6 and 5 tokens of 16
 ], ids=lambda value: " ".join(f"{axis}{size}" for axis, size in value.axes.items() if size > 1)
     if isinstance(value, Plan) else "")
 def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
@@ -69,9 +72,9 @@ def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
                  for axis in ("dp", "pp", "ep", "cp", "tp")}
         options: dict[str, Any] = {
             "zero": draw.randrange(4), "shard": draw.choice((None, None, 2)), "accumulate": draw.choice((1, 2)),
-            "precision": draw.choice(("fp32", "bf16", "fp16")), "offload": draw.choice(("none", "none", "optimizer")),
+            "precision": draw.choice(("fp32", "bf16", "fp16")), "offload": draw.choice(("none", "optimizer", "all")),
             "checkpoint_blocks": draw.choice(("none", "all", "scores")), "bucket_bytes": draw.choice((2 << 20, 4096)),
-            "schedule": draw.choice(("1f1b", "gpipe", "interleaved", "zb-h1")) if sizes["pp"] > 1 else "1f1b",
+            "schedule": draw.choice(SCHEDULES) if sizes["pp"] > 1 else "1f1b",
             "microbatches": draw.choice((None, 2)) if sizes["pp"] > 1 else None,
             "attention": draw.choice(("ring", "all-to-all")) if sizes["cp"] > 1 else "ring",
             "sequence_parallel": sizes["tp"] > 1 and draw.random() < 0.5}
@@ -105,7 +108,6 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     (Plan(dp=3, strategy="parameter-server", asynchronous=True), "who comes first"),
     (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
     (Plan(pp=2, stage_layers="measured"), "take even"),
-    (Plan(dp=2, zero=3, offload="all"), "offload=optimizer"),
     (Plan(cp=3, attention="all-to-all"), "or ring"),
 ])
 def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
@@ -187,7 +189,7 @@ def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in ((threading.Thread, "start"), (socket, "socket"), (subprocess, "Popen"), (os, "fork")):
         monkeypatch.setattr(module, name, refuse)
-    for plan in (Plan(dp=2, zero=1, offload="optimizer"), Plan(pp=2, tp=2), Plan(dp=2, zero=3)):
+    for plan in (Plan(dp=2, zero=1, offload="optimizer"), Plan(pp=2, tp=2), Plan(dp=2, zero=3, offload="all")):
         assert run_rank(plan, GPTConfig(**SMALL), rows=8).events
 
 

@@ -1,11 +1,12 @@
 """A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the settings as JSON.
 
-    zero     the ZeRO stage; plan: further axes, as {"tp": 2}
+    zero     the ZeRO stage; plan: further axes, as {"tp": 2}; options: further ones of the plan, as {"local_steps": 4}
     steps    of the training
     pause    seconds that each step takes at least
-    wait     the step at which rank 0 waits until the launcher has more ranks
-    deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, or
-             "joining" a generation; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor: "deaf"
+    wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
+    deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
+             the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
+             its connection to a rank is "cut"; or to the monitor: "deaf"
 """
 
 import json
@@ -26,6 +27,8 @@ from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
 from minidist.survive import peer_copies
 from minidist.survive.elastic import Survivor, describe, go_on
+from minidist.survive.kept_replica import KeptReplica
+from minidist.survive.kept_shards import KeptShards
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
@@ -40,7 +43,9 @@ def batch_of(step):
 def make_trainer(world, settings):
     inner = settings.get("plan", {})
     size = world.size // int(np.prod([1, *inner.values()]))
-    return md.Trainer(md.Plan(dp=size, zero=settings.get("zero", 0), **inner), CONFIG, world, lr=1e-2, seed=3)
+    return md.Trainer(md.Plan(dp=size, zero=settings.get("zero", 0), **inner,
+                               **settings.get("options", {})), CONFIG, world, lr=1e-2, seed=3,
+                      optimizer=settings.get("optimizer", "adamw"), clip=settings.get("clip", 1.0))
 
 
 def die(number=signal.SIGKILL):
@@ -59,10 +64,16 @@ def train(world, job, survivor, settings, folder):
     death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
     trainer = make_trainer(world, settings)
     survivor.begin(trainer)
-    while trainer.steps_done < settings["steps"]:
+    if when == "serving":
+        update = trainer.strategy.service._update
+        trainer.strategy.service._update = lambda *args: die() if trainer.strategy.service.version >= death else \
+            update(*args)
+    serves = survivor.serve(trainer, batch_of(0))
+    while trainer.steps_done < settings["steps"] and not serves:
         step = trainer.steps_done
         deadline = time.monotonic() + 60
-        while step == settings.get("wait") and world.rank == 0 and not job.asked and time.monotonic() < deadline:
+        while step == settings.get("wait") and (job.number, world.rank) == (2, 0) and not job.asked \
+                and job.stop_at is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if step == death and when in ("before", "stop"):
             die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
@@ -71,18 +82,25 @@ def train(world, job, survivor, settings, folder):
             cut(links[min(links)].fileno() if when == "cut" else membership.current().joined.link._sock.fileno())
         if step == death and when == "within":
             Group.all_gather = Group._start = lambda *_, **__: die()
+        if step == death and when == "meeting":
+            trainer.strategy._send = lambda *_: die()
         if step == death and when == "copying":
             peer_copies.pack = lambda *_: die()
         start = time.perf_counter()
         time.sleep(settings.get("pause", 0.0))
-        loss = trainer.step(batch_of(step))
-        survivor.after_step(trainer, loss, time.perf_counter() - start)
-    digest = trainer.weights_sha256()
+        loss = trainer.start_step(batch_of(step))
+        survivor.after_step(trainer, loss, time.perf_counter() - start, behind=int("options" in settings))
+    survivor.finish(trainer)
+    digest, weights = trainer.weights_sha256(), trainer.state_dict()
+    if serves:
+        (folder / f"record-{world.rank}.json").write_text(json.dumps(trainer.strategy.record))
     if world.rank == 0:
+        np.savez(folder / "weights.npz", **weights)
         (folder / "result.json").write_text(json.dumps({
             "losses": survivor.losses, "sha256": digest, "elastic": describe(job.records())}))
+    left = trainer.survivors()
     trainer.close()
-    world.barrier()
+    left.barrier()
     return 0
 
 
@@ -111,7 +129,9 @@ def main(folder, settings):
     warm_up(settings.get("transport"))
     fork_on_demand()
     job = Generations.from_environment()
-    survivor = Survivor(job)
+    options = settings.get("options", {})
+    survivor = Survivor(job, copies=KeptShards(settings.get("every", 50)) if options.get("asynchronous") else
+                        KeptReplica(options["local_steps"]) if "local_steps" in options else None)
     if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
         survivor.begin = lambda trainer: die()
     return go_on(survivor, lambda world: train(world, job, survivor, settings, folder),

@@ -15,11 +15,11 @@ from minidist.cli import main
 from minidist.parallel.hybrid.hybrid import Trainer
 
 DEATHS = json.loads(sys.argv[1])
-STEP = Trainer.step
+STEP = Trainer.start_step
 
 
 def step(trainer, batch):
-    """In place of Trainer.step; a process may have got its number after it has loaded this."""
+    """In place of Trainer.start_step; a process may have got its number after it has loaded this."""
     process = os.environ["MINIDIST_PROCESS"]
     when, how = DEATHS.get(process, (-1, ""))
     if trainer.steps_done == when:
@@ -54,5 +54,5 @@ def wait(until):
 
 
 if __name__ == "__main__":
-    Trainer.step = step
+    Trainer.start_step = step
     sys.exit(main(sys.argv[2:]))

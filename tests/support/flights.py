@@ -54,7 +54,7 @@ class VirtualJob:
             flight.begun(number)
         if ended is not None:
             with self.at(rank, ended):
-                flight.ended(number, 16, 2, failed=failed)
+                flight.ended(number, 16, 2, failed=failed, blocking=True)
         return number
 
     def message(self, rank: int, begun: float, ended: float | None, sequence: int = 1, **way: int) -> None:

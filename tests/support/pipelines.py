@@ -49,3 +49,40 @@ def differ(ours: dict[str, Any], serial: dict[str, Any]) -> float:
 
     return max(difference(ours["weights"], serial["weights"]),
                float(np.max(np.abs(np.subtract(ours["losses"], serial["losses"])))))
+
+
+def replay_updates(config: Any, ranks: list[dict[str, Any]], steps: list[list[Any]]) -> dict[str, Any]:
+    """PipeDream in one process: each microbatch goes forward and backward with every stage's weights as late as its
+    rank recorded; weights and mean losses.
+
+    Args:    ranks: of each stage, "names" of its weights and "updates": of each step its (microbatch, version).
+             steps: of each step its microbatches, each (inputs, targets).
+    """
+    model = GPT(config)
+    model.initialize(3)
+    stages = [[dict(model.named_parameters())[name] for name in rank["names"]] for rank in ranks]
+    optimizers, losses = [AdamW(stage, 1e-2) for stage in stages], []
+    for step, microbatches in enumerate(steps):
+        total, count = 0.0, 0
+        versions = [[[p.data.copy() for p in stage]] for stage in stages]
+        for microbatch, (inputs, targets) in enumerate(microbatches):
+            if not len(inputs):
+                continue
+            for stage, rank, kept in zip(stages, ranks, versions, strict=True):
+                write(stage, kept[dict(rank["updates"][step])[microbatch]])
+            loss = model.loss(inputs, targets)
+            loss.backward()
+            total, count = total + loss.item() * targets.size, count + targets.size
+            for stage, optimizer, kept in zip(stages, optimizers, versions, strict=True):
+                write(stage, kept[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+                kept.append([p.data.copy() for p in stage])
+        losses.append(total / count)
+    return {"weights": model.state_dict(), "losses": losses}
+
+
+def write(parameters: list[Any], arrays: list[Any]) -> None:
+    """Put numbers into parameters."""
+    for parameter, array in zip(parameters, arrays, strict=True):
+        parameter.data[...] = array

@@ -8,9 +8,11 @@ from training import difference, global_batch, tiny
 import minidist as md
 from minidist.cli.train import metrics
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.pipeline.schedules import ORDERS, UPDATING
 from minidist.parallel.step.replicas import weights_digest
 
 BOUND = 1e-10
+SCHEDULES = [name for name in ORDERS if name not in UPDATING]       # those that train as one process does
 MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}      # what most can go wrong in
 
 

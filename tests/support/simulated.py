@@ -1,5 +1,7 @@
 """A plan run for real, on ranks that are threads, beside each of its ranks run alone on arrays without data."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from minidist.device import account
 from minidist.device.backend import beside
 from minidist.nn import GPTConfig, moe
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.memory.transfer_lanes import Move, TransferLane
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.trace import RankTrace
 
@@ -77,12 +80,22 @@ class AtOnce(Pending):
         return False
 
 
+def move_at_once(lane: TransferLane, what: str, nbytes: int, work: Callable[[], Any]) -> Move:
+    """TransferLane.start without a thread."""
+    lane.traffic.count(lane.source, lane.target, nbytes)
+    future: Future[Any] = Future()
+    future.set_result(work())
+    return Move(what, future)
+
+
 def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks do as ranks alone where they could do otherwise.
 
     A started collective is carried out at once: a worker's thread would choose the moment, and so whether the workspace
-    of the call lies beside what the rank holds then. Mixtures choose experts evenly, whatever their gates say.
+    of the call lies beside what the rank holds then. So is a move between memories: what goes down is held until it
+    is there. Mixtures choose experts evenly, whatever their gates say.
     """
     monkeypatch.setattr(Group, "_start", lambda self, call: AtOnce(self._run(call)))
+    monkeypatch.setattr(TransferLane, "start", move_at_once)
     monkeypatch.setattr(moe, "top_positions",
                         lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores))

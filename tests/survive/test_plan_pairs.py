@@ -14,7 +14,7 @@ from training import tiny
 import minidist as md
 from minidist.errors import PlanError
 from minidist.nn.config import divisors
-from minidist.parallel.pipeline.schedules import ORDERS
+from minidist.parallel.pipeline.schedules import ORDERS, UPDATING, stages_a_rank
 
 
 def any_model(choose: random.Random) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -48,13 +48,13 @@ def any_plan(choose: random.Random, changes: dict[str, Any], precision: str, mos
         plan: dict[str, Any] = {**axes, "zero": choose.randint(0, 3), "precision": precision,
                                 "bucket_bytes": choose.choice([500, 1 << 20]), "accumulate": choose.randint(1, 2),
                                 "checkpoint_blocks": choose.choice(["none", "all"])}
-        plan["schedule"] = choose.choice([*ORDERS])
+        plan["schedule"] = choose.choice([name for name in ORDERS if name not in UPDATING])
         plan["keep_gathered"] = plan["zero"] == 3 and choose.random() < 0.3
         plan["sequence_parallel"] = axes["tp"] > 1 and choose.random() < 0.5
         plan["attention"] = choose.choice(["ring", "all-to-all"]) if axes["cp"] > 1 else "ring"
         plan["microbatches"] = choose.randint(1, 3) if axes["pp"] > 1 else None
         if axes["pp"] > 1 and choose.random() < 0.3:
-            stages = axes["pp"] * (2 if plan["schedule"] == "interleaved" else 1)
+            stages = axes["pp"] * stages_a_rank(plan["schedule"])
             cuts = sorted(choose.choices(range(changes["layers"] + 1), k=stages - 1))
             plan["stage_layers"] = ",".join(str(b - a) for a, b in pairwise([0, *cuts, changes["layers"]]))
         if plan["zero"] and choose.random() < 0.5:

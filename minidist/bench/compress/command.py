@@ -9,7 +9,6 @@ from minidist.bench.compress.ranks import MODULE
 from minidist.bench.compress.time_to_loss import Links
 from minidist.bench.compress.ways import LOCAL_STEPS, PLAIN, SendingWay, split_ways, way_of
 from minidist.bench.jobs import Job, closed_at_the_end, start_workers
-from minidist.bench.progress import Progress
 from minidist.bench.step import command as step
 from minidist.bench.step.ranks import Model
 from minidist.console import counts, positive, positive_number
@@ -17,6 +16,7 @@ from minidist.data import text
 from minidist.errors import ConfigError
 from minidist.launch.transports import current_name
 from minidist.parallel.hybrid.plan import Plan
+from minidist.progress import Progress
 
 MODEL = Model(layers=2, width=64, heads=4, context=64, batch=1, vocab=128)
 FULL = Model(layers=4, width=256, heads=4, context=64, batch=1, vocab=128)

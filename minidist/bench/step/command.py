@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from minidist import console
-from minidist.bench.progress import Progress
 from minidist.bench.step import device, plots, tables
 from minidist.bench.step.plan import measure_plan
 from minidist.bench.step.ranks import MODELS, Model, measure_all, measure_stages
@@ -26,6 +25,7 @@ from minidist.errors import ConfigError
 from minidist.launch.transports import current_name
 from minidist.observe.room import training_bytes
 from minidist.parallel.hybrid.plan import Plan
+from minidist.progress import Progress
 
 Result = dict[str, Any]
 

@@ -12,9 +12,11 @@ tiny model, which loads the modules of first use.
 
 import argparse
 import importlib.util
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,11 +166,15 @@ def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str
 
 
 def resident_peak() -> int:
-    """Peak resident bytes of this process since it started (VmHWM, Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """Peak resident bytes of this process since it started: VmHWM of Linux, elsewhere getrusage's, in bytes (macOS).
+
+    On Linux getrusage's would be that of the process that forked this one, if it was larger.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[int], dict[str, Any]]]:

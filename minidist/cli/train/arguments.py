@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.cli.limits import add_limits
+from minidist.cli.train.rate import add_rate
 from minidist.cli.train.settings import AUTO
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
@@ -21,8 +22,9 @@ from minidist.console import (
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
+from minidist.observe.rank_records import DIGEST_EVERY
 from minidist.parallel.compress.compress import SCHEMES
-from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
+from minidist.parallel.hybrid.hybrid import OPTIMIZERS
 from minidist.parallel.hybrid.option_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES
 from minidist.parallel.hybrid.plan import (
     ATTENTIONS,
@@ -118,7 +120,7 @@ def _elastic(add: Add) -> None:
         help="how long ranks wait for a replacement before they go on with fewer (default: 0)")
     add("--peer-copies", type=positive, metavar="K",
         help="every K steps, keep a copy of the state in memory, and of what no other rank has one in a partner's "
-             "(default: 1)")
+             "(default: 1); asynchronous servers: every K updates, in a worker's memory (default: 50)")
 
 
 def division(add: Add) -> None:
@@ -140,7 +142,11 @@ def division(add: Add) -> None:
     add("--keep-gathered", action="store_true",
         help="with --zero 3: keep weights from forward to backward: a third less traffic, more memory")
     add("--schedule", choices=list(ORDERS), default="1f1b",
-        help="order of forward and backward passes, with pp=2 or more (default: 1f1b)")
+        help="order of forward and backward passes, with pp=2 or more; zb-v, dualpipe-v: each rank has two stages, "
+             "the first rank both ends of the model; pipedream: each microbatch makes an update of its own (needs "
+             "--clip 0) (default: 1f1b)")
+    add("--stages-per-rank", type=positive, metavar="V",
+        help="with --schedule interleaved: stages of a rank (default: 2)")
     add("--microbatches", type=positive, metavar="M",
         help="with pp=2 or more: microbatches of a pass through the pipeline (default: 4 a stage)")
     add("--stage-layers", default="even", metavar="even|measured|N,N,…",
@@ -194,6 +200,9 @@ def memory(add: Add) -> None:
     """What a plan does to need less device memory."""
     add("--accumulate", type=positive, default=1, metavar="A",
         help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
+    add("--accumulate-tokens", type=positive, metavar="N",
+        help="an update for at least N tokens: --batch is then what one pass takes, and as many passes follow each "
+             "other as make N tokens")
     add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
         help="keep only the inputs of blocks and recompute the rest in backward: all (default with the option), "
              "numbers as in 0,2, or scores: those of attention")
@@ -223,6 +232,8 @@ def _data(add: Add) -> None:
     add("--batch", type=positive, default=16, metavar="SEQUENCES",
         help="sequences a step, of the whole job (default: 16)")
     add("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
+    add("--validate", type=positive, default=512, metavar="N",
+        help="most sequences of held-out text for the validation loss (default: 512)")
 
 
 def _model(add: Add) -> None:
@@ -265,9 +276,7 @@ def _training(add: Add) -> None:
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=seed_number, default=0, metavar="S", help="of weights and batches (default: 0)")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="the optimizer (default: adamw)")
-    add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
-    add("--lr-schedule", choices=LR_SCHEDULES, default="cosine",
-        help="after a warm-up of a twentieth of the steps (default: cosine)")
+    add_rate(add)
     add("--clip", type=not_negative, default=1.0, metavar="NORM",
         help="bound of the gradients' norm; 0: none (default: 1)")
 
@@ -298,9 +307,15 @@ def _result(add: Add) -> None:
     add("--watts", type=positive_number, metavar="W",
         help="of one busy core, or with --device cuda of the GPU: for the estimate of energy where no counter can be "
              f"read (default: {ASSUMED_WATTS['cpu']:g}, or {ASSUMED_WATTS['cuda']:g} of a GPU, both assumed)")
+    add("--digest-every", type=whole_number(0, 10**9), default=DIGEST_EVERY, metavar="K",
+        help="each K steps every rank notes a digest of the weights that others hold too, so that `minidist diagnose` "
+             "sees which drifted apart; 0: never (default: %(default)s)")
     add("--verify", action="store_true",
         help="after the run, repeat its first 20 steps on one process and compare the weights")
     add("--why", action="store_true",
         help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
              "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
+    add("--watch", action="store_true",
+        help="in place of the progress bar, the live view of `minidist watch`: each rank's time, bytes, memory, power, "
+             "and the rank that is slow")
     add("--quiet", action="store_true", help="print nothing")

@@ -83,12 +83,15 @@ def stage_layers(trainer: Trainer) -> list[int] | None:
     return None if pipeline is None else pipeline.layers
 
 
-def collectives(trainer: Trainer) -> list[Collective]:
-    """The collectives of the data axis in a step. Under a pipeline each microbatch is a pass of ZeRO-2 and 3."""
+def collectives(trainer: Trainer, sequences: int) -> list[Collective]:
+    """The collectives of the data axis in a step on so many sequences, of all ranks.
+
+    Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of DDP.
+    """
     strategy, plan = cast(Hybrid, trainer.strategy), trainer.plan
     pipeline, data = strategy.pipeline, strategy.data_axis
     if pipeline is None or not data.reduces_each_pass:
-        return data.traffic(plan.accumulate)
+        return data.traffic(plan.accumulate) * plan.updates(sequences)
     passes = plan.accumulate * plan.pieces
     if plan.zero == 2:
         return data.traffic(passes)

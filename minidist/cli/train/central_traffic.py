@@ -21,7 +21,9 @@ Counts = list[list[int]]
 def device_records(trainer: Trainer) -> list[dict[str, Any]]:
     """The records of metrics.rank_records for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
-             "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
+             "messages": device.group.ledger.messages(),
+             "sent_to": {str(rank): axes for rank, axes in device.group.ledger.sent_to().items()},
+             "memory": device.account.snapshot()}
             for device in cast(DataParallel, trainer.strategy).devices]
 
 

@@ -18,7 +18,7 @@ from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
 from minidist.cli.train.metrics import Metrics, run_metrics
-from minidist.cli.train.progress import make_console, make_report
+from minidist.cli.train.progress import make_console
 from minidist.cli.train.report import print_report
 from minidist.cli.train.rings import drop_rings, keep_ring
 from minidist.cli.train.run_folder import run_folder, write_folder
@@ -28,15 +28,17 @@ from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import train_steps
 from minidist.cli.train.telemetry import Telemetry
 from minidist.cli.train.verify import Weights, verify
+from minidist.cli.train.watching import report_of
 from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
 from minidist.device import account
 from minidist.errors import ConfigError
-from minidist.launch import detect, init, spawn
+from minidist.launch import init, spawn
 from minidist.launch import run as run_function
 from minidist.launch.generations import is_elastic_process
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
+from minidist.launch.which_mpi import find_launch
 from minidist.nn import GPT
 from minidist.observe.foresight import foresight
 from minidist.observe.step_record import record_step
@@ -48,7 +50,7 @@ from minidist.parallel.step.replicas import weights_digest
 __all__ = ["add_arguments", "run", "train_steps"]
 
 TRACE_SPANS = 5000
-"""Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
+"""Spans of a rank that trace.json keeps: about the first and the last 75 steps, a few megabytes for four ranks."""
 
 WAIT_LIMIT, THREADS_LIMIT = 120.0, 1e7
 """Limits of ranks that are threads, in seconds: of one wait, as in md.init; of the run, which has none in effect."""
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if is_elastic_process():
         return elastic_process(check(args, begins=False), train)
-    launch, settings = detect(), check(args)
+    launch, settings = find_launch(), check(args)
     check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
@@ -119,10 +121,11 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
     if lives is None:
-        timeline.follow(world.ledger, waits=args.why)
+        timeline.follow(world.ledger, waits=args.why, receives=True)
     trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
+    timeline.follow_memory(trainer.account)
     keep_ring(settings.out, world)
     if lives is not None:
         lives.begin(trainer)
@@ -130,7 +133,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         settings.resume.load(trainer)
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
-    report = Telemetry(make_report(args.steps, console, on_terminal=on_terminal), trainer, settings)
+    report = Telemetry(report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads)
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
@@ -149,7 +152,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
     metrics["energy"] = report.energy()
     if lives is not None:
-        lives.add_to(metrics, world)
+        lives.add_to(metrics, trainer.survivors())
     return conclude(trainer, settings, metrics, timeline, course.early, console)
 
 
@@ -165,6 +168,8 @@ def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: T
     problem = None
     if world.rank == 0:
         assert timelines is not None
+        metrics["trace"] = {"spans": sum(len(each.spans) for each in timelines),
+                            "left_out": sum(each.dropped for each in timelines)}
         if args.why:
             step = typical_step(timelines)
             metrics["why"] = {"step": step, **why(record_step(timelines, step)),

@@ -34,11 +34,16 @@ from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.survive.elastic import Regrouping, Survivor, go_on, rehearse
+from minidist.survive.kept_replica import KeptReplica
+from minidist.survive.kept_shards import UPDATES, KeptShards
 from minidist.survive.manifest import checkpoints
+from minidist.survive.peer_copies import PeerCopies
 
 RECORD = "elastic.jsonl"
+STATELESS = ("fp16", "bf16")
+"""Values of --outer-compress that keep nothing from one meeting to the next."""
 MOST_SPANS, SPANS_EACH = 10000, 2500
-"""Spans of a process that trace.json keeps: of the whole job, and of one generation (some 75 steps)."""
+"""Spans of a process that trace.json keeps: of the whole job, and of one generation (its first and last 35 steps)."""
 
 
 class Lives(Survivor):
@@ -49,7 +54,7 @@ class Lives(Survivor):
     """
 
     def __init__(self, job: Generations, settings: Settings) -> None:
-        super().__init__(job, every=settings.args.peer_copies or 1, newest=lambda: _newest(settings))
+        super().__init__(job, copies=_copies(settings.args), newest=lambda: _newest(settings))
         self.saves, self.timeline, self.resumed_from = Saves(), Timeline(0), None if settings.resume is None else 0
         self.verifies, self.early = bool(settings.args.verify), cast(Weights | None, None)
 
@@ -86,6 +91,13 @@ class Lives(Survivor):
         metrics["generations"], metrics["resumed_from"] = self.generations, self.resumed_from
 
 
+def _copies(args: Namespace) -> PeerCopies | KeptReplica | KeptShards:
+    """How a process of this job keeps its state."""
+    if args.asynchronous:
+        return KeptShards(args.peer_copies or UPDATES)
+    return PeerCopies(args.peer_copies or 1) if args.local_steps is None else KeptReplica(args.local_steps)
+
+
 def _newest(settings: Settings) -> list[Path]:
     """Checkpoints of the run, the newest first; after them those that --resume names, of another folder."""
     found = checkpoints(settings.out)[::-1]
@@ -108,8 +120,15 @@ def check_elastic(args: Namespace) -> None:
                 fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
         return
     bounds(args.elastic)
-    if args.graph or args.strategy != "ddp":
-        fail("--elastic: ranks come and go between synchronous steps; leave out --graph and --strategy")
+    if args.local_steps is not None and args.peer_copies is not None and not args.asynchronous:
+        fail(f"--peer-copies {args.peer_copies}: ranks with --local-steps go on from weights of their own and keep no "
+             f"copies; leave it out")
+    if args.outer_compress.partition(":")[0] not in ("none", *STATELESS) or "feedback" in args.outer_compress:
+        fail(f"--elastic: with --outer-compress {args.outer_compress} a lost rank takes what it has not sent yet with "
+             f"it; choose {', '.join(STATELESS)} or none")
+    if args.graph or args.strategy not in ("ddp", *["parameter-server"] * args.asynchronous):
+        fail("--elastic: ranks come and go between steps of ddp or of --strategy parameter-server --asynchronous; "
+             "leave out --graph and other strategies")
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(f"--elastic: its ranks are processes that meet again after a loss, over auto, tcp or shm; "
              f"--transport {args.transport} cannot")
@@ -132,7 +151,8 @@ def start_elastic(settings: Settings, size: int) -> int:
     if not least <= size <= most:
         fail(f"-n {size}: --elastic {args.elastic} allows {least} to {most} ranks")
     elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
-                      restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0)
+                      restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0,
+                      apart=args.asynchronous)
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
                          record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
@@ -173,6 +193,7 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
                   saver: Saver | None) -> Course:
     """Make every step that is not made yet. Raises: Stopped as train_steps, and what Survivor.after_step does."""
     args, ledger = settings.args, trainer.world.ledger
+    behind = int(args.local_steps is not None and saver is None)    # losses on their way; a saver needs them all
 
     def save() -> None:
         if args.verify and trainer.steps_done == min(STEPS, args.steps):
@@ -181,13 +202,19 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             saver.after_step(lives.losses, lambda: statistics.median(lives.seconds), generations=lives.generations)
 
     try:
-        for step in range(trainer.steps_done, args.steps):
-            start = time.perf_counter()
-            loss = trainer.step(settings.training_batch(step))
-            seconds = time.perf_counter() - start
-            lives.after_step(trainer, loss, seconds, then=save)
+        served = lives.serve(trainer, settings.training_batch(0))
+        for step in range(args.steps if served else trainer.steps_done, args.steps):
+            told, start = len(lives.losses), time.perf_counter()
+            with report.input():
+                batch = settings.training_batch(step)
+            loss = trainer.start_step(batch)
+            if not behind:
+                loss.wait()
+            lives.after_step(trainer, loss, time.perf_counter() - start, then=save, behind=behind)
             sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
-            report.step(step + 1, loss, args.batch * args.context / seconds, sent)
+            for number in range(told, len(lives.losses)):
+                report.step(number + 1, lives.losses[number], args.batch * args.context / lives.seconds[number], sent)
+        lives.finish(trainer)
         if saver is not None:
             saver.settle()
         if trainer.world.rank == 0:

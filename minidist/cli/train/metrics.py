@@ -1,20 +1,25 @@
 """metrics.json of `minidist train`: everything that a run measured, beside its formulas."""
 
+import argparse
+import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from platform import python_version
 from typing import Any
 
 from minidist.cli.train import axis_traffic, central_traffic, seldom_traffic
+from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.saving import Saver
-from minidist.cli.train.settings import Settings
+from minidist.cli.train.settings import Settings, as_arguments
 from minidist.cli.train.steps import Course
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.device import cores
+from minidist.launch import detect
 from minidist.launch.limits import limit_here
 from minidist.nn import GPT
+from minidist.observe.machine import machine
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
@@ -45,10 +50,24 @@ def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Sav
             "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
             "resumed_from": trainer.steps_before if settings.resume else None,
             "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols, "config": asdict(config),
+            "machine": machine() | {"command": command_line(args, world.size)},
             "options": {name: value for name, value in vars(args).items()
                         if value is None or isinstance(value, (str, int, float))},
-            "versions": {"python": python_version(),
+            "versions": {"python": platform.python_version(),
                          **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}, "ranks": ranks}
+
+
+def command_line(args: argparse.Namespace, size: int) -> str:
+    """The command that makes this run again, without the options that have their default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    usual = vars(parser.parse_args([]))
+    others = argparse.Namespace(**{name: value for name, value in vars(args).items()
+                                   if name in ("given", "resume") or usual.get(name) != value})
+    launcher = detect().launcher
+    before = {"mpich": ["mpirun", "-n"], "openmpi": ["mpirun", "-n"], "slurm": ["srun", "-n"]}.get(launcher)
+    words = ["minidist", "train", *([] if before else ["-n", str(size)]), *as_arguments(others)]
+    return shlex.join([*before, str(size), *words] if before else words)
 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
@@ -62,6 +81,7 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
         "rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                   if axis == "dp" or trainer.mesh.shape[axis] > 1},
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
+        "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()}, "host": platform.node(),
         "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
         **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
 
@@ -106,7 +126,8 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if plan.local_steps is not None:
         return seldom_traffic.formula(trainer)
     if plan.composed:
-        return axis_traffic.formula(trainer, _data_formula(trainer, axis_traffic.collectives(trainer)), batch)
+        calls = axis_traffic.collectives(trainer, len(batch[0]))
+        return axis_traffic.formula(trainer, _data_formula(trainer, calls), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
     return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (
         {"plain": data["plain"]} if plan.compress != "none" else {})

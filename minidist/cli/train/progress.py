@@ -2,17 +2,17 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 from minidist.console import size_text
 from minidist.parallel.step.step import Batch
+from minidist.progress import LINES_EVERY, Bar, Lines, Progress
 
+HELD_OUT = "held-out text: batch"
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
@@ -21,6 +21,10 @@ class ProgressReport:
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
+
+    def input(self) -> AbstractContextManager[None]:
+        """In the block the training waits for its batch."""
+        return nullcontext()
 
     def line(self, text: str) -> None:
         """Show a line, once. Any thread may call it."""
@@ -33,54 +37,30 @@ class ProgressReport:
         yield from batches
 
 
-class Lines(ProgressReport):
-    """Prints a line for the first step, for the last, and at most one every `seconds` between."""
+class Shown(ProgressReport):
+    """Shows the steps on `steps_shown`, and then held-out text on what `for_batches` makes."""
 
-    def __init__(self, steps: int, print_line: Callable[[str], Any], *, seconds: float = 5.0) -> None:
-        self.steps, self.print_line, self.seconds = steps, print_line, seconds
-        self._last = float("-inf")
-
-    def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        if number == self.steps or time.monotonic() - self._last >= self.seconds:
-            self._last = time.monotonic()
-            self.print_line(f"step {number:>{len(str(self.steps))}} of {self.steps}  loss {loss:.4f}  "
-                            f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
-
-    def line(self, text: str) -> None:
-        self.print_line(text)
-
-    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        self._last = time.monotonic()
-        for number, batch in enumerate(batches):
-            if time.monotonic() - self._last >= self.seconds:
-                self._last = time.monotonic()
-                self.print_line(f"held-out text: batch {number:>{len(str(len(batches)))}} of {len(batches)}")
-            yield batch
-
-
-class Bar(ProgressReport):
-    """A progress bar that stays in its place on the screen; held-out text gets a second one, which goes when full."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            TextColumn("{task.fields[sent]} sent a rank"), TimeRemainingColumn(), console=console, refresh_per_second=5)
-        self.task = self.progress.add_task("", total=steps, loss=float("nan"), speed=0.0, sent="")
-        self.progress.start()
+    def __init__(self, steps: int, steps_shown: Progress, for_batches: Callable[[], Progress]) -> None:
+        self.steps, self._steps_shown, self._for_batches = steps, steps_shown, for_batches
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        self.progress.update(self.task, completed=number, loss=loss, speed=tokens_per_second,
-                             sent=size_text(sent_bytes))
+        self._steps_shown.at(number, self.steps, f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+                                                 f"{size_text(sent_bytes)} sent a rank")
 
     def line(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, soft_wrap=True)
+        self._steps_shown.keep(text)
 
     def close(self) -> None:
-        self.progress.stop()
+        self._steps_shown.close()
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        yield from track(batches, "held-out text", console=self.progress.console, transient=True)
+        shown = self._for_batches()
+        try:
+            for number, batch in enumerate(batches):
+                shown.at(number, len(batches))
+                yield batch
+        finally:
+            shown.close()
 
 
 def launcher_terminal() -> str | None:
@@ -115,5 +95,11 @@ def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressR
     if console.quiet:
         return ProgressReport()
     if on_terminal:
-        return Bar(steps, console)
-    return Lines(steps, lambda line: console.print(line, markup=False, soft_wrap=True))
+        return Shown(steps, Bar(console, noun="step", stays=True), lambda: Bar(console, noun=HELD_OUT))
+    return line_report(steps, lambda line: console.print(line, markup=False, soft_wrap=True))
+
+
+def line_report(steps: int, print_line: Callable[[str], Any], *, seconds: float = LINES_EVERY) -> ProgressReport:
+    """A line for the first step, for the last, and at most one every `seconds` between; so of held-out text."""
+    return Shown(steps, Lines(print_line, "step", seconds=seconds),
+                 lambda: Lines(print_line, HELD_OUT, seconds=seconds, ends=False))

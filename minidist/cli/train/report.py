@@ -44,6 +44,9 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
     console.print(f"{folder}/: metrics.json, metrics.jsonl (a line a step), trace.json (open at "
                   f"https://ui.perfetto.dev), {pictures}, model.safetensors", markup=False, soft_wrap=True)
+    if left_out := metrics["trace"]["left_out"]:
+        console.print(f"trace.json shows the begin and the end of the run: {metrics['trace']['spans']:,} spans, "
+                      f"{left_out:,} between them are left out", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
 
 
@@ -51,6 +54,7 @@ def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
     """Commands that write text and that go on from the checkpoints."""
     saved, quoted = metrics["checkpoint"], shlex.quote(str(folder))
     console.print(f"write text:  minidist sample {quoted} --prompt \"…\"", markup=False, soft_wrap=True)
+    console.print(f"see it all:  minidist report {quoted}  (one HTML page)", markup=False, soft_wrap=True)
     if saved is None:
         return
     if saved["folder"] is not None:
@@ -91,24 +95,34 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
 
 
 def _print_traffic(console: Console, metrics: Metrics) -> None:
-    """Bytes sent in a step beside the formula: by device or server, by axis, or by rank."""
+    """Bytes sent in a step beside the formula."""
+    tables, lines = traffic_tables(metrics)
+    for title, table in tables:
+        _rule(console, title)
+        console.print(table)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def traffic_tables(metrics: Metrics) -> tuple[list[tuple[str, Table]], list[str]]:
+    """Bytes sent in a step beside the formula, by device or server, by axis, or by rank: (title, table); and lines."""
+    lines = [compressed_traffic.saving(metrics)] if metrics["plan"]["compress"] != "none" else []
     if metrics["plan"]["strategy"] != "ddp":
-        _rule(console, "what each sent in a step, in bytes and messages, measured and by formula")
-        console.print(central_traffic.traffic_table(metrics))
-    elif "axes" in metrics["formula"]:
-        _rule(console, "what all ranks sent in a step along each axis, in bytes, measured and by formula")
-        console.print(axis_traffic.traffic_table(metrics))
-    elif metrics["plan"]["compress"] != "none":
-        _rule(console, "what each rank sent in a step, in bytes and messages, measured and by the scheme's formula")
-        console.print(compressed_traffic.traffic_table(metrics))
-    elif metrics["size"] > 1:
+        return [("what each sent in a step, in bytes and messages, measured and by formula",
+                 central_traffic.traffic_table(metrics))], lines
+    if "axes" in metrics["formula"]:
+        return [("what all ranks sent in a step along each axis, in bytes, measured and by formula",
+                 axis_traffic.traffic_table(metrics))], lines
+    if metrics["plan"]["compress"] != "none":
+        return [("what each rank sent in a step, in bytes and messages, measured and by the scheme's formula",
+                 compressed_traffic.traffic_table(metrics))], lines
+    if metrics["size"] > 1:
         what = "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
         if (every := metrics["plan"]["local_steps"]) is not None:
             what = f"outer gradients in {plural(every, 'step')}"
-        _rule(console, f"what each rank sent for {what}, in bytes and messages, measured and by formula")
-        console.print(traffic_table(metrics))
-    if metrics["plan"]["compress"] != "none":
-        console.print(compressed_traffic.saving(metrics), markup=False, soft_wrap=True)
+        return [(f"what each rank sent for {what}, in bytes and messages, measured and by formula",
+                 traffic_table(metrics))], lines
+    return [], lines
 
 
 def _print_memory(console: Console, metrics: Metrics) -> None:

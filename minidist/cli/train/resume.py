@@ -26,17 +26,17 @@ from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
 NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port", "out", "patience", "quiet", "ranks",
-              "resume", "verify", "why")
+              "resume", "verify", "watch", "why")
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
-               "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers")
+               "stages_per_rank", "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers")
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_bytes", "device", "graph", "threads",
               "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",
-              "activation_memory", "offload", "offload_dir", "device_memory", "compress", "data", "steps", "save_every",
-              "interruptions_per_day", "save_async", "keep", "resume", "out", "json", "quiet", "why", "metrics_port",
-              "watts")
+              "activation_memory", "offload", "offload_dir", "device_memory", "compress", "data", "validate", "steps",
+              "save_every", "interruptions_per_day", "save_async", "keep", "resume", "out", "json", "quiet", "why",
+              "metrics_port", "watch", "watts", "digest_every")
 
 
 @dataclass

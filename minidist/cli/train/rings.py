@@ -11,6 +11,7 @@ from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED
 from minidist.launch.flight import ring_file
+from minidist.observe.rank_steps import FOLDER as STEPS
 
 FOLDER = "flight"
 GOING = 5.0     # seconds: a job whose newest record is younger was going when it was told to stop
@@ -23,7 +24,8 @@ def keep_ring(run: Path, world: Group) -> None:
     A full disk is not told here, because the run's other files tell it.
     """
     try:
-        world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size)
+        world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size,
+                                    link=world.transport.inside)
     except ConfigError as error:
         with suppress(OSError):
             (run / FOLDER).rmdir()
@@ -32,12 +34,15 @@ def keep_ring(run: Path, world: Group) -> None:
 
 
 def drop_rings(run: Path, status: int) -> None:
-    """Remove the rings of a job that ended with `status`, if they tell nothing: bad input, or stopped as it went well.
+    """Remove the rings and records of steps of a job that ended with `status`, if they tell nothing.
+
+    That is after bad input, and of a job that was stopped while it went well.
 
     Those of a job that failed stay, and those of one that stood still until it was told to stop.
     """
     if status == BAD_INPUT or (status in STOPPED and _was_going(run / FOLDER)):
-        shutil.rmtree(run / FOLDER, ignore_errors=True)
+        for folder in (FOLDER, STEPS):
+            shutil.rmtree(run / folder, ignore_errors=True)
 
 
 def _was_going(folder: Path) -> bool:

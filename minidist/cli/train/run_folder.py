@@ -19,7 +19,7 @@ import minidist
 from minidist.cli.train.rings import BAD_INPUT, drop_rings
 from minidist.console import fail, write_json
 from minidist.errors import ConfigError
-from minidist.files import DISK_FAILED, scratch, sweep
+from minidist.files import DISK_FAILED, lock_holder, scratch, sweep
 from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
@@ -84,24 +84,15 @@ def claim(folder: Path) -> int | None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                process = holder(lock)
+                process = lock_holder(lock)
                 os.close(lock)
-                fail(f"--out {folder}: another run{process} writes there; wait for its end, or name another folder")
+                fail(f"--out {folder}: another run{f' (process {process})' if process else ''} writes there; wait for "
+                     "its end, or name another folder")
             except OSError:                                 # a file system without locks
                 pass
             if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
                 return lock
             os.close(lock)
-
-
-def holder(file: int) -> str:
-    """" (process 4711)", which has locked an open file, where the system tells; else nothing."""
-    state = os.fstat(file)
-    inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
-    with suppress(OSError):
-        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text())
-        return f" (process {found[1]})" if found and int(found[1]) else ""
-    return ""
 
 
 def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],
@@ -130,13 +121,19 @@ def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline
 
 
 def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:
-    """Write weights and the model's sizes in the format of safetensors. Raises: OSError."""
+    """Write weights and the model's sizes in the format of safetensors. Raises: OSError.
+
+    The file gets the mode that other new files get, which the library's have not.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
+        file.touch()
+        mode = file.stat().st_mode
         save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, file,
                   metadata={"config": json.dumps(config), "minidist": minidist.__version__})
+        file.chmod(mode)
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minidist.cli.train.rate import check_rate, lr_options, warmup_steps
 from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
 from minidist.comm.cost.bucket_size import best_bucket_bytes
 from minidist.comm.group import Group
@@ -16,15 +17,14 @@ from minidist.device.backend import dtype, module_for
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.observe.room import training_bytes
+from minidist.parallel.data.accumulation import passes_until
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
 from minidist.parallel.memory.activations import chosen, ways_of
 from minidist.parallel.memory.disk import writable
+from minidist.parallel.pipeline.schedules import UPDATING
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
 from minidist.survive.manifest import checkpoints
-
-VALIDATION_ROWS = 512
-"""The most sequences of held-out text for the validation loss."""
 
 MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "noise", "balance": "balance",
                    "balance_weight": "balance_weight", "bias_rate": "bias_rate", "shared_experts": "shared",
@@ -55,8 +55,8 @@ class Settings:
         return text.batch(self.text.train, step, batch=args.batch, context=args.context, seed=args.seed)
 
     def validation_batches(self) -> list[Batch]:
-        """Held-out text in order, in global batches."""
-        inputs, targets = (rows[:VALIDATION_ROWS] for rows in
+        """Held-out text in order, in global batches: at most --validate sequences."""
+        inputs, targets = (rows[:self.args.validate] for rows in
                            text.windows(self.text.validation, context=self.args.context))
         size = self.args.batch
         return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
@@ -109,8 +109,8 @@ class Settings:
         """Trainer's keyword arguments, but for the recorder."""
         args = self.args
         return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
-                "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
-                "device": args.device, "offload_dir": args.offload_dir}
+                "warmup": warmup_steps(args), "steps": args.steps, "lr_options": lr_options(args),
+                "clip": args.clip or None, "device": args.device, "offload_dir": args.offload_dir}
 
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,6 +144,10 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
+    check_rate(args)
+    if args.accumulate_tokens is not None:      # once: then a batch has as many
+        passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
+        args.batch, args.accumulate = args.batch * passes, args.accumulate * passes
     for option in ("accumulate", "microbatches"):
         if (getattr(args, option) or 1) > args.batch:
             fail(f"--{option} {getattr(args, option)}: a step has {plural(args.batch, 'sequence')}; choose at most so "
@@ -158,6 +162,12 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+    if args.schedule in UPDATING and args.verify:
+        fail(f"--verify: under --schedule {args.schedule} stages use older weights, which one process does not; leave "
+             f"out --verify, or choose 1f1b")
+    if args.schedule in UPDATING and args.clip:
+        fail(f"--schedule {args.schedule}: each stage updates by itself after each microbatch, and no rank knows the "
+             f"norm of all gradients; add --clip 0")
     if args.asynchronous and args.save_every:
         fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
              "--save-every")
@@ -174,6 +184,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
         fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
              "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
+    if args.watch and args.quiet:
+        fail("--watch: --quiet prints nothing; leave out one of the two")
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
@@ -188,8 +200,6 @@ def check_local_steps(args: argparse.Namespace) -> None:
     every, rest = args.local_steps, args.steps % args.local_steps
     if args.verify:
         fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
-    if args.elastic:
-        fail("--elastic: with --local-steps a lost rank takes weights of its own with it; leave out one of the two")
     if rest:
         ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
         fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "

@@ -76,7 +76,8 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
 
     try:
         for step in range(len(course.losses), args.steps):
-            batch = settings.training_batch(step)
+            with report.input():
+                batch = settings.training_batch(step)
             start = time.perf_counter()
             on_their_way.append((start_step(batch), start))
             read(leave=1)

@@ -48,13 +48,13 @@ class PendingCall(Pending, RunningCall):
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        if not self.call.ledger.watchers:
+        if self.finished.is_set() and not self.call.ledger.watchers:
             return self._wait()
         start = time.perf_counter()
         try:
             return self._wait()
         finally:
-            self.call.publish_wait(start)
+            self.call.wait_ended(start)
 
     def _wait(self) -> Any:
         with self:
@@ -77,8 +77,8 @@ class PendingMessage(Pending, RunningCall):
     """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
 
     def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
-                 deliver: Callable[[], Any], over: Callable[[bool], None]) -> None:
-        """`over(failed)` is called when wait() knows the outcome."""
+                 deliver: Callable[[], Any], over: Callable[[bool, float], None]) -> None:
+        """`over(failed, seconds of the wait)` is called when wait() knows the outcome."""
         self.signature, self.world_ranks = signature, world_ranks
         self.handles, self.deliver, self.over = handles, deliver, over
         self.result: Any = None
@@ -86,13 +86,14 @@ class PendingMessage(Pending, RunningCall):
 
     def wait(self) -> Any:
         if not self.delivered:
+            start = time.perf_counter()
             with self:
                 try:
                     for handle in self.handles:
                         handle.wait()
                     self.result, self.delivered = self.deliver(), True
                 finally:
-                    self.over(not self.delivered)
+                    self.over(not self.delivered, time.perf_counter() - start)
         return self.result
 
     def done(self) -> bool:
@@ -117,7 +118,7 @@ class CallWorker:
 
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
-        pending = PendingCall(call, self)
+        pending, call.started = PendingCall(call, self), True
         with self._lock:
             self.unfinished += 1
             self._queue.put(pending)

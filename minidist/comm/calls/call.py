@@ -22,7 +22,7 @@ from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
-from minidist.comm.handle import Handle, ReportedSend
+from minidist.comm.handle import Handle, NotedReceive, Reported
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block
@@ -59,7 +59,10 @@ class Call(RunningCall):
                 device      where this rank's arrays live; None until a message tells a rank that brought none
                 origin      where the array lives from which a block came; None while none has come
                 side        the stream on which the call is carried out on the GPU (device_lane.py), or None
+                started     whether the program goes on while a worker carries it out
     """
+
+    started = False
 
     def __init__(self, group: Members, verb: str, algorithm: str, work: Work, deliver: Deliver = _as_returned, *,
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
@@ -80,6 +83,8 @@ class Call(RunningCall):
         self._header = CallHeader(self.signature, group)
         self._meta = self._header.meta
         self._nbytes = self._messages = 0
+        self._sent_to: dict[int, int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
         self._asked = time.perf_counter() if self.ledger.watchers else 0.0
         self.side, self._done = side, None
         if side is not None:
@@ -99,8 +104,10 @@ class Call(RunningCall):
         super().__exit__()
         if raised and isinstance(raised[1], CommError):
             self._guard.failure = self._guard.failure or raised[1]
-        self.ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=bool(raised and raised[0]))
-        self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
+        self.ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=bool(raised and raised[0]),
+                                 blocking=not self.started)
+        self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase,
+                           self._sent_to)
         if self.ledger.subscribers and self._start:
             self._publish("call", self._start, {
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
@@ -111,10 +118,12 @@ class Call(RunningCall):
         return {"group": f"{self.signature.group:x}", "messages": self._messages,
                 "queued": self._start - self._asked} if self._asked else {}
 
-    def publish_wait(self, start: float) -> None:
-        """Tell watchers that the program has waited for this call since `start`."""
-        self._publish("wait", start, {"group": f"{self.signature.group:x}", "sequence": self.signature.sequence,
-                                      "where": call_site.caller(sys._getframe(1))})
+    def wait_ended(self, start: float) -> None:
+        """Record that the program has waited for the end of this call since `start`, and tell watchers."""
+        self.ledger.flight.stood(self._flight, time.perf_counter() - start)
+        if self.ledger.watchers:
+            self._publish("wait", start, {"group": f"{self.signature.group:x}", "sequence": self.signature.sequence,
+                                          "where": call_site.caller(sys._getframe(1))})
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
@@ -133,22 +142,31 @@ class Call(RunningCall):
         self.count(array.nbytes)
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         peer = self.world_ranks[dst]
+        self._sent_to[peer] = self._sent_to.get(peer, 0) + array.nbytes
         meta = self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu") if block else self._meta
+        if self.ledger.times is not None and not block:
+            self.ledger.times.sent(self.signature.group, peer, array.nbytes)
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         if not start:
             return handle
-        return ReportedSend(handle, lambda: self._publish("message", start, {
+        known = self._named("sent", dst)
+        return Reported(handle, lambda: self._publish("message", start, {
             "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "step": step, "chunk": chunk,
-            "label": "" if chunk is None else f"c{chunk}"}))
+            "label": "" if chunk is None else f"c{chunk}", **known}))
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         """Begin to receive from rank `src` into a contiguous array of the same length, or to `reduce` it there.
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
-        known, into = self._meta, into.reshape(-1)
+        known, told, times = self._meta, self.ledger.receivers and into is not _NOTHING, self.ledger.times
+        into = into.reshape(-1)
+        arrival = (None if times is None else
+                   times.posted(self.signature.group, self.world_ranks[src], into.nbytes))
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            if arrival is not None:
+                arrival.accepted()
             if not meta.startswith(known):
                 self._header.compare(meta, src)
             if nbytes != into.nbytes:
@@ -157,7 +175,23 @@ class Call(RunningCall):
                     f"from rank {self.world_ranks[src]}, which sent {nbytes}"))
             return into
 
-        return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
+        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
+        handle = handle if arrival is None else NotedReceive(handle, arrival.waited)
+        return self._told(handle, src, [into]) if told else handle
+
+    def _told(self, handle: Handle, src: int, into: Arrays) -> Handle:
+        """A receive that those who asked for receives are told of. Args: into: has the array once it is there."""
+        start, known = time.perf_counter(), self._named("received", src)
+        return Reported(handle, lambda: self._publish("receive", start, {
+            "src": self.world_ranks[src], "dst": self.world_ranks[self.rank],
+            "nbytes": sum(array.nbytes for array in into), **known}))
+
+    def _named(self, way: str, peer: int) -> dict[str, str]:
+        """What tells the next message to or from rank `peer` from others; nothing if nobody asks for receives."""
+        if not self.ledger.receivers:
+            return {}
+        number = self._numbers[way, peer] = self._numbers.get((way, peer), 0) + 1
+        return {"message": f"{self.signature.group:x}.{self.signature.sequence}.{number}"}
 
     @property
     def others(self) -> list[int]:
@@ -208,7 +242,8 @@ class Call(RunningCall):
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
 
-        return self._transport.start_recv(self.world_ranks[src], self._tag, accept), arrived
+        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept)
+        return self._told(handle, src, arrived) if self.ledger.receivers else handle, arrived
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:
         """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and return that."""

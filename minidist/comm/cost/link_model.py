@@ -24,6 +24,7 @@ from minidist.errors import ConfigError
 from minidist.files import whole
 
 FORMAT = 1
+WORST_MISFIT = 0.5         # of an entry of a profile that nothing is said of
 NETWORK = "network"
 """The link class of a group whose ranks are on several hosts, whatever the transport is called."""
 
@@ -100,6 +101,12 @@ class Profile:
         if fewer:
             return max(fewer, key=lambda cost: cost.ranks)
         return min(measured, key=lambda cost: cost.ranks, default=None)
+
+    def misses(self) -> list[str]:
+        """In words, each entry that misses a measured time by more than half of it."""
+        links = [(f"{cost.link} among {cost.ranks} ranks", cost.misfit) for cost in self.links]
+        computation = [(f"computation of {cost.ranks} at once", cost.misfit) for cost in self.computation]
+        return [f"{what} by {misfit:.0%}" for what, misfit in links + computation if misfit > WORST_MISFIT]
 
     def beside(self, path: Path) -> "Profile":
         """This profile, and what the one in `path` has of other links or rank counts; if it is of the same machine."""

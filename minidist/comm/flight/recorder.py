@@ -14,7 +14,6 @@ resumed, may have it mapped. So a path holds the ring of the newest rank of that
 Cost: about 4 µs a call, and no memory but the ring.
 """
 
-import errno
 import itertools
 import mmap
 import os
@@ -50,8 +49,11 @@ from minidist.comm.flight.slots import (
     RING_BYTES,
     STATE,
     STATE_AT,
+    STATE_OF_STEP,
     STATES,
     STEP,
+    STOOD,
+    STOOD_AT,
     TEXTS,
     TIME,
     WAIT,
@@ -60,6 +62,7 @@ from minidist.comm.flight.slots import (
     place,
 )
 from minidist.errors import ConfigError
+from minidist.files import reserve
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
 """Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
@@ -78,7 +81,7 @@ class FlightRecorder:
         self.step: int | None = None
         self.path: Path | None = None
         self.pid = os.getpid()
-        self._size, self._kept = 0, 0.0
+        self._size, self._link, self._kept = 0, "", 0.0
         self._ring: mmap.mmap | None = None
         self._numbers = itertools.count(1)
         self._groups: dict[int, tuple[str, list[int]]] = {}
@@ -108,17 +111,37 @@ class FlightRecorder:
         """The call sets out: in its caller's thread, or in the group's worker when its turn has come."""
         self._change(number, BEGUN, BEGUN_AT, TIME.pack(time.perf_counter()))
 
-    def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False) -> None:
-        """The call, message or wait is over; this rank has sent so many bytes in so many messages."""
-        ring, at = self._open(), place(number)
+    def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False,
+              blocking: bool = False, stood: float = 0.0) -> None:
+        """The call, message or wait is over; this rank has sent so many bytes in so many messages.
+
+        Args:    blocking: the program stood still from its begin on; else for the last `stood` seconds.
+        """
+        ring, at, now = self._open(), place(number), time.perf_counter()
         sequence = NUMBER.unpack_from(ring, at + ENDED_AT + 8)[0]
+        if blocking:
+            stood = now - TIME.unpack_from(ring, at + BEGUN_AT)[0]
         self._change(number, FAILED if failed else ENDED, ENDED_AT,
-                     OUTCOME.pack(time.perf_counter(), sequence, nbytes, messages))
+                     OUTCOME.pack(now, sequence, nbytes, messages, stood))
+
+    def stood(self, number: int, seconds: float) -> None:
+        """The program has waited so long for the end of a started call, which is over."""
+        ring, at = self._open(), place(number)
+        if NUMBER.unpack_from(ring, at)[0] == number:
+            STOOD.pack_into(ring, at + STOOD_AT, seconds)
 
     def start_step(self, step: int | None) -> None:
         """The program begins a training step."""
         self.step = step
         self._write(STEP, ENDED, b"", 0)
+
+    def state(self, memory: Sequence[int], peak: Sequence[int], limit: int | None, joules: float, source: str) -> None:
+        """What the rank holds after a step, and has spent.
+
+        Args:    memory: bytes of each of account.CATEGORIES; peak: the most so far, of each and of all together;
+                 limit: of all together; joules: so far, by `source`.
+        """
+        self._write(STATE_OF_STEP, ENDED, msgpack.packb([list(memory), list(peak), limit, joules, source[:12]]), 0)
 
     def waiting(self, what: str, world_ranks: Sequence[int], seconds: float = 0.0, *, group: int = 0,
                 sequence: int = 0) -> int:
@@ -141,7 +164,8 @@ class FlightRecorder:
         at = place(number)
         step = NO_STEP if self.step is None else self.step
         record = MOVING.pack(0, STATES.index(state), KINDS.index(kind), len(texts), step, now,
-                             0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, sequence, 0, 0)
+                             0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, sequence, 0, 0,
+                             0.0)
         ring[at:at + len(record) + len(texts)] = record + texts
         NUMBER.pack_into(ring, at, number)
         return number
@@ -155,8 +179,10 @@ class FlightRecorder:
 
     # -------------------------------------------------------------------------------------------------------- where
 
-    def keep_in(self, path: str | Path, *, size: int = 0) -> None:
-        """Move the ring into a file, in whose folder it stays when this process is gone; `size`: ranks of the job.
+    def keep_in(self, path: str | Path, *, size: int = 0, link: str = "") -> None:
+        """Move the ring into a file, in whose folder it stays when this process is gone.
+
+        Args:    size: ranks of the job; link: the link class between ranks of one host, as "shm".
 
         Raises:  ConfigError if the file cannot be made, or its disk is full.
         """
@@ -165,7 +191,7 @@ class FlightRecorder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(draft, "w+b") as file:
-                _allocate(file.fileno())
+                reserve(file.fileno(), 0, RING_BYTES)   # a write to a map beyond a full disk would kill the rank
                 ring = mmap.mmap(file.fileno(), RING_BYTES)
             ring[:] = before[:]
             draft.replace(path)
@@ -174,7 +200,7 @@ class FlightRecorder:
                 draft.unlink()
             raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; "
                               f"give a folder that can be written") from error
-        self._ring, self.path, self._size, self._kept = ring, path, size, time.time()
+        self._ring, self.path, self._size, self._link, self._kept = ring, path, size, link, time.time()
         self._write_header()
 
     def entries(self) -> list[Entry]:
@@ -194,7 +220,8 @@ class FlightRecorder:
 
     def _header(self) -> dict[str, Any]:
         return {"rank": self.world_rank, "pid": self.pid, "host": platform.node(), "size": self._size,
-                "kept": self._kept, "clock": time.time() - time.perf_counter(), "groups": self._groups}
+                "link": self._link, "kept": self._kept, "clock": time.time() - time.perf_counter(),
+                "groups": self._groups}
 
     def _write_header(self) -> None:
         ring, header = self._open(), self._header()
@@ -202,16 +229,6 @@ class FlightRecorder:
         if len(packed) > HEADER_BYTES - len(MAGIC) - 4:         # thousands of groups: their ranks are left out
             packed = msgpack.packb({**header, "groups": {}})
         ring[:len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
-
-
-def _allocate(file: int) -> None:
-    """Room for the ring: a write to a map beyond a full disk would kill the rank (SIGBUS)."""
-    try:
-        os.posix_fallocate(file, 0, RING_BYTES)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):     # a file system that does not know it
-            raise
-        os.pwrite(file, bytes(RING_BYTES), 0)
 
 
 def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:

@@ -21,18 +21,20 @@ HEADER_BYTES = 64 << 10
 SLOT_BYTES = 240
 SLOTS = (RING_BYTES - HEADER_BYTES) // SLOT_BYTES
 
-CALL, MESSAGE, STEP, WAIT, END = KINDS = ("call", "message", "step", "wait", "end")
+CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = ("call", "message", "step", "wait", "end", "state")
 MADE, BEGUN, ENDED, FAILED = STATES = ("made", "begun", "ended", "failed")
 FIELDS = {CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "where"),
           MESSAGE: ("group", "verb", "dst", "src", "dtype", "shape", "where"),
-          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why",)}
+          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why",),
+          STATE_OF_STEP: ("memory", "peak", "limit", "joules", "source")}
 
-MAGIC = b"mdflight"
-MOVING = struct.Struct("<QBBHidddQQI")      # number, state, kind, length of the texts, step, made, begun, ended (s),
-TEXTS = SLOT_BYTES - MOVING.size            # sequence, bytes, messages
+MAGIC = b"mdflght2"
+MOVING = struct.Struct("<QBBHidddQQIf")     # number, state, kind, length of the texts, step, made, begun, ended (s),
+TEXTS = SLOT_BYTES - MOVING.size            # sequence, bytes, messages, stood (s)
 NUMBER, STATE, TIME = struct.Struct("<Q"), struct.Struct("<B"), struct.Struct("<d")
-OUTCOME = struct.Struct("<dQQI")            # ended, sequence, bytes, messages
-STATE_AT, BEGUN_AT, ENDED_AT = 8, 24, 32
+OUTCOME = struct.Struct("<dQQIf")           # ended, sequence, bytes, messages, stood
+STOOD = struct.Struct("<f")
+STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 24, 32, 60
 NO_STEP = -1
 
 Entry = dict[str, Any]
@@ -46,21 +48,34 @@ def place(number: int) -> int:
 def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
     """What a rank has left in a file: (header, entries), entries oldest first.
 
-    header   rank, pid, host, size of the world (0: unknown), kept (the time of day when it moved into its file),
-             clock (seconds to add to an entry's times for the time of day), groups {id: [axis, world ranks]}
+    header   rank, pid, host, size of the world (0: unknown), link (the link class inside a host; "": unknown), kept
+             (the time of day when it moved into its file), clock (seconds to add to an entry's times for the time of
+             day), groups {id: [axis, world ranks]}
     entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not yet), and the
-             FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes and messages.
+             FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes, messages and
+             stood: the last seconds before it ended in which the program did nothing but wait for its end
     Raises:  ConfigError if there is no such file, or it is no ring.
     """
     ring, later = _read_twice(Path(path))
-    length = int.from_bytes(ring[len(MAGIC):len(MAGIC) + 4], "little")
-    if ring[:len(MAGIC)] != MAGIC or len(ring) != RING_BYTES or length > HEADER_BYTES:
+    header = header_of(ring)
+    if header is None or len(ring) != RING_BYTES:
         raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
                           f"give a file that FlightRecorder.keep_in has made")
-    start = len(MAGIC) + 4
     entries = [entry for entry in entries_of(ring)
                if NUMBER.unpack_from(later, place(entry["number"]))[0] == entry["number"]]
-    return msgpack.unpackb(ring[start:start + length], strict_map_key=False), entries
+    return header, entries
+
+
+def header_of(ring: bytes) -> dict[str, Any] | None:
+    """The header at a ring's begin; None if it is no ring's, or is being written."""
+    start = len(MAGIC) + 4
+    length = int.from_bytes(ring[len(MAGIC):start], "little")
+    if ring[:len(MAGIC)] != MAGIC or length > HEADER_BYTES:
+        return None
+    try:
+        return dict(msgpack.unpackb(ring[start:start + length], strict_map_key=False))
+    except ValueError:
+        return None
 
 
 def _read_twice(path: Path) -> tuple[bytes, bytes]:
@@ -84,12 +99,12 @@ def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
 def entries_of(ring: bytes) -> list[Entry]:
     """The records of a ring, oldest first."""
     slots = range(HEADER_BYTES, HEADER_BYTES + SLOTS * SLOT_BYTES, SLOT_BYTES)
-    return sorted(filter(None, (_entry(ring, at) for at in slots)), key=lambda entry: entry["number"])
+    return sorted(filter(None, (entry_at(ring, at) for at in slots)), key=lambda entry: entry["number"])
 
 
-def _entry(ring: bytes, at: int) -> Entry | None:
-    """The record of a slot; None for one that is empty, or torn."""
-    number, state, kind, length, step, made, begun, ended, sequence, nbytes, messages = MOVING.unpack_from(ring, at)
+def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
+    """The record of the slot that begins at `at`; None for one that is empty, or torn."""
+    number, state, kind, length, step, made, begun, ended, *counted = MOVING.unpack_from(ring, at)
     if not number:
         return None
     entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
@@ -99,7 +114,7 @@ def _entry(ring: bytes, at: int) -> Entry | None:
     except ValueError:      # overwritten while it was read
         return None
     if KINDS[kind] in (CALL, MESSAGE):
-        entry |= {"nbytes": nbytes, "messages": messages}
+        entry |= dict(zip(("nbytes", "messages", "stood"), counted[1:], strict=True))
     if KINDS[kind] in (CALL, MESSAGE, WAIT):
-        entry["sequence"] = sequence
+        entry["sequence"] = counted[0]
     return {**entry, **dict(zip(FIELDS[KINDS[kind]], texts, strict=False))}

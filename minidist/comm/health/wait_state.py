@@ -37,6 +37,8 @@ class _ThreadCalls(threading.local):
     """The calls that a thread is in, outermost first."""
 
     calls: "tuple[RunningCall, ...]" = ()
+    began = 0.0, 0.0        # the outermost call: the time, and the thread's processor seconds
+    spent = 0.0, 0.0        # in calls so far: seconds, and processor seconds
 
 
 _here = _ThreadCalls()
@@ -53,10 +55,20 @@ class RunningCall:
     world_ranks: tuple[int, ...]
 
     def __enter__(self) -> None:
+        if not _here.calls:
+            _here.began = time.perf_counter(), time.thread_time()
         _here.calls += (self,)
 
     def __exit__(self, *_: object) -> None:
         _here.calls = _here.calls[:-1]
+        if not _here.calls:
+            (began, busy), (spent, worked) = _here.began, _here.spent
+            _here.spent = spent + time.perf_counter() - began, worked + time.thread_time() - busy
+
+
+def spent_in_calls() -> tuple[float, float]:
+    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for calls, so far."""
+    return _here.spent
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """All rules, in the order in which their findings count: what a lost rank explains is not told twice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE
 from minidist.observe.diagnose.fault import Fault, ranks_text, span
 from minidist.observe.diagnose.flights import RUNS, RankFlight
 from minidist.observe.diagnose.hangs import STUCK, hangs
+from minidist.observe.diagnose.laggards import laggards
 from minidist.observe.diagnose.lost_ranks import (
     broken_links,
     failed_by_itself,
@@ -15,7 +16,11 @@ from minidist.observe.diagnose.lost_ranks import (
     stopped,
 )
 from minidist.observe.diagnose.mismatches import mismatches
+from minidist.observe.diagnose.numbers import leaks, wrong_numbers
 from minidist.observe.diagnose.slow import skewed, slow
+from minidist.observe.diagnose.slow_links import slow_links
+from minidist.observe.diagnose.step_table import StepTable
+from minidist.observe.rank_steps import RankSteps
 
 
 @dataclass(frozen=True)
@@ -30,17 +35,23 @@ class Diagnosis:
     summary: str
 
 
-def diagnose(flights: Sequence[RankFlight], *, stuck: float = STUCK) -> Diagnosis:
+def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | None = None, *,
+             stuck: float = STUCK) -> Diagnosis:
     """Find what is wrong with a job.
 
-    Args:    flights: of its ranks (read_flights). stuck: seconds after which an open call of a job that runs is a hang.
+    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps), if there are some.
+             stuck: seconds after which an open call of a job that runs is a hang.
     Returns: the findings of the first rule that finds something, in the order: an exception, calls that do not fit, a
-             stopped or killed rank, a broken link, a hang, a slow rank. Beside them, always: clocks that differ, ranks
+             stopped or killed rank, a broken link, a hang; a rank that makes the others wait and why, a slow link, a
+             slow rank. Before them numbers that are wrong; beside them, always: a leak, clocks that differ, ranks
              without a recorder.
     """
-    main = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
-        broken_links(flights) or hangs(flights, stuck) or slow(flights)
-    return Diagnosis([*main, *skewed(flights), *missing(flights)], summary(flights))
+    table = StepTable(steps or {})
+    broken = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
+        broken_links(flights) or hangs(flights, stuck)
+    numbers, grown = wrong_numbers(table), leaks(table)
+    late = [] if broken else laggards(table) or slow_links(table) or ([] if numbers or grown else slow(flights))
+    return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], summary(flights))
 
 
 def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:

@@ -73,8 +73,8 @@ class AsyncLocalSteps(ParameterServer):
         Returns: the mean loss of the worker's own rows; a server's first call serves until all workers have finished.
         Raises:  ConfigError after `finish`; PeerLostError naming the server that was lost.
         """
-        if self._service is not None:
-            self._service.serve(self.outer)
+        if self.service is not None:
+            self.service.serve(self.outer)
             return float("nan")
         if self._finished:
             raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
@@ -86,10 +86,15 @@ class AsyncLocalSteps(ParameterServer):
             own = [vector for shard in self.shards for vector in shard.weights]
             gradients = [vector for shard in self.shards for vector in shard.gradients]
             _outer_gradients(gradients, self.pulled, own, part.targets.size / batch[1].size)
-            self._push_and_pull([float(self._steps), float("nan"), 1.0])
-            self._steps += 1
-            _write(self.pulled, own)
+            self.pushes += 1
+            self._push_and_pull([self.pushes - 1.0, float("nan"), 1.0])
+            self.note_pulled()
         return mean
+
+
+    def note_pulled(self) -> None:
+        """The weights are those that were just pulled: a round begins."""
+        _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
 
 
 def _outer_gradients(out: Sequence[Array], pulled: Sequence[Array], own: Sequence[Array], share: float) -> None:

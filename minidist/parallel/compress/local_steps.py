@@ -27,14 +27,15 @@ Cost, H steps, ring all-reduce, ranks together: 2(P-1) × wΨ bytes, where DDP s
 rank, under `control`: its loss. It travels behind the next step, and no rank waits for it before the loss is read.
 
 The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the last meeting are not
-in them. A rank's own weights and inner state belong to that rank: a checkpoint has them all, and only as many ranks can
-go on from it.
+in them. A rank's own weights and inner state belong to that rank, and a checkpoint has them all. If another number of
+ranks goes on from it, rank r takes those of rank r mod P.
 
 notes:   N2 §11.2, §11.4, N3 §3.2
 Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023, "DiLoCo: Distributed
          Low-Communication Training of Language Models" (2311.08105).
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,8 +88,12 @@ def plain_diloco(model: GPT, inner: Optimizer, group: Group, batches: Iterable[B
 # steps; async_local_steps.py does without meetings.
 
 
+RECENT = 4
+"""Steps whose loss a rank remembers: more than any rank is ahead of one whose loss it waits for."""
+
+
 class GatheredLoss(LateLoss):
-    """The loss of a step, whose shares the ranks have sent each other. Args: pending: an all-gather of float64."""
+    """The loss of a step, whose shares the ranks send each other. Args: pending: an all-gather of float64."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -111,10 +116,13 @@ class LocalSteps(Strategy):
              loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
     Attributes: parameters: what the inner optimizer is made of: this rank's weights; steps: made so far.
                 own, common: this rank's weights and those of all; fragments: their parts; outer: the outer optimizer.
+                met, merged: how many outer steps were taken, and mixed into this rank's weights, of all fragments.
+                rows: of the last batch; recent: (step, loss share, share of the rows) of this rank's last steps.
     Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start equal.
     """
 
     scheme: Scheme
+    delay, mix = 0, 0.0         # of streaming.py
 
     def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"],
                  scheme: Scheme | None = None, loss: Loss | None = None, recorder: Recorder | None = None,
@@ -135,6 +143,8 @@ class LocalSteps(Strategy):
         self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
         self.scheme.attach([fragment.run for fragment in self.fragments])
         self.scalars = group.split(0, axis=group.axis)      # losses do not queue behind outer gradients
+        self.met = self.merged = self.rows = 0
+        self.recent = deque[tuple[int, float, float]](maxlen=RECENT)
         self.diverged = self
 
     # ------------------------------------------------------------------------------------------------------ a step
@@ -154,9 +164,10 @@ class LocalSteps(Strategy):
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
         share = part.targets.size / batch[1].size
+        self.steps, self.rows = self.steps + 1, len(batch[0])
+        self.recent.append((self.steps, mean * share, share))
         with self.group.ledger.control():
             pending = self.scalars.start_all_gather(np.array([mean * share]), algorithm="ring")
-        self.steps += 1
         self._meet(share)
         return GatheredLoss(pending)
 
@@ -186,6 +197,7 @@ class LocalSteps(Strategy):
             with self.recorder.span("outer step"):
                 self.outer.step()           # of the one fragment that has a gradient
             fragment.grad = None
+            self.met += 1
 
     def _merge(self, fragment: Fragment, mix: float = 0.0) -> None:
         """own = mix · own + (1 - mix) · common."""
@@ -195,6 +207,7 @@ class LocalSteps(Strategy):
             fragment.own += (1 - mix) * fragment.data
         else:
             fragment.own[...] = fragment.data
+        self.merged += 1
 
     # --------------------------------------------------------------------------------------- the common weights
 
@@ -241,7 +254,15 @@ class LocalSteps(Strategy):
         """How often each fragment has set out in the steps after step `first` up to step `last`."""
         return [last // self.every - first // self.every]
 
+    def due(self, step: int) -> tuple[int, int]:
+        """(how many outer gradients set out, how many outer steps are mixed in) in steps 1 to `step`, on each rank."""
+        return sum(self.sends(0, step)), sum(self.sends(0, max(0, step - self.delay)))
+
     # --------------------------------------------------------------------------------------- state, for checkpoints
+
+    def begin_at(self, steps: int) -> None:
+        """The weights and the state are those after so many steps, as a checkpoint has them."""
+        self.steps, (self.met, self.merged) = steps, self.due(steps)
 
     @property
     def rank(self) -> int:

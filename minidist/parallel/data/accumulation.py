@@ -53,6 +53,11 @@ def plain_accumulation(model: GPT, optimizer: Optimizer, group: Group, batches: 
 # pass gradients are reduced, and starts that while the pass still computes.
 
 
+def passes_until(tokens: int, *, sequences: int, length: int) -> int:
+    """How many passes of so many sequences of so many tokens make at least `tokens`; at least one."""
+    return max(1, -(-tokens // (sequences * length)))
+
+
 def elements_sent(parameters: int, *, ranks: int, zero: int = 0, accumulate: int = 1, root: int = 0,
                   free_after_forward: bool = True) -> int:
     """Elements that all ranks together send in a step for gradients and weights, scalars apart.

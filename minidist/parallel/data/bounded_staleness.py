@@ -17,7 +17,7 @@ Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous P
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -33,6 +33,10 @@ from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Loss, loss_of, part_of, zero_unused
 
+NOBODY, PAUSE = -1.0, -2.0
+"""Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on with other ranks.
+"""
+
 
 class Update(NamedTuple):
     """One update of a server, in its record.
@@ -46,6 +50,15 @@ class Update(NamedTuple):
     step: int
     versions: tuple[int, ...]
     lr: float
+
+
+class ShardState(NamedTuple):
+    """A server's keys and its optimizer's state at one of its versions; copies, in the order of its pieces."""
+
+    version: int
+    weights: list[Array]
+    state: list[Array]
+    counts: list[int]       # updates of each piece
 
 
 class Clocks:
@@ -107,6 +120,9 @@ class Service:
     Args:       shard: its keys; pieces: what its optimizer is made of; staleness: of Clocks.
     Attributes: record  its updates, in their order
                 lost    workers that are lost, by number, and how
+                paused  workers that leave before their last step, because the ranks of the job change
+                base    updates made before those of the record
+                copies  after how many updates the state goes to the worker that made the last; None: never
     """
 
     def __init__(self, group: Group, workers: int, shard: Shard, pieces: Sequence[Piece], *, staleness: int | None,
@@ -115,11 +131,23 @@ class Service:
         self.record: list[Update] = []
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
+        self.paused: set[int] = set()
+        self.base, self.copies, self._copied = 0, cast(int | None, None), -1
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
+    @property
+    def version(self) -> int:
+        """How many updates the weights have had."""
+        return self.base + len(self.record)
+
+    def begin_at(self, version: int, record: list[Update] | None) -> None:
+        """The weights have had so many updates: those of `record`, if this process has it, and others before it."""
+        self.record = record or []
+        self.base = version - len(self.record)
+
     def serve(self, optimizer: Optimizer) -> None:
-        """Return when every worker has finished or is lost.
+        """Return when every worker has finished, has paused, or is lost.
 
         Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every worker is lost.
         """
@@ -160,7 +188,11 @@ class Service:
         room = self.rooms[worker]
         with self.group.ledger.control():
             step, lr, scale, *versions = self.group.recv(worker).tolist()
-        comes_again = bool(step >= 0)
+        comes_again, copy = bool(step >= 0), list[Array]()
+        if step == PAUSE:
+            self.paused.add(worker)
+            self.clocks.leave(worker)
+            return False
         if comes_again:
             for vector in room:
                 self.group.recv(worker, out=vector)
@@ -172,22 +204,41 @@ class Service:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
         with self.clocks.lock:
-            header = [len(self.record), *([] if comes_again else self.lost)]
+            header = [self.version, *([] if comes_again else [*self.lost, *([PAUSE] if self.paused else [])])]
             for vector, weights in zip(room, self.shard.weights, strict=True):
                 vector[...] = weights           # others may update while this is on its way
+            if comes_again and self.copies is not None:
+                copy = self._due_copy(optimizer)
+                header.append(len(copy))
         with self.group.ledger.control():
             self.group.send(np.array(header, np.float64), worker)
         for vector in room:
             self.group.send(vector, worker)
+        with self.group.ledger.during("peer copies"):
+            for array in copy:
+                self.group.send(array, worker)
         return comes_again
+
+    def _due_copy(self, optimizer: Optimizer) -> list[Array]:
+        """If it is time: how often each piece was updated, then copies of the optimizer's state. Under the lock."""
+        assert self.copies is not None
+        if self._copied >= 0 and self.version < self._copied + self.copies:
+            return []
+        self._copied = self.version
+        return [np.array([slot.steps for slot in optimizer.slots]), *copies_of(state_of(optimizer))]
 
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
         """One update by one worker's gradient, which lies in its room. Under the lock."""
         own = update.versions[self.group.rank - self.workers]
         self.shard.point(self.pieces, self.rooms[update.worker])
-        with self.recorder.span("update", worker=update.worker, clock=update.step, stale=len(self.record) - own):
+        with self.recorder.span("update", worker=update.worker, clock=update.step, stale=self.version - own):
             optimizer.step(None if np.isnan(update.lr) else update.lr, scale)
         self.record.append(update)
+
+
+def state_of(optimizer: Optimizer) -> list[Array]:
+    """The optimizer's arrays, tensor by tensor."""
+    return [array for slot in optimizer.slots for array in slot.state.values()]
 
 
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
@@ -208,8 +259,8 @@ def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[
     loss, shards = loss or loss_of(model), [Shard(keys) for keys in key_shards(model, len(records))]
     pieces = [shard.pieces() for shard in shards]
     optimizers = [make_optimizer(of_server) for of_server in pieces]
-    kept = [[_copies(shard.weights)] for shard in shards]       # of each server, every version of its weights
-    gradients: dict[tuple[int, int], tuple[list[list[Array]], float]] = {}
+    kept = [[copies_of(shard.weights)] for shard in shards]       # of each server, every version of its weights
+    gradients: dict[tuple[int, int, tuple[int, ...]], tuple[list[list[Array]], float]] = {}
 
     def gradient(update: Update) -> tuple[list[list[Array]], float]:
         """A worker's gradient by server, and what it is scaled by."""
@@ -220,16 +271,16 @@ def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[
         if len(part.inputs):
             loss(part, part.targets.size).backward()
         scale = own_scale([key for shard in shards for key in shard.keys], clip)
-        return [_copies(shard.gradients) for shard in shards], scale
+        return [copies_of(shard.gradients) for shard in shards], scale
 
     for server, update in _in_order(records):
-        if update[:2] not in gradients:
-            gradients[update[:2]] = gradient(update)
-        by_server, scale = gradients[update[:2]]
+        if update[:3] not in gradients:
+            gradients[update[:3]] = gradient(update)
+        by_server, scale = gradients[update[:3]]
         _restore(shards[server].weights, kept[server][-1])
         shards[server].point(pieces[server], by_server[server])
         optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
-        kept[server].append(_copies(shards[server].weights))
+        kept[server].append(copies_of(shards[server].weights))
     for shard, versions in zip(shards, kept, strict=True):
         _restore(shard.weights, versions[-1])
 
@@ -254,7 +305,7 @@ def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
     return 1.0 if clip is None else clip_scale(global_norm(key.grad for key in keys), clip)
 
 
-def _copies(vectors: Sequence[Array]) -> list[Array]:
+def copies_of(vectors: Sequence[Array]) -> list[Array]:
     return [vector.copy() for vector in vectors]
 
 

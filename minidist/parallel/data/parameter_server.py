@@ -32,6 +32,7 @@ Synchronous: the servers wait for all workers, and the step is that of one proce
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
 (data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
+In an elastic job workers may pause and go on later, and servers send copies of their state (survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
@@ -48,7 +49,16 @@ from minidist.device.backend import array_module
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.data.bounded_staleness import Service, Update, key_shards, own_scale
+from minidist.parallel.data.bounded_staleness import (
+    NOBODY,
+    PAUSE,
+    Service,
+    ShardState,
+    Update,
+    copies_of,
+    key_shards,
+    own_scale,
+)
 from minidist.parallel.data.server_keys import Shard
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
@@ -84,10 +94,6 @@ def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, s
 # `ParameterServer` below adds several servers, which divide the parameters (keys) between them, because the link of one
 # server carries the gradients of all workers; messages of many keys; and steps in which no worker waits for the
 # slowest (asynchronous updates, with a bound on how far one may be ahead).
-
-NOBODY = -1.0
-"""The step that a worker names in its last push: it has done all of them."""
-
 
 class ParameterServer(Strategy):
     """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call `step` in a loop.
@@ -128,12 +134,12 @@ class ParameterServer(Strategy):
             nothing = [(key, key.data.reshape(-1)[:0]) for keys in shards for key in keys]
             self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
-        self._service = None if not (self.serves and asynchronous) else Service(
+        self.service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
-        self.record: list[Update] = [] if self._service is None else self._service.record
-        self.lost: dict[int, PeerLostError] = {} if self._service is None else self._service.lost
-        self._versions, self._steps, self._finished = [0] * servers, 0, False
+        self.lost: dict[int, PeerLostError] = {} if self.service is None else self.service.lost
+        self.versions, self.pushes, self._finished = [0] * servers, 0, False
         self._gone: set[int] = set()
+        self.copies, self._paused = dict[int, ShardState](), False
         if asynchronous and not self.serves:
             group.expendable()
         with self._naming_servers():                # one may be lost when others have left it
@@ -143,6 +149,15 @@ class ParameterServer(Strategy):
     def gone(self) -> set[int]:
         """Ranks of the group that were lost; workers know it when they have finished."""
         return set(self.lost) if self.serves else self._gone
+
+    @property
+    def record(self) -> list[Update]:
+        """A server's updates."""
+        return [] if self.service is None else self.service.record
+
+    @property
+    def paused(self) -> bool:
+        return self._paused if self.service is None else bool(self.service.paused)
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """The sum of the part's losses over `divisor`; None without a row."""
@@ -208,8 +223,8 @@ class ParameterServer(Strategy):
                  own part; a server's first call serves until all workers have finished, its later ones do nothing.
         Raises:  PeerLostError naming the server that was lost.
         """
-        if self._service is not None:
-            self._service.serve(optimizer)
+        if self.service is not None:
+            self.service.serve(optimizer)
             return float("nan")
         if self._finished:
             raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
@@ -217,8 +232,8 @@ class ParameterServer(Strategy):
         if self.asynchronous:
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
-            self._push_and_pull([float(self._steps), float("nan") if lr is None else lr, scale])
-            self._steps += 1
+            self.pushes += 1
+            self._push_and_pull([self.pushes - 1.0, float("nan") if lr is None else lr, scale])
             return loss
         share = 0.0
         if self.serves:
@@ -243,6 +258,13 @@ class ParameterServer(Strategy):
             self._finished = True
             self._push_and_pull([NOBODY, float("nan"), 1.0])
         return self.gone
+
+    def pause(self) -> None:
+        """Between two steps, of an asynchronous worker: leave, because the ranks of the job change."""
+        self._paused = True
+        with self._naming_servers(), self.group.ledger.control():
+            for server in range(self.servers):
+                self.group.send(np.array([PAUSE, float("nan"), 1.0, *self.versions]), self.workers + server)
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The workers divide the rows: the ranks that are left, but for the last, the servers."""
@@ -276,14 +298,26 @@ class ParameterServer(Strategy):
         ledger, ranks = self.group.ledger, [self.workers + server for server in range(self.servers)]
         with self._naming_servers(), ledger.control():
             for rank in ranks:
-                self.group.send(np.array([*header, *self._versions]), rank)
+                self.group.send(np.array([*header, *self.versions]), rank)
         if header[0] != NOBODY:
             self.push()
         with self._naming_servers(), ledger.control():
             answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
-        self._versions = [version for version, *_ in answers]
-        self._gone = {worker for _, *lost in answers for worker in lost}
+        self.versions = [version for version, *_ in answers]
         self.pull()
+        if header[0] == NOBODY:
+            self._gone = {worker for _, *lost in answers for worker in lost}
+            self._paused = PAUSE in self._gone
+            return
+        for server, (version, *arrays) in enumerate(answers):
+            if any(arrays):
+                self._take_copy(server, version, *arrays)
+
+    def _take_copy(self, server: int, version: int, arrays: int) -> None:
+        """A server's state, behind the weights of that version: so many arrays, the first the numbers of updates."""
+        with self._naming_servers(), self.group.ledger.during("peer copies"):
+            counts, *state = [self.group.recv(self.workers + server) for _ in range(arrays)]
+        self.copies[server] = ShardState(version, copies_of(self.shards[server].weights), state, counts.tolist())
 
     @contextmanager
     def _naming_servers(self) -> Iterator[None]:

@@ -28,13 +28,14 @@ from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
 from minidist.nn import DropoutKey, GPTConfig
-from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
+from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
 from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.option_checks import check_clip
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
-from minidist.parallel.hybrid.strategies import make_budget, make_keeper, make_model, make_store, make_strategy
+from minidist.parallel.hybrid.strategies import load, make_budget, make_keeper, make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
@@ -76,7 +77,6 @@ def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array,
 # which weights lie whole on which ranks, whose gradients are summed where, and one norm of the model for clipping.
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
-LR_SCHEDULES = ("constant", "cosine")
 
 
 class Trainer:
@@ -86,10 +86,12 @@ class Trainer:
              config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
              seed: of the weights and of dropout.
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
-             lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
+             lr_schedule: one of LR_SCHEDULES (optim/schedules.py), with its `warmup`, the number of `steps`, and
+             lr_options, the further numbers of a LearningRate.
              clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files of offload=all.
     Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's memory.
+                learning_rate: of an update, by its number from 0; a skipped step is no update.
                 steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
@@ -98,19 +100,20 @@ class Trainer:
 
     def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
                  lr: float = 1e-3, optimizer_options: dict[str, Any] | None = None, lr_schedule: str = "constant",
-                 warmup: int = 0, steps: int | None = None, clip: float | None = 1.0, device: str = "cpu",
-                 recorder: Recorder | None = None, offload_dir: str | Path | None = None) -> None:
+                 warmup: int = 0, steps: int | None = None, lr_options: dict[str, Any] | None = None,
+                 clip: float | None = 1.0, device: str = "cpu", recorder: Recorder | None = None,
+                 offload_dir: str | Path | None = None) -> None:
         plan.require(world.size, config)
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
-        if lr_schedule not in LR_SCHEDULES or (lr_schedule == "cosine" and steps is None):
-            raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
+        check_clip(plan, clip)
         tune_allocator()
         self.config, self._launched, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done, self.steps_before = seed, 0, 0
-        self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
+        self.lr, self.clip = lr, clip
+        self.learning_rate = LearningRate(name=lr_schedule, peak=lr, warmup=warmup, total=steps, **(lr_options or {}))
         self._device, self._offload_dir = device, offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
         self._build(plan)
@@ -147,7 +150,8 @@ class Trainer:
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
         if self.plan.composed:
-            return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, device=device,
+            make = load("pipedream") if self.plan.updates_each_microbatch else Hybrid
+            return make(self.model, self.mesh, self.plan, seed=self.seed, device=device,
                           key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
                           recorder=self.recorder)
         return make_strategy(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
@@ -176,13 +180,6 @@ class Trainer:
     def steps_here(self) -> int:
         """Steps that this job has made, without those of a checkpoint: its ledger and its account are of them."""
         return self.steps_done - self.steps_before
-
-    def learning_rate(self, step: int) -> float:
-        """The rate of update number `step`, counted from 0. A skipped step is no update, here as in the optimizer."""
-        if self.lr_schedule == "constant":
-            return constant(step, peak=self.lr)
-        assert self.steps is not None
-        return warmup_cosine(step, peak=self.lr, warmup=self.warmup, total=self.steps, floor=0.1 * self.lr)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
@@ -226,8 +223,9 @@ class Trainer:
         return self._saver.start(Path(folder), self._described(about))
 
     def _described(self, about: dict[str, Any]) -> dict[str, Any]:
-        return about | {"steps_done": self.steps_done, "seed": self.seed, "optimizer": type(self.optimizer).__name__,
-                        "config": asdict(self.config), "plan": self.plan.as_dict()}
+        rate = {"learning_rate": asdict(self.learning_rate)}
+        return rate | about | {"steps_done": self.steps_done, "seed": self.seed, "config": asdict(self.config),
+                               "optimizer": type(self.optimizer).__name__, "plan": self.plan.as_dict()}
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the checkpoint's.
@@ -249,6 +247,7 @@ class Trainer:
         plan.require(self.world.size, self.config)
         plan.require_model(self.config)
         self.plan.require_change(plan)
+        check_clip(plan, self.clip)
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
         self.mesh.close(world=self.world is not self._launched)

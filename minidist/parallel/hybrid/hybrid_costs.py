@@ -25,8 +25,8 @@ def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
                          for part in _heads_divided(config, plan.tp))
     if plan.pp > 1:
         carried = 1 if plan.sequence_parallel else plan.tp
-        sent["pp"] = 2 * sequences * config.context * config.width * (plan.stages - 1) * carried
-        if config.tied:
+        sent["pp"] = 2 * sequences * config.context * config.width * plan.boundaries * carried
+        if config.tied and not plan.v_shaped:
             sent["pp"] += 2 * config.vocabulary * config.width * whole_gradients(plan)
     return sent
 
@@ -54,14 +54,15 @@ def whole_gradients(plan: Plan) -> int:
 
 
 def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:
-    """Along tp: activations of all tokens, and what is added up once a step, in each copy."""
+    """Along tp: activations of all tokens, and what is added up for each update, in each copy."""
+    sums = whole_gradients(plan) * plan.updates(sequences)
     if plan.sequence_parallel:
         sent = sum(sequence.activations_sent(config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed)
                    for length in _own_lengths(config, plan))
-        sent += 2 * (plan.tp - 1) * sequence.outside_numbers(config) * whole_gradients(plan)
+        sent += 2 * (plan.tp - 1) * sequence.outside_numbers(config) * sums
     else:
         sent = tensor.activations_sent(config, ranks=plan.tp, tokens=sequences * config.context, recomputed=recomputed)
-    return sent + shared_numbers(config, plan.tp) * whole_gradients(plan)
+    return sent + shared_numbers(config, plan.tp) * sums
 
 
 def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:

@@ -16,9 +16,12 @@ holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
     ZeRO-2          (A m + 1) (P-1) Ψ
     ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
 
+Where both ends are on one rank (zb-v, dualpipe-v) two stages give a tied table gradients, and ZeRO-2 reduces it twice
+a microbatch.
+
 With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
-first stages then gather once a pass, but hold all weights. Where backward is split in two (zb-h1) gradients are reduced
-after the second half, and lie whole until then.
+first stages then gather once a pass, but hold all weights. Where backward is split in two (zero bubble) gradients are
+reduced after the second half, and lie whole until then.
 
 All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes through too, empty.
 """

@@ -80,6 +80,8 @@ class Hybrid(Strategy):
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
 
+    pipelines: type[DataPipeline] = DataPipeline    # pipedream_step.py has another
+
     def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.model: GPT = model
@@ -110,9 +112,9 @@ class Hybrid(Strategy):
         return self._data_axis
 
     def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
-        schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces)
+        schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces, chunks=self.plan.stages_per_rank)
         layers = stage_layers(self.plan.stage_layers, self.config, schedule.stages, self.mesh.world, device=device)
-        pipeline = DataPipeline(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
+        pipeline = self.pipelines(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
                                 seed=None if self.plan.zero == 3 else seed, layers=layers, device=device,
                                 recorder=self.recorder)
         pipeline.stages.tokens, pipeline.stages.carried = self.tokens, self.carried
@@ -120,7 +122,7 @@ class Hybrid(Strategy):
 
     def _lay_out(self) -> None:
         """Give parameters their layouts: by stage; equal on ranks of tp; a table at both ends; experts."""
-        alike, table = ({id(p) for p in some} for some in (self._alike(), self._twice()))
+        alike, table = ({id(p) for p in some} for some in (self._alike(), self._tables()))
         stages = ([trainable(self.model.parameters())] if self.pipeline is None else
                   [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
         for number, weights in enumerate(stages):
@@ -144,6 +146,11 @@ class Hybrid(Strategy):
     def _twice(self) -> list[Parameter]:
         """The token table, where it lies at both ends of the pipeline and this rank is at one."""
         return [self.model.tokens.weight] if self.ends is not None else []
+
+    def _tables(self) -> list[Parameter]:
+        """The token table, where a tied output and the embedding are different stages and this rank has one or both."""
+        ends = self.config.tied and self.pipeline is not None and (self.pipeline.first or self.pipeline.last)
+        return [self.model.tokens.weight] if ends else []
 
     def _summands(self) -> list[Summand]:
         """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them."""
@@ -220,7 +227,7 @@ class Hybrid(Strategy):
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
         """Over all ranks that have a share of the loss; of ranks that share rows one counts their tokens."""
-        counts = self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
+        counts = (self.pipeline is None or self.pipeline.last) and self.cp.rank == 0
         return super().sum_shares(loss, tokens * counts, self.shares)
 
     def state_dict(self) -> dict[str, np.ndarray]:

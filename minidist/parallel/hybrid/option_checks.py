@@ -1,12 +1,15 @@
-"""What options of chapters 19 and 21 go with: kept inputs, compression, local steps. The rest: plan_checks.py."""
+"""What options of chapters 11, 19 and 21 go with: a pipeline's, kept inputs, compression, local steps. The rest stands
+in plan_checks.py.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from minidist.errors import ConfigError, PlanError
+from minidist.errors import ConfigError, PlanError, ScheduleError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.memory.activations import ALL, NONE, SCORES, ways_of
+from minidist.parallel.pipeline.schedules import stages_a_rank
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -141,3 +144,72 @@ def _check_company(plan: "Plan", given: list[str]) -> None:
     if plan.asynchronous and alone:
         raise PlanError(f"{local} with asynchronous and {alone[0]}={getattr(plan, alone[0])}: a worker sends all "
                         f"weights at once, and waits for the answer; leave {alone[0]} out")
+
+
+# -------------------------------------------------------------------------------------- pipelines
+
+def check_pipeline(plan: "Plan") -> None:
+    """Raise PlanError unless the options of the pipeline go together, and with the rest of the plan."""
+    if plan.pp == 1 and plan.stages_per_rank is not None:
+        raise PlanError(f"plan stages_per_rank={plan.stages_per_rank} with pp=1: there is no pipeline; use pp=2, or "
+                        f"leave it out")
+    try:
+        stages_a_rank(plan.schedule, plan.stages_per_rank)
+    except ScheduleError as error:
+        raise PlanError(f"plan stages_per_rank={plan.stages_per_rank}: {error}") from None
+    if plan.updates_each_microbatch:
+        _check_updates(plan)
+    numbers = layer_numbers(plan.stage_layers)
+    if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
+                                                          or 0 in numbers[1:-1]):
+        raise PlanError(f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
+                        f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
+                        f"{','.join(['2'] * plan.stages)}; only the first and the last may have none")
+    if plan.pp == 1 and plan.stage_layers != "even":
+        raise PlanError(f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or leave it "
+                        f"out")
+    if plan.microbatches is None:
+        return
+    if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
+        raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
+    if plan.pp == 1 and plan.microbatches > 1:
+        raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
+                        f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2")
+
+
+def layer_numbers(text: str) -> list[int] | None:
+    """"1,2,1" as numbers; None if it is something else."""
+    numbers = text.split(",")
+    return [*map(int, numbers)] if all(n.isascii() and n.isdigit() and len(n) < 10 for n in numbers) else None
+
+
+def _check_updates(plan: "Plan") -> None:
+    """PipeDream updates each stage by itself, so it goes with replicas that have whole gradients."""
+    given = f"plan schedule={plan.schedule}"
+    if plan.pp == 1:
+        raise PlanError(f"{given} with pp=1: no stage updates before another; use pp=2, or leave it out")
+    if plan.precision not in ("fp32", "bf16"):
+        raise PlanError(f"{given} with precision={plan.precision}: its scales follow whole steps, and each microbatch "
+                        f"makes an update; use bf16, or schedule=1f1b")
+    alone = {"zero": 0, "ep": 1, "compress": "none", "accumulate": 1}
+    other = next((name for name, none in alone.items() if getattr(plan, name) != none), None)
+    if other is not None:
+        raise PlanError(f"{given} with {other}={getattr(plan, other)}: each microbatch makes an update, with older "
+                        f"weights kept whole; use {other}={alone[other]}, or schedule=1f1b")
+
+
+def updating_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
+    """Why PipeDream cannot train a model, as plan_checks says it."""
+    if plan.updates_each_microbatch and config.tied:
+        yield (f"schedule={plan.schedule} with a tied output: the first and the last rank would have to meet for each "
+               f"update of their table", "tied=False")
+    if plan.updates_each_microbatch and config.mixture is not None and config.mixture.balance == "loss":
+        yield (f"schedule={plan.schedule} with a balance loss: its scale is that of the batch, and each microbatch "
+               f"makes an update", "balance=bias")
+
+
+def check_clip(plan: "Plan", clip: float | None) -> None:
+    """Raise PlanError if gradients are to be clipped by a norm that no rank ever knows."""
+    if plan.updates_each_microbatch and clip is not None:
+        raise PlanError(f"plan schedule={plan.schedule} with clip={clip}: each stage updates by itself after each "
+                        f"microbatch, and no rank knows the norm of all; use clip=None (--clip 0)")

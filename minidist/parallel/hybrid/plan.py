@@ -19,6 +19,7 @@ from minidist.parallel.hybrid.plan_checks import (
     ZERO_STAGES,
 )
 from minidist.parallel.memory.activations import ways_of
+from minidist.parallel.pipeline.schedules import UPDATING, V_SHAPED, stages_a_rank
 
 __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 
@@ -47,7 +48,7 @@ class Plan:
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
                 schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
-                              rows (None: four a stage)
+                              rows (None: four a stage); stages_per_rank: of interleaved, any number (None: two)
                 stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or "measured": so that by the
                               time that a block, the embedding and the output take on rank 0 the slowest stage is as
                               fast as can be. Another run may measure another split
@@ -88,6 +89,7 @@ class Plan:
     strategy: str = "ddp"
     schedule: str = "1f1b"
     microbatches: int | None = None
+    stages_per_rank: int | None = None
     stage_layers: str = "even"
     attention: str = "ring"
     sequence_parallel: bool = False
@@ -141,8 +143,27 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline: one a rank, interleaved two."""
-        return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
+        """Stages of the pipeline."""
+        return self.pp * stages_a_rank(self.schedule, self.stages_per_rank) if self.pp > 1 else 1
+
+    @property
+    def v_shaped(self) -> bool:
+        """Whether stages go there and back, so that the first and the last are on one rank."""
+        return self.pp > 1 and self.schedule in V_SHAPED
+
+    @property
+    def updates_each_microbatch(self) -> bool:
+        """Whether each stage updates its weights after each microbatch: PipeDream."""
+        return self.schedule in UPDATING
+
+    def updates(self, sequences: int) -> int:
+        """How often a step on so many sequences sums gradients and updates: once, or for each microbatch with a row."""
+        return min(self.pieces, -(-sequences // (self.dp * self.ep))) if self.updates_each_microbatch else 1
+
+    @property
+    def boundaries(self) -> int:
+        """Boundaries between stages on two ranks: activations and gradients are sent over each."""
+        return self.stages - 1 - self.v_shaped
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ from minidist.parallel.hybrid.option_checks import (
     check_compress,
     check_kept_inputs,
     check_local_steps,
+    check_pipeline,
+    layer_numbers,
+    updating_misfits,
 )
 from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
@@ -51,8 +54,8 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 ORDER = ",".join(AXES)
 """The axes as `order` has them: the last is innermost, its ranks are neighbours."""
 
-OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "attention": "ring",
-                              "sequence_parallel": False, "shard": None}
+OTHER_AXES: dict[str, Any] = {"microbatches": None, "stages_per_rank": None, "stage_layers": "even",
+                              "attention": "ring", "sequence_parallel": False, "shard": None}
 """Options that depend on the sizes of the axes, and what stands for none."""
 
 
@@ -111,7 +114,7 @@ def check(plan: "Plan") -> None:
         if getattr(plan, option) not in choices:
             raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
     axis_order(plan.order)
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, check_compress, _check_pipeline,
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, check_compress, check_pipeline,
                  _check_sequence, check_kept_inputs, check_local_steps):
         part(plan)
 
@@ -186,32 +189,6 @@ def _check_strategy(plan: "Plan") -> None:
         raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
 
 
-
-def _check_pipeline(plan: "Plan") -> None:
-    numbers = layer_numbers(plan.stage_layers)
-    if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
-                                                          or 0 in numbers[1:-1]):
-        raise PlanError(f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
-                        f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
-                        f"{','.join(['2'] * plan.stages)}; only the first and the last may have none")
-    if plan.pp == 1 and plan.stage_layers != "even":
-        raise PlanError(f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or leave it "
-                        f"out")
-    if plan.microbatches is None:
-        return
-    if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
-        raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
-    if plan.pp == 1 and plan.microbatches > 1:
-        raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
-                        f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2")
-
-
-def layer_numbers(text: str) -> list[int] | None:
-    """"1,2,1" as numbers; None if it is something else."""
-    numbers = text.split(",")
-    return [*map(int, numbers)] if all(n.isascii() and n.isdigit() and len(n) < 10 for n in numbers) else None
-
-
 def _check_sequence(plan: "Plan") -> None:
     if plan.attention != "ring" and plan.cp == 1:
         raise PlanError(f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave it out")
@@ -254,6 +231,7 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
     yield from _misfits_of_experts(plan, config)
     yield from budget_misfits(plan, config)
+    yield from updating_misfits(plan, config)
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",

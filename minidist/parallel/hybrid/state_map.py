@@ -137,6 +137,18 @@ def ranks_apart(keys: Iterable[str]) -> int:
     return len(kinds - {""})
 
 
+def taken_by(key: str) -> int:
+    """The rank whose own state the key of a place belongs to; -1: that of all together."""
+    number = key.partition("/")[0].partition(OF_RANK)[2]
+    return int(number) if number else -1
+
+
+def of_rank(place: Place, rank: int) -> Place:
+    """The same place of another rank's own state; a place of all together stays."""
+    kind, own, _ = place.kind.partition(OF_RANK)
+    return place._replace(kind=f"{kind}{own}{rank}") if own else place
+
+
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
     kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged
@@ -161,7 +173,7 @@ def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, A
         slot.steps = state["updates"].get(name, 0)
     strategy.precision.load_state(state["precision"])
     if strategy.diverged is not None:
-        strategy.diverged.steps = state["local steps"]
+        strategy.diverged.begin_at(state["local steps"])
     left_out = take_counters(strategy, state.get("scheme", {}))
     if left_out and rank == 0:
         say_line(f"minidist: {left_out}")

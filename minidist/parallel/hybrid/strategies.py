@@ -31,7 +31,7 @@ PLACES = {
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
     "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
-    "stage": "memory.activation_budget.Stage",
+    "pipedream": "hybrid.pipedream_step.HybridPipeDream", "stage": "memory.activation_budget.Stage",
     "local-steps": "compress.local_steps.LocalSteps", "streaming": "compress.streaming.StreamingLocalSteps",
     "asynchronous": "compress.async_local_steps.AsyncLocalSteps", "outers": "compress.outer.OUTERS",
     "precision": "precision.mixed_precision.MixedPrecision", "compress": "compress.compress.scheme_of",
@@ -119,7 +119,7 @@ def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: A
     make, stages = load("budget"), [load("stage")(tuple(blocks))]
     if pipeline is not None:
         edges, schedule = [0, *accumulate(pipeline.layers)], pipeline.schedule
-        stages = [load("stage")(tuple(layer for stage in range(rank, schedule.stages, plan.pp)
+        stages = [load("stage")(tuple(layer for stage in schedule.stages_of(rank)
                                       for layer in range(edges[stage], edges[stage + 1])), schedule.held(rank))
                   for rank in range(plan.pp)]
     return make(blocks, keeper, plan.activation_memory, stages=stages, rank=mesh["pp"].rank, world=mesh.world,

@@ -151,7 +151,7 @@ class OnDisk(OffDevice):
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])
-        values = np.array(loan.wait().arrays[key])
+        values = loan.wait().arrays[key].copy()
         loan.end()
         return values
 

@@ -5,6 +5,7 @@
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 
@@ -81,11 +82,13 @@ def received_as(send: Instruction) -> Instruction:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The instructions of every rank; stage s is on rank s mod ranks.
+    """The instructions of every rank; stage s is on rank s mod ranks, or goes there and back (v_shaped).
 
     Attributes: lists: in rank order, each in the order in which the rank runs it.
                 chunks: stages a rank (v).
                 checked: whether schedule_checker.check has proved it; make_schedule returns checked schedules.
+                v_shaped: of 2p stages rank r has r and 2p-1-r: the first and the last stage are on one rank.
+                updates: each backward ends in an update of its stage (PipeDream); else one update ends the step.
     """
 
     name: str
@@ -94,6 +97,13 @@ class Schedule:
     chunks: int
     lists: tuple[tuple[Instruction, ...], ...]
     checked: bool = field(default=False, compare=False)
+    v_shaped: bool = False
+    updates: bool = False
+
+    @cached_property
+    def instructions(self) -> frozenset[Instruction]:
+        """The instructions of all ranks."""
+        return frozenset(instruction for mine in self.lists for instruction in mine)
 
     @property
     def stages(self) -> int:
@@ -102,7 +112,16 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The rank that has this stage."""
-        return stage % self.ranks
+        chunk, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.v_shaped and chunk % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank has, in order: its chunks 0, 1, …"""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def leaves(self, stage: int, other: int) -> bool:
+        """Whether what goes from a stage to another is a message: there is such a stage, and on another rank."""
+        return 0 <= other < self.stages and self.rank_of(stage) != self.rank_of(other)
 
     def computes(self, rank: int) -> list[Instruction]:
         """A rank's list without its messages."""

@@ -9,6 +9,9 @@ that changes its weights keeps the old ones for the microbatches on their way (w
 
 This is not the serial training, but one process that uses weights equally late gives the same result, up to rounding.
 
+Several replicas (chapter 17, parallel/hybrid/pipedream_step.py) divide the rows of each microbatch, and sum its
+gradients before each update.
+
 Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies of the stage's
 weights.
 
@@ -16,13 +19,13 @@ notes:   N1 §2.3 (names PipeDream)
 Source:  Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import PlanError
-from minidist.nn import GPT
+from minidist.nn import GPT, GPTConfig
 from minidist.optim import Optimizer
 from minidist.parallel.pipeline.instructions import BackwardInput, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline, PipelinePass
@@ -31,26 +34,41 @@ from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
 
 
+def check_pipedream(config: GPTConfig, schedule: Schedule) -> None:
+    """Raise PlanError for what cannot be updated stage by stage."""
+    if config.tied and schedule.ranks > 1:
+        raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
+                        "to meet for each update; take a model with tied=False, or Pipeline")
+    if config.mixture is not None and config.mixture.balance == "loss":
+        raise PlanError("PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
+                        "take balance=\"bias\", or Pipeline")
+    if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
+        raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
+                        f"halves; choose 1f1b")
+
+
+def refuse_clipping(clip: float | None, accumulate: int) -> None:
+    """Raise PlanError: no stage knows the others' gradients, or waits for a second pass."""
+    if clip is not None or accumulate != 1:
+        raise PlanError(f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself after each "
+                        f"microbatch; leave both out")
+
+
 class PipeDream(Pipeline):
     """A pipeline whose microbatches each make an update, without waiting for the others.
 
-    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (1f1b as in the paper; naive is serial).
+    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (pipedream, or 1f1b, which is the same
+             order; naive is serial).
     Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the order in which this
                 rank made them; version n is the weights after n updates of that step.
     Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance losses.
     """
 
+    own_updates = True
+
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
                  device: str = "cpu", key: Key | None = None, recorder: Recorder | None = None) -> None:
-        if model.config.tied and group.size > 1:
-            raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
-                            "to meet for each update; take a model with tied=False, or Pipeline")
-        if model.config.mixture is not None and model.config.mixture.balance == "loss":
-            raise PlanError("PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
-                            "take balance=\"bias\", or Pipeline")
-        if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
-            raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
-                            f"halves; choose 1f1b")
+        check_pipedream(model.config, schedule)
         super().__init__(model, group, schedule, seed=seed, layers=layers, device=device, key=key, recorder=recorder)
         self.updates: list[tuple[int, int]] = []
 
@@ -58,27 +76,40 @@ class PipeDream(Pipeline):
              accumulate: int = 1) -> float:
         """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
 
-        Raises:  PlanError for `clip` or `accumulate`: no stage knows the others' gradients, or waits for a second.
+        Raises:  PlanError for `clip` or `accumulate`.
         """
-        if clip is not None or accumulate != 1:
-            raise PlanError(f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself after each "
-                            f"microbatch; leave both out")
+        refuse_clipping(clip, accumulate)
+
+        def update() -> None:
+            zero_unused(self.weights)
+            self.precision.update(optimizer, lambda: 0.0, lr=lr, clip=None)
+            optimizer.zero_grad()
+
         optimizer.zero_grad()
-        work = StashingPass(self, micro_parts(Part(*batch, first=0), self.schedule.microbatches), optimizer, lr)
+        parts = micro_parts(Part(*batch, first=0), self.schedule.microbatches)
+        work = StashingPass(self, parts, [part.targets.size for part in parts], update)
         self.executor.run(work)
         self.updates = work.updates
         return sum_in_order(self.group, work.total / batch[1].size)
 
 
 class StashingPass(PipelinePass):
-    """A run in which each backward ends in an update; old weights are kept for the microbatches that have used them."""
+    """A run in which each backward ends in an update; old weights are kept for the microbatches that have used them.
 
-    def __init__(self, pipeline: PipeDream, parts: list[Part], optimizer: Optimizer, lr: float | None) -> None:
+    Args:    parts: this rank's rows of each microbatch; sizes: targets of each on all ranks that divide its rows.
+             update: sums the gradients of one microbatch over those ranks, updates in place, and forgets them.
+    """
+
+    def __init__(self, pipeline: Pipeline, parts: list[Part], sizes: Sequence[int], update: Callable[[], None]) -> None:
         super().__init__(pipeline, parts, 1)
-        self.weights, self.optimizer, self.lr = pipeline.weights, optimizer, lr
+        self.weights, self.sizes, self.update = pipeline.weights, sizes, update
         self.recorder, self.version, self.updates = pipeline.recorder, 0, list[tuple[int, int]]()
         self._used: dict[int, int] = {}                 # microbatch on its way -> version that its forward used
         self._stash: dict[int, list[Array]] = {}        # version -> weights
+
+    def skips(self, microbatch: int) -> bool:
+        """Without a row on any rank; where others have one, this rank sums gradients with them."""
+        return not self.sizes[microbatch]
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
         """With the newest weights."""
@@ -89,9 +120,8 @@ class StashingPass(PipelinePass):
         """With the weights of the forward, from the mean of the microbatch's losses; then update the newest weights."""
         used, newest = self._used.pop(microbatch), [weight.data for weight in self.weights]
         if dy is None:
-            size = self.parts[microbatch].targets.size
             start, loss = self._kept[stage, microbatch]
-            self._kept[stage, microbatch] = start, loss * (1.0 / size)
+            self._kept[stage, microbatch] = start, loss * (1.0 / self.sizes[microbatch])
         self._put(self._stash.get(used, newest))
         dx = super().backward(stage, microbatch, dy, whole=whole)
         self._put(newest)
@@ -110,8 +140,6 @@ class StashingPass(PipelinePass):
             self._stash[self.version] = [account.current().hold(weight.data.copy(), "parameters")
                                          for weight in self.weights]
         with self.recorder.span("optimizer", microbatch=microbatch):
-            zero_unused(self.weights)
-            self.pipeline.precision.update(self.optimizer, lambda: 0.0, lr=self.lr, clip=None)
-        self.optimizer.zero_grad()
+            self.update()
         self.updates.append((microbatch, used))
         self.version += 1

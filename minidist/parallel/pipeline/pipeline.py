@@ -43,6 +43,7 @@ from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad, tensor
 from minidist.comm.group import Group
 from minidist.device import account, backend
 from minidist.device.backend import Array
+from minidist.errors import ScheduleError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.parallel.pipeline.executor import Executor
@@ -81,17 +82,25 @@ class Pipeline(StageModel):
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
     Args:    as StageModel; schedule: checked, for as many ranks as the group has, says how many stages there are.
-    Raises:  ScheduleError if the schedule is another; ShardError if the layers do not fit its stages.
+    Raises:  ScheduleError if the schedule is another, or PipeDream's; ShardError if the layers do not fit its stages.
     """
 
     always = False      # whether a microbatch without rows runs too: some strategies of chapter 17 need it
+    own_updates = False     # whether each backward ends in an update (pipedream.py)
 
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None,
                  layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        if schedule.updates and not self.own_updates:
+            raise ScheduleError(f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
+                                f"step; take PipeDream, or choose 1f1b")
         self.schedule, self.executor = schedule, Executor(schedule, group, recorder=recorder)
         super().__init__(model, group, seed=seed, stages=schedule.stages, layers=layers, device=device, key=key,
                          precision=precision, recorder=recorder)
+
+    def own_stages(self, rank: int) -> Sequence[int]:
+        """As the schedule places them."""
+        return self.schedule.stages_of(rank)
 
     def run(self, part: Part, *, divisor: int) -> float:
         """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.

@@ -59,13 +59,19 @@ def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]
     if isinstance(instruction, SendActivation):
         yield Forward(stage, microbatch)
     elif isinstance(instruction, SendGradient):
-        whole = Backward(stage, microbatch)
-        yield whole if whole in schedule.lists[schedule.rank_of(stage)] else BackwardInput(stage, microbatch)
+        yield _backward_of(stage, microbatch, schedule)
     for compute in _computes_before(instruction, schedule.stages - 1):
         if schedule.rank_of(compute.stage) == schedule.rank_of(stage):
-            yield compute
+            backward = isinstance(compute, (Backward, BackwardInput)) and compute.stage != stage
+            yield _backward_of(compute.stage, microbatch, schedule) if backward else compute
         else:
             yield RecvActivation(stage, microbatch) if compute.stage < stage else RecvGradient(stage, microbatch)
+
+
+def _backward_of(stage: int, microbatch: int, schedule: Schedule) -> Instruction:
+    """The backward that computes the gradient of a stage's input: whole, or the first half."""
+    whole = Backward(stage, microbatch)
+    return whole if whole in schedule.instructions else BackwardInput(stage, microbatch)
 
 
 def _computes_before(instruction: Instruction, last: int) -> Iterator[Instruction]:
@@ -119,10 +125,11 @@ def _check_links(schedule: Schedule) -> None:
                 and schedule.rank_of(received_as(i).stage) == target]
         taken = [i for i in schedule.lists[target] if isinstance(i, RECEIVES)
                  and schedule.rank_of(sent_as(i).stage) == source]
-        for receive in (receive for receive in sent if receive not in taken):
+        leaving, arriving = set(sent), set(taken)
+        for receive in (receive for receive in sent if receive not in arriving):
             raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} never "
                                 f"receives it")
-        for receive in (receive for receive in taken if receive not in sent):
+        for receive in (receive for receive in taken if receive not in leaving):
             raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never sends it")
         for first, expected in (pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]):
             raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
@@ -223,15 +230,7 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
 
 def peak_held(schedule: Schedule) -> list[int]:
     """For each rank the most microbatches, counted for each of its stages, that are between forward and backward."""
-    peaks = []
-    for rank in range(schedule.ranks):
-        held = peak = 0
-        for instruction in schedule.computes(rank):
-            held += isinstance(instruction, Forward)
-            peak = max(peak, held)
-            held -= isinstance(instruction, (Backward, BackwardWeights))
-        peaks.append(peak)
-    return peaks
+    return [schedule.held(rank) for rank in range(schedule.ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------ drawn charts

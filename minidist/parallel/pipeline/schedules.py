@@ -26,15 +26,32 @@ microbatches, equal stages, backward twice as long as forward:
     ZB-H1          (p-1)/(3m+p-1)      at most min(m, p)     B is two: for the input, at once; for the weights, deferred
                                                              to what would be idle time. If all three take equal time
                                                              and m is at least p
+    ZB-V           (p-1)/(6m+p-1)      p, on every rank      two stages a rank, there and back. If all three take equal
+                                                             time and m is at least 2p-1
+    DualPipe-V     (p-1)/(6m+p-1)      p + 1/2               the same, if m is at least 2p
+    PipeDream      (p-1)/(m+p-1)       min(m, p-stage)       1F1B, and after each B an update (pipedream.py)
+
+V schedules give each rank two stages, there and back, so that the first stage and the last are on one rank:
+
+    stages of   rank 0   rank 1   rank 2   rank 3
+    there            0        1        2        3        rank r has stages r and 2p-1-r: embedding and loss are both
+    back             7        6        5        4        on rank 0, and a tied table needs no message
+
+A backward begins on rank 0, where the forward ends. So every rank holds equally much: 2p activations of stages that
+have half of its layers, as much as rank 0 under 1F1B. ZB-V cuts every backward in two, and the weights' half fills the
+gaps. DualPipe-V cuts only those that fill a gap. In its middle a forward and a backward of different microbatches stand
+in pairs, for devices that can run the two at once. Fewer microbatches are possible, too.
 
 Messages are instructions too. A send only starts: it never waits. A receive waits until its message has arrived.
 Messages from one rank to another arrive in the order in which they were sent, so they are received in that order.
 
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行, 调度策略
-Source:  Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero bubble).
+Source:  Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero bubble); Qi et al.
+         2024, "Pipeline Parallelism with Controllable Memory" (ZB-V); DeepSeek-AI 2024 (DualPipe, of which DualPipe-V
+         is one half); Narayanan et al. 2019 (PipeDream).
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -108,63 +125,121 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     return (instruction for instruction in whole if instruction.microbatch < microbatches)
 
 
+# V schedules are phases: (how often, what). `F0` is a forward on the stage there, `B1` a backward on the stage back,
+# `I1` and `W1` its two halves, each of the next microbatch. `W` alone is the oldest that was deferred.
+KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeights}
+
+
+def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+    """Forwards until the first comes back, then each backward as early as possible; the last weights' halves wait."""
+    full, after = max(microbatches, 2 * ranks - 1), ranks - rank
+    phases = [(2 * after - 1, "F0"), (rank, "F1 F0"), (after, "F1 I1 W1"),
+              (full - 2 * ranks + rank + 1, "F0 I0 W0 F1 I1 W1"), (after - 1, "I0 W0 F1 I1 W1"),
+              (rank, "I0 I1"), (after, "I0 W0"), (rank, "W1"), (rank, "W0")]
+    return _played(phases, rank, ranks, microbatches)
+
+
+def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+    """In the middle a forward there, a backward from back, a forward back, a backward from there, in turn."""
+    full, after, half = max(microbatches, 2 * ranks), ranks - rank - 1, (rank + 1) // 2
+    phases = [(2 * after, "F0"), (rank + 1, "F0 F1"), (after, "I1 W F1"),
+              (full - 2 * ranks + rank + 1, "F0 B1 F1 B0"), (after, "B1 F1 B0"),
+              (half, "B1 B0"), ((rank + 1) % 2, "B1 I0"), (half, "I1 I0"), (after, "W I0"), (rank + 1, "W")]
+    return _played(phases, rank, ranks, microbatches)
+
+
+def _played(phases: list[tuple[int, str]], rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+    """The computes that phases stand for, without those of microbatches that are too many."""
+    stages, done = (rank, 2 * ranks - 1 - rank), defaultdict[str, int](int)
+    deferred: deque[Instruction] = deque()
+    for times, words in phases:
+        for word in words.split() * times:
+            if word == "W":
+                instruction: Instruction = deferred.popleft()
+            else:
+                same = word.replace("I", "B")       # the first half counts as the backward
+                instruction = KINDS[word[0]](stages[int(word[1])], done[same])
+                done[same] += 1
+            if word[0] == "I":
+                deferred.append(BackwardWeights(instruction.stage, instruction.microbatch))
+            if instruction.microbatch < microbatches:
+                yield instruction
+
+
 ORDERS: dict[str, Callable[..., Iterable[Instruction]]] = {
-    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1}
+    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1, "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v, "pipedream": one_f_one_b}
+
+V_SHAPED = ("zb-v", "dualpipe-v")       # schedules whose stages go there and back
+UPDATING = ("pipedream",)               # schedules with an update after each backward
 
 
 # ----------------------------------------------------------------------------------------------- orders to schedules
 
+def stages_a_rank(name: str, chunks: int | None = None) -> int:
+    """How many stages a rank has under a schedule; `chunks`: as make_schedule's. Raises: as make_schedule."""
+    if name not in ORDERS:
+        raise ScheduleError(f"no pipeline schedule {name!r}; choose one of {', '.join(ORDERS)}")
+    if name == "interleaved":
+        if chunks is not None and chunks < 1:
+            raise ScheduleError(f"schedule interleaved with {chunks} stages a rank: it is at least 1")
+        return chunks or 2
+    own = 2 if name in V_SHAPED else 1
+    if chunks not in (None, own):
+        raise ScheduleError(f"schedule {name} has {'two stages' if own == 2 else 'one stage'} a rank, not {chunks}; "
+                            f"take interleaved for any number")
+    return own
+
+
 def make_schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = None) -> Schedule:
     """The schedule called `name`, one of ORDERS, checked.
 
-    Args:    microbatches: from 1, also fewer than ranks; chunks: stages a rank (default: 2 for interleaved, else 1).
+    Args:    microbatches: from 1, also fewer than ranks; chunks: stages a rank (default: 2 for interleaved and the
+             V schedules, else 1; only interleaved takes others).
     Raises:  ScheduleError if there is no such schedule or a number does not fit it.
     """
-    if name not in ORDERS:
-        raise ScheduleError(f"no pipeline schedule {name!r}; choose one of {', '.join(ORDERS)}")
+    own = stages_a_rank(name, chunks)
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"schedule {name} with {ranks} ranks and {microbatches} microbatches: both are at least 1")
-    if name != "interleaved" and chunks not in (None, 1):
-        raise ScheduleError(f"schedule {name} has one stage a rank, not {chunks}; take interleaved for several")
-    if chunks is not None and chunks < 1:
-        raise ScheduleError(f"schedule interleaved with {chunks} stages a rank: it is at least 1")
-    options = {"chunks": chunks or 2} if name == "interleaved" else {}
-    return check(of_orders(name, [ORDERS[name](rank, ranks, microbatches, **options) for rank in range(ranks)]))
+    options = {"chunks": own} if name == "interleaved" else {}
+    orders = [ORDERS[name](rank, ranks, microbatches, **options) for rank in range(ranks)]
+    return check(replace(of_orders(name, orders, v_shaped=name in V_SHAPED), updates=name in UPDATING))
 
 
-def of_orders(name: str, orders: Sequence[Iterable[Instruction]]) -> Schedule:
+def of_orders(name: str, orders: Sequence[Iterable[Instruction]], *, v_shaped: bool = False) -> Schedule:
     """A schedule, not yet checked, in which each rank computes in the given order; the messages it needs are added.
 
     A result is sent as soon as it is computed. A message is received just before it is needed, after all messages that
-    the same rank sent earlier.
+    the same rank sent earlier. v_shaped: stages are placed there and back.
     """
     computes = [list(order) for order in orders]
     everything = [instruction for order in computes for instruction in order]
     stages = max((instruction.stage for instruction in everything), default=-1) + 1
     microbatches = max((instruction.microbatch for instruction in everything), default=-1) + 1
-    empty = Schedule(name, len(computes), microbatches, max(1, -(-stages // len(computes))), ())
+    silent = Schedule(name, len(computes), microbatches, max(1, -(-stages // len(computes))),
+                      tuple(map(tuple, computes)), v_shaped=v_shaped)
     links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)     # (from, to) -> receives in order of sends
     for rank, order in enumerate(computes):
-        for send in (send for compute in order for send in _sends(compute, empty)):
+        for send in (send for compute in order for send in _sends(compute, silent)):
             receive = received_as(send)
-            links[rank, empty.rank_of(receive.stage)].append(receive)
+            links[rank, silent.rank_of(receive.stage)].append(receive)
     lists = []
     for rank, order in enumerate(computes):
         instructions: list[Instruction] = []
         for compute in order:
-            for receive in (needed for needed in needs(compute, empty) if isinstance(needed, RECEIVES)):
-                coming = links[empty.rank_of(sent_as(receive).stage), rank]
+            for receive in (needed for needed in needs(compute, silent) if isinstance(needed, RECEIVES)):
+                coming = links[silent.rank_of(sent_as(receive).stage), rank]
                 count = coming.index(receive) + 1 if receive in coming else 0
                 instructions += coming[:count]
                 del coming[:count]
-            instructions += [compute, *_sends(compute, empty)]
+            instructions += [compute, *_sends(compute, silent)]
         lists.append(tuple(instructions))
-    return replace(empty, lists=tuple(lists))
+    return replace(silent, lists=tuple(lists))
 
 
 def _sends(compute: Instruction, schedule: Schedule) -> Iterator[Instruction]:
     """The messages that leave the rank after this compute."""
-    if schedule.ranks > 1 and isinstance(compute, Forward) and compute.stage < schedule.stages - 1:
+    if isinstance(compute, Forward) and schedule.leaves(compute.stage, compute.stage + 1):
         yield SendActivation(compute.stage, compute.microbatch)
-    if schedule.ranks > 1 and isinstance(compute, (Backward, BackwardInput)) and compute.stage > 0:
+    if isinstance(compute, (Backward, BackwardInput)) and schedule.leaves(compute.stage, compute.stage - 1):
         yield SendGradient(compute.stage, compute.microbatch)

@@ -135,7 +135,7 @@ def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, 
 
 
 class StageModel(ABC):
-    """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
+    """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, … (or as `own_stages` says).
 
     Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default: one a rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of weights and update.
@@ -158,14 +158,18 @@ class StageModel(ABC):
             self.model.initialize(seed, device=device)
         self.weights = trainable(self.model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+        self.first, self.last = 0 in self.stages.layers, self.stages.last in self.stages.layers
         self.ends = None                                # the two ends, if both have a tied token table
-        if self.config.tied and group.size > 1:
+        if self.config.tied and self.stages.last not in self.own_stages(0):
             self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
 
     def cut(self, model: GPT, rank: int) -> Any:
         """Cut `model`, in place, to the stages of a rank."""
-        return self.cuts(model, self.layers, range(rank, len(self.layers), self.group.size))
+        return self.cuts(model, self.layers, self.own_stages(rank))
+
+    def own_stages(self, rank: int) -> Sequence[int]:
+        """The numbers of the stages of a rank, in order."""
+        return range(rank, len(self.layers), self.group.size)
 
     @abstractmethod
     def run(self, part: Part, *, divisor: int) -> float:

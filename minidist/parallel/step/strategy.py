@@ -222,7 +222,7 @@ class DataAxis(Strategy):
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
-        with self.recorder.span("loss", "communication"):
+        with self.recorder.span("loss", "communication", share=total):
             loss = sum_in_order(self.group, total)
         self.update(optimizer, lr=lr, clip=clip)
         return loss

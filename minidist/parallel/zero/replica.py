@@ -108,12 +108,12 @@ class ShardedReplica(ZeroAxis):
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
 
-    def collectives(self, scatters: int) -> list[Collective]:
-        """So many reduce-scatters of every bucket, its all-gather, and sums over copies."""
+    def collectives(self, scatters: Sequence[int]) -> list[Collective]:
+        """Of each bucket so many reduce-scatters, its all-gather, and sums over copies."""
         sent = [None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
                 for flat, run in zip(self.flats, self.scheme.runs, strict=True)]
         return ([Collective("reduce_scatter", flat.nbytes, flat.group, sent=count)
-                 for flat, count in zip(self.flats, sent, strict=True)] * scatters
+                 for flat, count, times in zip(self.flats, sent, scatters, strict=True) for _ in range(times)]
                 + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats] + self.sums_of_copies())
 
     def state_replaced(self) -> None:

@@ -127,4 +127,4 @@ class Zero1(ShardedReplica):
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""
-        return self.collectives(scatters=1)
+        return self.collectives([1] * len(self.flats))

@@ -90,8 +90,7 @@ class Zero2(ShardedReplica):
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
         """A backward of a segment reaches, and reduces, the runs of its modules alone."""
         reached = [{id(parameter) for module in segment for parameter in module.parameters()} for segment in segments]
-        self._segments = [[index for index, flat in enumerate(self.flats) if id(flat.parameters[0]) in parameters]
-                          for parameters in reached]
+        self._segments = [[i for i, flat in enumerate(self.flats) if id(flat.parameters[0]) in own] for own in reached]
 
     def begin_step(self) -> None:
         """The next sums replace the shards."""
@@ -138,5 +137,6 @@ class Zero2(ShardedReplica):
         self.gradients.start(self._segments[self._segment][index])
 
     def traffic(self, passes: int) -> list[Collective]:
-        """A reduce-scatter a bucket and pass, an all-gather a bucket."""
-        return self.collectives(scatters=passes)
+        """A reduce-scatter a bucket and pass, or for each segment that reaches it; an all-gather a bucket."""
+        segments = [sum(index in segment for segment in self._segments) for index in range(len(self.flats))]
+        return self.collectives([passes * count for count in segments])

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from minidist.cli.train import command as train
 from minidist.cli.train import settings as train_settings
 from minidist.comm.cost.link_model import LinkCost, Profile, profile_path, save_profile
 from minidist.console import Parser
+from minidist.data import text
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
 
@@ -184,7 +185,8 @@ def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
 def test_the_run_folder(runs: dict[str, Any]) -> None:
     for metrics, _, folder in runs.values():
         names = {file.name for file in folder.iterdir()}
-        assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight"}
+        assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight",
+                         "steps"}
         rings = sorted(file.name for file in (folder / "flight").iterdir())
         assert rings == [f"{rank:05d}.ring" for rank in range(metrics["size"])]
         assert json.loads((folder / "metrics.json").read_text()) == metrics
@@ -207,6 +209,31 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
         assert ("2(P-1)/P" in printed) == (metrics["size"] > 1)
         assert f"{8 * metrics['parameters']:,}" in printed
         assert printed.count("step 4 of 4") == 1       # rank 0 alone speaks
+
+
+def test_a_long_run_keeps_the_begin_and_the_end_of_its_trace(
+        book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "TRACE_SPANS", 20)
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, ["-n", "2", "--steps", "8", "--data", str(book)])
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        shown = [event["args"].get("step") for event in events if (event["ph"], event["pid"]) == ("X", rank)]
+        assert len(shown) == 20 and {0, 7} <= {*shown} and not {3, 4} & {*shown}
+    left_out = sum(event["args"]["spans"] for event in events if event["ph"] == "i")
+    assert metrics["trace"] == {"spans": 40, "left_out": left_out}
+    assert f"40 spans, {left_out} between them are left out" in printed
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_validate_bounds_the_held_out_text(most: int, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 7 sequences the batches are 5 and 2: fewer than the three ranks."""
+    _, metrics = on_threads(monkeypatch, capsys, tmp_path, ["-n", "3", "--data", str(book), "--validate", str(most)])
+    model = md.nn.GPT(md.nn.GPTConfig(**metrics["config"]))
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    held_out = text.load(str(book))
+    inputs, targets = (rows[:most] for rows in text.windows(held_out.validation, context=16))
+    assert metrics["validation_loss"] == pytest.approx(float(model.loss(inputs, targets).data), rel=1e-9)
 
 
 @pytest.mark.parametrize(("stage", "options", "says"), [
@@ -256,6 +283,35 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     sent = sum(sum(rank["sent_bytes"]["ep"].values()) for rank in metrics["ranks"])
     assert 0 < sent == metrics["formula"]["axes"]["ep"] and f"{sent / 4:,.1f}".removesuffix(".0") in printed
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
+
+
+@pytest.mark.parametrize(("cut", "options", "stages"), [
+    ("pp=2", ["--schedule", "zb-v", "--tied"], [1, 1, 1, 1]),
+    ("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2]),
+    pytest.param("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0],
+                 marks=pytest.mark.soak),
+    pytest.param("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1], marks=pytest.mark.soak)])
+def test_schedules_of_a_pipeline(cut: str, options: list[str], stages: list[int], book: Path, tmp_path: Path,
+                                 monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one process, but for PipeDream; its stages, and its bytes beside the formula."""
+    verify = [] if "pipedream" in options else ["--verify"]
+    ranks = str(md.Plan.parse(cut).size)
+    _, metrics = on_threads(monkeypatch, capsys, tmp_path, [
+        "-n", ranks, "--plan", cut, *options, "--layers", "4", "--data", str(book), *verify])
+    assert metrics["stage_layers"] == stages and metrics["plan"]["schedule"] == options[1]
+    assert not verify or metrics["verify"]["largest"] <= 1e-10
+    assert metrics["losses"][-1] < metrics["losses"][0]
+    for axis, expected in metrics["formula"]["axes"].items():
+        assert sum(sum(rank["sent_bytes"].get(axis, {}).values()) for rank in metrics["ranks"]) == expected
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--schedule", "pipedream"], "--clip 0"), (["--schedule", "pipedream", "--clip", "0", "--verify"], "leave out"),
+    (["--schedule", "zb-v", "--stages-per-rank", "3"], "two stages a rank, not 3"),
+    (["--schedule", "pipedream", "--clip", "0", "--tied"], "tied=False")])
+def test_what_a_pipeline_cannot_do(words: list[str], says: str, book: Path) -> None:
+    done = execute_here(["train", *TINY, "-n", "2", "--plan", "pp=2", "--data", str(book), *words])
+    assert done.returncode and says in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("cut", "options", "axes"), [
@@ -323,7 +379,7 @@ if os.environ.get("RANK") == "1":
     from minidist.parallel.data.parameter_server import ParameterServer
 
     def step(self, *args, at=ParameterServer.step, **options):
-        if self._steps == 10:
+        if self.pushes == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return at(self, *args, **options)
 
@@ -509,7 +565,7 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
     settings: Any = SimpleNamespace(args=SimpleNamespace(steps=3, batch=2, context=4, verify=False, graph=False),
                                     resume=None, training_batch=lambda step: step)
     report: Any = SimpleNamespace(step=lambda number, loss, speed, sent: told.append(f"report {number} {loss} {sent}"),
-                                  close=lambda: told.append("closed"))
+                                  input=nullcontext, close=lambda: told.append("closed"))
     begun = time.perf_counter()
     course = train.train_steps(trainer, settings, report)
     whole = time.perf_counter() - begun

@@ -10,7 +10,7 @@ from minidist.cli.train import progress
 
 def test_lines_are_few_and_the_last_is_there() -> None:
     lines: list[str] = []
-    report = progress.Lines(1000, lines.append, seconds=3600)
+    report = progress.line_report(1000, lines.append, seconds=3600)
     for step in range(1, 1001):
         report.step(step, 1.0, 2.0, 3 << 20)
     report.close()
@@ -23,7 +23,7 @@ def test_held_out_text_that_takes_long_shows_how_far_it_is() -> None:
     batches = [(np.array([number]), np.array([number])) for number in range(12)]
     for seconds, shown in ((0.0, 12), (3600.0, 0)):
         lines.clear()
-        assert list(progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
+        assert list(progress.line_report(1, lines.append, seconds=seconds).validating(batches)) == batches
         assert lines == [f"held-out text: batch {number:>2} of 12" for number in range(shown)]
     assert list(progress.ProgressReport().validating(batches)) == batches
 

@@ -37,8 +37,9 @@ def test_a_training_goes_on_where_no_ring_can_be_kept(error, lines, tmp_path, mo
     def refuse(*_):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(recorder, "_allocate", refuse)
-    world = SimpleNamespace(ledger=SimpleNamespace(flight=FlightRecorder(0)), world_rank=0, size=1)
+    monkeypatch.setattr(recorder, "reserve", refuse)
+    world = SimpleNamespace(ledger=SimpleNamespace(flight=FlightRecorder(0)), world_rank=0, size=1,
+                            transport=SimpleNamespace(inside=None))
     keep_ring(tmp_path, world)
     assert capfd.readouterr().err.count("\n") == lines
     assert os.listdir(tmp_path) == []

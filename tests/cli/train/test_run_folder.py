@@ -84,4 +84,17 @@ def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capfd.readouterr().err == f"minidist train: --out {folder}: File too large\n"
     assert {name: sha256(folder / name) for name in os.listdir(folder)
-            if name not in ("text.txt", "metrics.jsonl")} == before
+            if name not in ("text.txt", "metrics.jsonl", "steps")} == before
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_the_weights_have_the_mode_of_the_other_files(mask: int, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
+                        lambda path, losses, **options: path.write_text(str(losses)))
+    before = os.umask(mask)
+    try:
+        write(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {name: (tmp_path / name).stat().st_mode & 0o777 for name in NAMES} == dict.fromkeys(NAMES, 0o666 & ~mask)

@@ -42,7 +42,7 @@ def stopped_well(run: "subprocess.Popen[str]", folder: Path) -> int:
     assert run.returncode == 75, error
     assert error.count("\n") == 1 and "minidist train: told to stop after step " in error, error
     [saved] = checkpoints(folder)
-    assert sorted(os.listdir(folder)) == ["flight", "metrics.jsonl", saved.name]
+    assert sorted(os.listdir(folder)) == ["flight", "metrics.jsonl", saved.name, "steps"]
     assert f"saved in run/{saved.name}; go on with `minidist train --resume run`" in error
     return step_of(saved) or 0
 

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from minidist.cli import main
 from minidist.observe.energy import ASSUMED_WATTS, Meter
 from minidist.observe.exporter import Exporter
+from minidist.observe.other_load import OtherLoad
 from minidist.observe.step_log import MOST_BYTES, StepState, read_step_log
 
 TINY = ["train", "--steps", "4", "--batch", "4", "--context", "8", "--layers", "1", "--width", "8", "--heads", "1"]
@@ -95,6 +96,18 @@ def test_counters_that_cannot_be_read_are_one_line(book: str, tmp_path: Path, mo
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and error.endswith("energy_uj; energy is an estimate\n")
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["energy"]["source"] == "estimate"
+
+
+@pytest.mark.parametrize(("options", "says"), [([], 1), (["--threads", "2"], 0), (["--quiet"], 0), (THREADS, 0)])
+def test_threads_of_one_process_on_busy_cores_are_told_once(
+        options: list[str], says: int, book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("minidist.cli.train.telemetry.LOOK", 0.0)
+    monkeypatch.setattr("minidist.cli.train.command.limit_blas_threads", lambda threads, local_size: 2)
+    monkeypatch.setattr("minidist.device.cores.of_all_ranks", lambda: 2)
+    monkeypatch.setattr(OtherLoad, "cores", lambda load: 1.8)
+    assert main([*TINY, *options, "--data", book, "--out", str(tmp_path / "run")]) == 0
+    assert capfd.readouterr().out.count("other programs keep 1.8 of 2 cores busy, so BLAS's 2 threads wait") == says
 
 
 def test_the_port_shows_each_step_and_is_free_after_the_run(book: str, tmp_path: Path,

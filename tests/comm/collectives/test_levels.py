@@ -5,6 +5,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
 
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.comm.collectives.torus import grid
 
@@ -58,23 +59,20 @@ def test_the_grid_is_the_most_square(size, shape):
     assert sorted(rank for first in range(form.columns) for rank in form.column_of(first)) == list(range(size))
 
 
-def test_a_part_counts_among_its_ranks_and_tells_later_steps():
+def test_a_part_counts_among_its_ranks_and_tells_later_steps(monkeypatch):
+    def work(whole, x, out, op):
+        part = SubsetCall(whole, [2, 0, 1], first_step=5)
+        assert (part.signature, part.world_ranks) == (whole.signature, (0, 1, 2))    # what a lasting wait tells
+        seen[whole.rank] = [part.rank, part.size, part.next_rank, part.prev_rank]
+        part.exchange(part.next_rank, x, part.prev_rank, out, step=1)
+
     def ranks(world):
-        seen, sent = [], []
+        sent = []
         world.ledger.subscribe(lambda event: sent.append(event.details) if event.kind == "message" else None)
+        got = world.all_reduce(np.full(2, world.rank), algorithm="ring")
+        return seen[world.rank], got.tolist(), [(message["dst"], message["step"]) for message in sent]
 
-        def work(whole, x, out, op):
-            part = SubsetCall(whole, [2, 0, 1], first_step=5)
-            assert (part.signature, part.world_ranks) == (whole.signature, (0, 1, 2))    # what a lasting wait tells
-            seen.extend((part.rank, part.size, part.next_rank, part.prev_rank))
-            part.exchange(part.next_rank, x, part.prev_rank, out, step=1)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(ALGORITHMS["all_reduce"], "ring", work)
-            got = world.all_reduce(np.full(2, world.rank), algorithm="ring")
-        return seen, got.tolist(), [(message["dst"], message["step"]) for message in sent]
-
-    from minidist.comm.collectives.select import ALGORITHMS
-
+    seen = {}
+    monkeypatch.setitem(ALGORITHMS["all_reduce"], "ring", work)         # once, not by each rank: all share the table
     assert run(ranks, size=3) == [([1, 3, 2, 0], [2, 2], [(1, 6)]), ([2, 3, 0, 1], [0, 0], [(2, 6)]),
                                   ([0, 3, 1, 2], [1, 1], [(0, 6)])]

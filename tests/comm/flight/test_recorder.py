@@ -40,6 +40,36 @@ def test_a_call_is_made_begun_and_ended():
     assert entry["shape"] == [3, 4]
 
 
+def test_a_record_says_how_long_the_program_stood_still():
+    recorder = FlightRecorder()
+    blocking, started, message = (make(recorder, sequence) for sequence in (1, 2, 3))
+    recorder.begun(blocking)
+    time.sleep(0.02)
+    recorder.ended(blocking, 96, 2, blocking=True)
+    recorder.ended(started, 96, 2)
+    assert recorder.entries()[1]["stood"] == 0.0
+    recorder.stood(started, 0.25)
+    recorder.ended(message, 8, 1, stood=0.5)
+    first, *others = recorder.entries()
+    assert first["stood"] == pytest.approx(first["ended"] - first["begun"], rel=1e-6) and first["stood"] >= 0.02
+    assert [(entry["stood"], entry["nbytes"], entry["sequence"]) for entry in others] == [(0.25, 96, 2), (0.5, 8, 3)]
+    for sequence in range(4, SLOTS + 4):
+        make(recorder, sequence)
+    recorder.stood(started, 9.0)                # its slot belongs to a later call now
+    assert 9.0 not in [entry["stood"] for entry in recorder.entries()]
+
+
+def test_a_step_leaves_its_memory_and_joules_whatever_their_size():
+    recorder = FlightRecorder()
+    recorder.start_step(4)
+    recorder.state([2**62] * 7, [2**62] * 8, 2**62, 1e300, "a source of joules of a long name")
+    (_, entry) = recorder.entries()
+    assert (entry["kind"], entry["step"], entry["memory"], entry["peak"]) == ("state", 4, [2**62] * 7, [2**62] * 8)
+    assert (entry["limit"], entry["joules"], entry["source"]) == (2**62, 1e300, "a source of ")
+    recorder.state([0] * 7, [0] * 8, None, 0.0, "nvml + rapl")
+    assert recorder.entries()[-1]["source"] == "nvml + rapl" and recorder.entries()[-1]["limit"] is None
+
+
 def test_the_ring_goes_round_and_keeps_the_newest():
     recorder = FlightRecorder()
     first = make(recorder, 1)

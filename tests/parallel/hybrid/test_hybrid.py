@@ -202,7 +202,8 @@ def test_schedule() -> None:
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"plan": Plan(dp=3)}, "for 3 ranks, the job has 2"), ({"optimizer": "adamx"}, "adamw, adam, rmsprop, sgd"),
-    ({"lr_schedule": "linear"}, "constant, or cosine"), ({"lr_schedule": "cosine"}, "steps=")])
+    ({"lr_schedule": "sine"}, "choose one of constant, cosine, linear"), ({"lr_schedule": "cosine"}, "steps="),
+    ({"lr_schedule": "wsd", "steps": 9, "lr_options": {"decay": 10}}, "a decay of 10 steps does not fit a run of 9")])
 def test_trainer_refuses(options: dict[str, Any], says: str) -> None:
     def job(world: Any) -> None:
         with pytest.raises(ConfigError, match=says):

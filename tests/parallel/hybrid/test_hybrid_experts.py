@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plans import BOUND, MOST, check, sent_by_axis, train
+from plans import BOUND, MOST, SCHEDULES, check, sent_by_axis, train
 from training import difference, tiny
 
 import minidist as md
@@ -16,7 +16,6 @@ from minidist.parallel.experts import expert_load
 from minidist.parallel.hybrid import hybrid_cut, hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.pipeline.stages import Stages
 
 LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_weight": 0.1}
@@ -63,7 +62,7 @@ def any_plan(draw: Any, ranks: int) -> tuple[dict[str, Any], dict[str, Any], dic
                "dropout": draw(st.sampled_from([0.0, 0.2])), "activation": draw(st.sampled_from(["gelu", "silu"])),
                "positions": draw(st.sampled_from(["learned", "rotary"]))}
     plan = {"dp": dp, "pp": pp, "ep": ep, "cp": cp, "tp": tp, "zero": draw(st.integers(0, 3)),
-            "schedule": draw(st.sampled_from([*ORDERS])), "accumulate": draw(st.integers(1, 2)),
+            "schedule": draw(st.sampled_from(SCHEDULES)), "accumulate": draw(st.integers(1, 2)),
             "microbatches": draw(st.integers(1, 4)) if pp > 1 else None,
             "sequence_parallel": tp > 1 and draw(st.booleans()),
             "checkpoint_blocks": draw(st.sampled_from(["none", "all", "0"]))}

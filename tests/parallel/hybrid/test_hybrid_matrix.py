@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plans import BOUND, MOST, check, sent_by_axis, train
+from plans import BOUND, MOST, SCHEDULES, check, sent_by_axis, train
 from training import difference, tiny
 
 import minidist as md
@@ -19,7 +19,6 @@ from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
-from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
@@ -63,13 +62,15 @@ def any_plan(draw: Any, ranks: int, layers: int) -> Job:
                "dropout": draw(st.sampled_from([0.0, 0.2])), "positions": draw(st.sampled_from(["learned", "rotary"])),
                "activation": draw(st.sampled_from(["gelu", "silu"])), "norm": draw(st.sampled_from(["layer", "rms"]))}
     plan = {**sizes, "zero": draw(st.integers(0, 3)), "accumulate": draw(st.integers(1, 2)),
-            "schedule": draw(st.sampled_from([*ORDERS])), "keep_gathered": draw(st.booleans()),
+            "schedule": draw(st.sampled_from(SCHEDULES)), "keep_gathered": draw(st.booleans()),
             "microbatches": draw(st.integers(1, 5)) if sizes["pp"] > 1 else None,
             "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
             "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
             "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
             "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
     plan["keep_gathered"] &= plan["zero"] == 3
+    if sizes["pp"] > 1 and plan["schedule"] == "interleaved":
+        plan["stages_per_rank"] = draw(st.integers(1, 3))
     if sizes["pp"] > 1:
         splits = uneven(changes["layers"], Plan(**plan).stages)
         plan["stage_layers"] = draw(st.sampled_from(["even", "measured"]) | splits)

@@ -79,8 +79,9 @@ def misplaced(world: Any, plan: dict[str, Any], changes: dict[str, Any]) -> tupl
 
 @pytest.mark.parametrize(("plan", "changes"), [
     ({"dp": 3, "zero": 2}, {}), ({"tp": 3, "dp": 2, "zero": 3}, {"heads": 4, "kv_heads": 2, "tied": True}),
-    ({"pp": 2, "tp": 2, "schedule": "interleaved"}, {"layers": 3}), ({"dp": 4, "zero": 3, "shard": 2}, {})],
-    ids=["zero-2", "tp and zero-3", "interleaved", "shared by 2"])
+    ({"pp": 2, "tp": 2, "schedule": "interleaved"}, {"layers": 3}), ({"dp": 4, "zero": 3, "shard": 2}, {}),
+    ({"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-v"}, {"tied": True})],
+    ids=["zero-2", "tp and zero-3", "interleaved", "shared by 2", "there and back"])
 def test_the_map_is_where_the_numbers_lie(plan: dict[str, Any], changes: dict[str, Any]) -> None:
     """Each rank's numbers are those at its positions, and together the ranks have all of them."""
     changes = {"width": 12, "heads": 3, **changes}

@@ -87,6 +87,7 @@ def test_within_the_budget(plan: dict[str, Any], parts: list[float]) -> None:
     {"cp": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 4},
     {"tp": 2, "sequence_parallel": True}, {"pp": 2, "schedule": "gpipe"},
     {"pp": 2, "schedule": "interleaved", "microbatches": 4}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 3, "dp": 2},
+    {"pp": 2, "schedule": "zb-v"},
     {"dp": 2, "zero": 1}, {"tp": 2, "keep_activations": "shard"}, {"keep_activations": "offload"}], ids=str)
 def test_within_the_budget_for_long(plan: dict[str, Any]) -> None:
     kept = {**plan} if "keep_activations" not in plan else {name: value for name, value in plan.items()

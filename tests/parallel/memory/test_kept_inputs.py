@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import SCHEDULES
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -96,8 +97,8 @@ def test_with_any_plan_for_long(data: st.DataObject) -> None:
     axes = {"dp": data.draw(st.integers(1, 2)), "pp": data.draw(st.integers(1, 3)), "cp": data.draw(st.integers(1, 2)),
             "tp": data.draw(st.just(2) if "shard" in kept else st.integers(1, 2))}
     check({**axes, "zero": data.draw(st.integers(0, 3)), "accumulate": data.draw(st.integers(1, 2)),
-           "schedule": data.draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1"])) if axes["pp"] == 2
-           and CONFIG.layers >= 2 else "1f1b", "checkpoint_blocks": data.draw(st.sampled_from(["all", "1", "0,2"]))},
+           "schedule": data.draw(st.sampled_from(SCHEDULES)) if axes["pp"] == 2 and CONFIG.layers >= 2 else "1f1b",
+           "checkpoint_blocks": data.draw(st.sampled_from(["all", "1", "0,2"]))},
           kept, steps=4)
 
 

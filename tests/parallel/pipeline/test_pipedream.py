@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipelines import replay_updates
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -14,7 +15,7 @@ from minidist.optim import AdamW
 from minidist.parallel.pipeline import pipedream
 from minidist.parallel.pipeline.pipedream import PipeDream
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.step.step import part_of
+from minidist.parallel.step.step import Part, micro_parts
 
 BOUND, STEPS, SEQUENCES = 1e-10, 2, 9
 CONFIG = {"layers": 4}
@@ -38,32 +39,10 @@ def run_stages(world: Any, microbatches: int, name: str = "1f1b") -> dict[str, A
 def replay(ranks: list[dict[str, Any]], microbatches: int) -> dict[str, Any]:
     """One process: each microbatch forward and backward with every stage's weights as late as its rank recorded."""
     config = tiny(**CONFIG)
-    model = GPT(config)
-    model.initialize(3)
-    stages = [[dict(model.named_parameters())[name] for name in rank["names"]] for rank in ranks]
-    optimizers, losses = [AdamW(stage, 1e-2) for stage in stages], []
-    for step in range(STEPS):
-        batch, total = global_batch(step, SEQUENCES, config), 0.0
-        versions = [[[p.data.copy() for p in stage]] for stage in stages]
-        for microbatch in range(microbatches):
-            part = part_of(batch, size=microbatches, rank=microbatch)
-            if not len(part.inputs):
-                continue
-            for stage, rank, kept in zip(stages, ranks, versions, strict=True):
-                met = dict(rank["updates"][step])[microbatch]
-                for parameter, array in zip(stage, kept[met], strict=True):
-                    parameter.data[...] = array
-            loss = model.loss(part.inputs, part.targets)
-            loss.backward()
-            total += loss.item() * part.targets.size
-            for stage, optimizer, kept in zip(stages, optimizers, versions, strict=True):
-                for parameter, array in zip(stage, kept[-1], strict=True):
-                    parameter.data[...] = array
-                optimizer.step()
-                optimizer.zero_grad()
-                kept.append([p.data.copy() for p in stage])
-        losses.append(total / batch[1].size)
-    return {"weights": model.state_dict(), "losses": losses}
+    batches = [global_batch(step, SEQUENCES, config) for step in range(STEPS)]
+    return replay_updates(config, ranks, [
+        [(part.inputs, part.targets) for part in micro_parts(Part(*batch, first=0), microbatches)]
+        for batch in batches])
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
@@ -107,7 +86,7 @@ def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch
     else:
         monkeypatch.setattr(stashing, "_update", lambda self, microbatch, met: (
             self.updates.append((microbatch, met)), setattr(self, "version", self.version + 1),
-            self.optimizer.zero_grad()))
+            [weight.zero_grad() for weight in self.weights]))
     ranks = md.run(run_stages, 7, size=3)
     assert not difference(ranks[0]["weights"], replay(ranks, 7)["weights"]) < 1e-6
 

@@ -1,6 +1,7 @@
 """Schedules: right for any number of stages and microbatches, as long and as hungry as the chapter says."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ from minidist.parallel.pipeline.schedule_checker import (
     clock_of,
     peak_held,
 )
-from minidist.parallel.pipeline.schedules import ORDERS, make_schedule, of_orders
+from minidist.parallel.pipeline.schedules import ORDERS, V_SHAPED, make_schedule, of_orders, stages_a_rank
 
 any_schedule = given(st.sampled_from([*ORDERS]), st.integers(1, 9), st.integers(1, 12), st.integers(1, 4))
 
@@ -50,19 +51,26 @@ def check_one(name: str, p: int, m: int, v: int) -> None:
     """Proved, its clock breaks nothing, and bubble and activations are the chapter's."""
     schedule = make_schedule(name, p, m, chunks=v if name == "interleaved" else None)
     check(schedule)
-    times = Times(1 / v, 2 / v) if name == "interleaved" else Times()
+    times = Times(*(time / schedule.chunks for time in (1, 2, 1, 1)))
     clock, held = clock_of(schedule, times), peak_held(schedule)
     assert not broken(clock.spans)
     formula = {"naive": (p - 1) / p, "gpipe": (p - 1) / (m + p - 1), "1f1b": (p - 1) / (m + p - 1),
                "interleaved": (p - 1) / (v * m + p - 1) if m % p == 0 else None,
-               "zb-h1": (p - 1) / (3 * m + p - 1) if m >= p else None}[name]
+               "zb-h1": (p - 1) / (3 * m + p - 1) if m >= p else None, "pipedream": (p - 1) / (m + p - 1),
+               "zb-v": (p - 1) / (6 * m + p - 1) if m >= 2 * p - 1 else None,
+               "dualpipe-v": (p - 1) / (6 * m + p - 1) if m >= 2 * p else None}[name]
     assert formula is None or clock.bubble == pytest.approx(formula, abs=1e-12)
     if name == "zb-h1":
         assert max(held) <= min(m, p)
+    elif name in V_SHAPED:
+        most = 2 * p if name == "zb-v" else 2 * p + 1
+        assert max(held) <= min(2 * m, most) and (m < 2 * p or max(held) == most)
+        assert m < 2 * p or name != "zb-v" or held == [most] * p       # equally much on every rank
+        assert [schedule.stages_of(rank) for rank in range(p)] == [[rank, 2 * p - 1 - rank] for rank in range(p)]
     elif name == "interleaved":
         assert m % p or v == 1 or held == [min(2 * (p - 1 - rank) + (v - 1) * p + 1, v * m) for rank in range(p)]
     else:
-        assert held == [{"naive": 1, "gpipe": m, "1f1b": min(m, p - rank)}[name] for rank in range(p)]
+        assert held == [{"naive": 1, "gpipe": m}.get(name, min(m, p - rank)) for rank in range(p)]
 
 
 def drawn(schedule: Schedule) -> list[str]:
@@ -98,11 +106,22 @@ def test_messages_take_time() -> None:
     assert clock_of(make_schedule("naive", 2, 1), Times(message=0.5)).length == 7.0
 
 
+@pytest.mark.parametrize(("message", "lengths"), [(0.0, [57, 52.5, 51, 49.5, 49.5]), (0.5, [71, 59.5, 57, 56.5, 58]),
+                                                  (1.0, [85, 75.5, 71, 65.5, 75])])
+def test_slow_messages(message: float, lengths: list[float]) -> None:
+    """The table of lesson 11."""
+    names = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+    times = {name: [time / stages_a_rank(name) for time in (1.0, 2.0, 1.0, 1.0)] for name in names}
+    assert [clock_of(make_schedule(name, 4, 16), Times(*times[name], message=message)).length
+            for name in names] == lengths
+
+
 def test_what_there_is() -> None:
     for name, ranks, microbatches, chunks, says in (
-            ("dualpipe", 2, 2, None, "choose one of naive, gpipe, 1f1b, interleaved, zb-h1"),
+            ("dualpipe", 2, 2, None, "choose one of naive, gpipe, 1f1b, interleaved, zb-h1, zb-v"),
             ("1f1b", 0, 2, None, "both are at least 1"), ("1f1b", 2, 0, None, "both are at least 1"),
-            ("gpipe", 2, 2, 2, "take interleaved"), ("interleaved", 2, 2, 0, "at least 1")):
+            ("gpipe", 2, 2, 2, "one stage a rank, not 2; take interleaved"),
+            ("zb-v", 2, 2, 3, "two stages a rank, not 3"), ("interleaved", 2, 2, 0, "at least 1")):
         with pytest.raises(ScheduleError, match=says):
             make_schedule(name, ranks, microbatches, chunks=chunks)
 
@@ -193,8 +212,7 @@ def test_nothing_can_be_left_out(any_place: int, ranks: int, microbatches: int, 
     mine = [*right.lists[rank]]
     del mine[any_place // ranks % len(mine)]
     with pytest.raises(ScheduleError):
-        check(Schedule(name, ranks, microbatches, right.chunks,
-                       tuple(tuple(mine) if r == rank else right.lists[r] for r in range(ranks))))
+        check(replace(right, lists=tuple(tuple(mine) if r == rank else right.lists[r] for r in range(ranks))))
 
 
 def test_a_chart_that_breaks_what_a_clock_does_not() -> None:

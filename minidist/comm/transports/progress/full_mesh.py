@@ -11,9 +11,9 @@ is answered in a thread of its own: a stranger that sends nothing, or nonsense, 
 (acceptor.py).
 """
 
+import platform
 import queue
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -94,7 +94,7 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int],
 def listen_unix() -> socket.socket:
     """A listener for processes of this host: at a name without a file on Linux, elsewhere at a temporary file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("" if sys.platform == "linux" else str(Path(tempfile.mkdtemp(prefix="minidist-")) / "listener"))
+    listener.bind("" if platform.system() == "Linux" else str(Path(tempfile.mkdtemp(prefix="minidist-")) / "listener"))
     listener.listen(QUEUE)
     return listener
 

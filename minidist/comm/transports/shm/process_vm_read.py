@@ -16,7 +16,6 @@ import errno
 import os
 import secrets
 import struct
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +29,7 @@ _WORD = ctypes.sizeof(ctypes.c_size_t)
 _SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)
 if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
@@ -71,7 +70,7 @@ class Exhibit:
         self._bytes = np.frombuffer(secrets.token_bytes(16), np.uint8)
         self.told = _EXHIBIT.pack(os.getpid(), address_of(self._bytes), self._bytes.tobytes())
         with suppress(OSError):     # there is no Yama
-            if _YAMA.read_text().strip() == "1" and _libc is not None:
+            if _YAMA.read_text().strip() == "1":
                 _libc.prctl(_SET_PTRACER, _ANY, 0, 0, 0)
 
 

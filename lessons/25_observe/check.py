@@ -1,0 +1,104 @@
+"""Grades exercise 25: your rules judge jobs with unseen faults, and healthy ones."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidist.grading import Result, load_module
+from minidist.observe.diagnose.plain import (
+    plain_behind,
+    plain_first_bad,
+    plain_growth,
+    plain_slow_link,
+    plain_waited_for,
+)
+from minidist.observe.power_cap import step_joules
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
+SIZES, SEEDS = (2, 3, 5, 8), range(1000, 1008)
+
+CUT_FROM = (plain_behind, plain_waited_for, plain_slow_link, plain_growth, plain_first_bad)
+ANSWERS = {7: "static * (work / frequency + rest) + dynamic * frequency ** 2 * work"}
+"""The right code of the holes beyond the plain versions."""
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """A hang with 30 ranks behind; then jobs of each kind; then energy."""
+    yield _thirty(exercise)
+    yield _jobs("hang", "a hang", lambda job: exercise.plain_behind(job.calls) or None,
+                "the ranks that have not made the newest call, not those that wait in it: section 1 (hole 1)")
+    yield _jobs("slow rank", "a slow rank", lambda job: exercise.plain_waited_for(job.arrivals),
+                "the last rank's arrival less the last but one's, and who was last then: section 2 (holes 2 and 3)")
+    yield _jobs("slow link", "a slow link", lambda job: _link(exercise.plain_slow_link(job.links)),
+                "a busy core makes a message late and never early: section 3 (hole 4)")
+    yield _jobs("leak", "a leak", lambda job: _leaking(exercise, job),
+                "how much it grows from step to step, in most steps: section 4 (hole 5)")
+    yield _jobs("not finite", "a number that is not finite",
+                lambda job: _pair(exercise.plain_first_bad(job.bad)),
+                "sums over ranks carry it to all others; the first step counts: section 5 (hole 6)")
+    for frequency in (1.0, 0.6):
+        yield _energy(exercise, frequency)
+
+
+def _thirty(exercise: ModuleType) -> Result:
+    """The published hard case."""
+    calls = {rank: 641 if rank in (4, 9) else 640 for rank in range(32)}
+    found = sorted(map(int, exercise.plain_behind(calls)))
+    right = [rank for rank in range(32) if rank not in (4, 9)]
+    return Result("30 ranks in call 640, two in 641", found == right, "the 30",
+                  f"{len(found)} ranks" if found != [4, 9] else "the two", "who waits is blamed",
+                  "the two have done their part and wait: section 1 (hole 1)")
+
+
+def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Result:
+    """The rule on jobs that have the fault, on healthy ones, and on those that have another."""
+    wrong, alarms, count, healthy = 0, 0, 0, 0
+    for size in SIZES:
+        for seed in SEEDS:
+            for other in lab.KINDS:
+                job = lab.sick_job(other, size=size, seed=seed)
+                found = rule(job)
+                if other == kind:
+                    count += 1
+                    wrong += found != job.culprit
+                else:
+                    healthy += 1
+                    alarms += found is not None
+    mistake = "a false alarm" if alarms else "the culprit is missed"
+    return Result(f"{count} jobs with {task}, {healthy} without", not wrong and not alarms,
+                  f"{count} culprits, no false alarm", f"{count - wrong} culprits, {alarms} false alarms", mistake,
+                  advice)
+
+
+def _link(found: Any) -> Any:
+    return None if found is None else tuple(map(int, found))
+
+
+def _pair(found: Any) -> Any:
+    return None if found is None else (int(found[0]), str(found[1]))
+
+
+def _leaking(exercise: ModuleType, job: Any) -> int | None:
+    """The rank whose memory grows by more than 1 MiB a step."""
+    growth = [float(exercise.plain_growth(job.memory[:, rank])) for rank in range(job.memory.shape[1])]
+    return int(np.argmax(growth)) if max(growth) > lab.MIB else None
+
+
+def _energy(exercise: ModuleType, frequency: float) -> Result:
+    """A step's joules."""
+    given = {"work": 2.0, "rest": 0.5, "static": 30.0, "dynamic": 100.0}
+    target = step_joules(frequency, **given)
+    found = float(exercise.joules(frequency, **given))
+    return Result(f"joules of a step at {frequency:g} of the frequency", abs(found - target) < 1e-9 * target,
+                  f"{target:.1f} J", f"{found:.1f} J", "not the energy of a step",
+                  "static watts last for work / f + rest, dynamic f³ for work / f: section 6 (hole 7)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "25", *sys.argv[1:]]))

@@ -1,0 +1,48 @@
+"""`minidist report RUN`: the run as one HTML page, RUN/report.html, made from the run folder alone.
+
+    minidist report runs/one                    # open runs/one/report.html in a browser; it needs no network
+    minidist report runs/one --out one.html
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from minidist.cli.train.report import memory_table, traffic_tables
+from minidist.console import size_text, written
+from minidist.files import check_writable
+from minidist.observe.report.page import page, sections_of
+from minidist.observe.report.run_files import read_run
+from minidist.observe.report.section import PlainTable, plain_table
+
+PAGE = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist report`."""
+    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, also of a run that died")
+    parser.add_argument("--out", metavar="FILE", help=f"the page (default: RUN/{PAGE})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out cannot be written."""
+    check_writable("--out", args.out)
+    found = read_run(args.run)
+    ledger, lines, account = _tables(found.metrics) if found.metrics else ([], [], [])
+    text = page(found, sections_of(found, ledger, lines, account))
+    place = Path(args.out) if args.out else found.folder / PAGE
+    with written("--out", place) as draft:
+        draft.write_text(text, encoding="utf-8")
+    Console(highlight=False, soft_wrap=True).print(f"{place}: {size_text(len(text.encode()))}, open it in a browser",
+                                                   markup=False)
+    return 0
+
+
+def _tables(metrics: dict[str, Any]) -> tuple[list[PlainTable], list[str], list[PlainTable]]:
+    """The ledger's tables and lines, and the memory account's, as the terminal shows them at the end of a run."""
+    tables, lines = traffic_tables(metrics) if metrics["steps"] else ([], [])
+    sentence = "What fills the memory of rank 0, in bytes, measured and by formula"
+    return ([plain_table(table, title[0].upper() + title[1:]) for title, table in tables], lines,
+            [plain_table(memory_table(metrics), sentence)])

@@ -1,0 +1,48 @@
+"""The learning rate of `minidist train`: its options, and what Trainer takes of them."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from minidist.console import fail, fraction, not_negative, positive, positive_number, whole_number
+from minidist.optim import LR_SCHEDULES, LearningRate
+
+OF_SCHEDULE = {"lr_floor": ("cosine", "linear", "wsd"), "lr_decay": ("wsd",), "lr_every": ("step",),
+               "lr_factor": ("step",)}
+"""Options, and the schedules that they are for."""
+
+
+def add_rate(add: Callable[..., Any]) -> None:
+    """Its options."""
+    add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
+    add("--lr-schedule", choices=list(LR_SCHEDULES), default="cosine",
+        help="after the warm-up: cosine or linear down to the floor; inverse-sqrt, as 1/sqrt(step); wsd, the peak "
+             "until the last steps, then linear (warm-up-stable-decay); step, a factor at a time; constant has no "
+             "warm-up (default: cosine)")
+    add("--warmup", type=whole_number(0, 10**9), metavar="K",
+        help="steps in which the rate rises (default: a twentieth of the steps)")
+    add("--lr-floor", type=not_negative, metavar="SHARE",
+        help="of cosine, linear and wsd: the rate at the end, as a share of the peak (default: 0.1)")
+    add("--lr-decay", type=positive, metavar="K", help="of wsd: how many of the last steps decay (default: a fifth)")
+    add("--lr-every", type=positive, metavar="K",
+        help="of step: how many steps a rate lasts (default: a third of the steps)")
+    add("--lr-factor", type=fraction, metavar="F", help="of step: the next rate, as a share of this one (default: 0.1)")
+
+
+def warmup_steps(args: argparse.Namespace) -> int:
+    """How many steps the rate rises."""
+    return -(-args.steps // 20) if args.warmup is None else int(args.warmup)
+
+
+def lr_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The further numbers of a LearningRate that were given."""
+    return {name.removeprefix("lr_"): value for name in OF_SCHEDULE if (value := getattr(args, name)) is not None}
+
+
+def check_rate(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go with the schedule, or numbers that do not fit the run."""
+    for name, schedules in OF_SCHEDULE.items():
+        if getattr(args, name) is not None and args.lr_schedule not in schedules:
+            fail(f"--{name.replace('_', '-')} is for --lr-schedule {' or '.join(schedules)}, not {args.lr_schedule}; "
+                 f"leave it out")
+    LearningRate(name=args.lr_schedule, peak=args.lr, warmup=warmup_steps(args), total=args.steps, **lr_options(args))

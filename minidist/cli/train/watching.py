@@ -1,0 +1,78 @@
+"""`minidist train --watch`: rank 0 starts `minidist watch` beside itself, which draws; the ranks lose no time to it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from minidist.cli.train.progress import ProgressReport, launcher_terminal, make_report
+from minidist.cli.train.settings import Settings
+from minidist.launch.launchers import clean_environment
+from minidist.parallel.step.step import Batch
+
+LAST_LOOK = 10.0        # seconds that the view may take to end
+
+
+def report_of(settings: Settings, console: Console, *, on_terminal: bool) -> ProgressReport:
+    """How the progress of a run is shown; not at all on a console that is quiet."""
+    report = make_report(settings.args.steps, console, on_terminal=on_terminal and not settings.args.watch)
+    return report if console.quiet or not settings.args.watch else Watched(settings.out, report)
+
+
+class Watched(ProgressReport):
+    """The view of a run, in a process of its own, while the steps are made; then `rest` goes on.
+
+    Lines that are to be shown meanwhile go to that process, which prints them above its view.
+    """
+
+    def __init__(self, run: Path, rest: ProgressReport) -> None:
+        self.rest = rest
+        with _terminal() as stdout:
+            self._view: subprocess.Popen[str] | None = subprocess.Popen(
+                [sys.executable, "-m", "minidist", "watch", str(run), "--beside-train"], stdin=subprocess.PIPE,
+                stdout=stdout, text=True, env=clean_environment(os.environ))
+
+    def line(self, text: str) -> None:
+        if self._view is not None and self._view.poll() is None:
+            with suppress(OSError):
+                self._tell(text)
+                return
+        self.rest.line(text)
+
+    def _tell(self, text: str) -> None:
+        assert self._view is not None and self._view.stdin is not None
+        self._view.stdin.write(f"{text}\n")
+        self._view.stdin.flush()
+
+    def close(self) -> None:
+        """End the view with a last look; a second time does nothing."""
+        view, self._view = self._view, None
+        if view is None:
+            return
+        with suppress(OSError):
+            assert view.stdin is not None
+            view.stdin.close()
+        try:
+            view.wait(LAST_LOOK)
+        except subprocess.TimeoutExpired:
+            view.kill()
+            view.wait()
+
+    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        yield from self.rest.validating(batches)
+
+
+@contextmanager
+def _terminal() -> Iterator[IO[bytes] | None]:
+    """Where the view is drawn: mpirun's terminal if what we print goes there by way of a pipe; None: our stdout."""
+    terminal = None if sys.stdout.isatty() else launcher_terminal()
+    if terminal is None:
+        yield None
+        return
+    with open(terminal, "wb") as stream:
+        yield stream

@@ -1,0 +1,59 @@
+"""The job's token in a private file, for ranks whose launcher carries no secret of ours (joining.py)."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+
+from minidist.errors import LaunchError
+from minidist.files import scratch, sweep
+
+STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
+
+
+class TokenFile:
+    """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
+
+    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0 holds a lock on it
+    until it is removed, so that a file without one is seen to be a killed job's, and goes when the next one is written.
+    """
+
+    def __init__(self, job: str) -> None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+        self._lock: int | None = None
+
+    def write(self, token: bytes) -> None:
+        """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sweep(self.path.parent, "job-", older=STALE)
+            with scratch(self.path.parent) as folder:
+                draft = folder / "token"
+                self._lock = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with contextlib.suppress(OSError):      # a file system without locks
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                os.write(self._lock, token)
+                draft.replace(self.path)
+        except OSError as error:
+            raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
+                              "MINIDIST_TOKEN for every rank instead") from error
+
+    def read(self) -> bytes | None:
+        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
+        try:
+            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+                    raise LaunchError(f"{self.path} is not private to this user; remove it and start the job again")
+                return file.read()
+        except OSError:
+            return None
+
+    def remove(self) -> None:
+        """Forget the token: every rank has it."""
+        self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

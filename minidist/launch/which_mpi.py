@@ -1,0 +1,68 @@
+"""Whether mpi4py's MPI is the one whose mpirun started this process, found out before MPI_Init.
+
+MPICH's library under Open MPI's mpirun ends the process inside MPI_Init, with lines of its own ("unsupported PMI
+version PMIx"). So under Open MPI, which OMPI_ variables show, the library is asked for its name before MPI_Init.
+
+    mpirun of    library of     the ranks are
+    MPICH        any            those of an MPI_COMM_WORLD; worlds of one rank are refused (mpi_init.py)
+    Open MPI     Open MPI       those of an MPI_COMM_WORLD
+    Open MPI     MPICH, none    no MPI's: they meet at rank 0, over shared memory and TCP (joining.py)
+"""
+
+import atexit
+import os
+import sys
+from dataclasses import replace
+
+from minidist.errors import LaunchError
+from minidist.launch.launchers import Launch, detect
+
+
+def find_launch() -> Launch:
+    """What the launcher says, as `detect`; `other_mpi` where its MPI is not mpi4py's.
+
+    Raises: LaunchError, one line, if the launcher contradicts itself.
+    """
+    launch = detect()
+    if launch.launcher != "openmpi" or "Open MPI" in library():
+        return launch
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    where = {"master_addr": host, "master_port": int(port)} if host and port.isdigit() else {}
+    return replace(launch, other_mpi=True, transport="auto", **where)      # type: ignore[arg-type]
+
+
+def library() -> str:
+    """The name and version of mpi4py's MPI, "" if there is none. MPI_Init is not called: mpi_init.py does that."""
+    known = "mpi4py.MPI" in sys.modules
+    try:
+        import mpi4py
+        before, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = before
+        if not known:
+            atexit.register(_finalize)                      # before membership registers its end, so it comes after it
+        return " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split())
+    except (ImportError, RuntimeError, OSError):            # not installed; no library that it could load
+        return ""
+
+
+def _finalize() -> None:
+    """What mpi4py does at the end of a process if importing it has called MPI_Init."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def refusal(launch: Launch) -> LaunchError:
+    """The error of ranks that are to use MPI where `other_mpi`."""
+    return LaunchError(f"transport 'mpi': Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
+                       f"{library() or 'no MPI library'}; take auto, tcp or shm, or start with the mpirun that belongs "
+                       "to mpi4py (`minidist doctor` names it)")
+
+
+def remark(launch: Launch) -> str:
+    """What is said once where the transport was not chosen: MPI was to be expected under mpirun."""
+    return (f"minidist: Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
+            f"{library() or 'no MPI library'}; taking transport auto (shared memory, TCP) instead of mpi")

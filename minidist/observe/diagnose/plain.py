@@ -1,0 +1,54 @@
+"""Chapter 25 · Diagnosis, plainly: five rules, each for one sick job. They say which rank, link or growth is at fault.
+
+The idea. A sick job looks the same from outside: all ranks stand in the same call. The records of the ranks tell them
+apart, if a rule asks for the cause and not for the symptom:
+
+    a hang          not who waits in the newest call, but who has not come to it
+    a slow rank     not who waits longest, but who is waited for
+    a slow link     not when a message came, but how long it took after both ends were ready: the quick ones tell
+    a leak          not how much memory a rank has, but whether it grows in every step
+    a NaN           not who has one, but who had the first
+
+The rules of the other modules of this folder are these, with what real jobs need beside them: groups and messages,
+rings that have gone round, ranks that were killed, busy cores, clocks of several hosts, and how sure each finding is.
+
+notes: N2 §12.3
+"""
+
+import numpy as np
+
+Link = tuple[int, int]
+
+
+def plain_behind(calls: dict[int, int]) -> list[int]:
+    """The ranks that the others wait for; calls: {rank: the number of its last call}."""
+    newest = max(calls.values())
+    return [rank for rank, last in calls.items() if last < newest]
+
+
+def plain_waited_for(arrivals: np.ndarray, share: float = 0.2, most: float = 0.5) -> int | None:
+    """The rank that is late in most steps; arrivals: (steps, ranks), when each came to the call of the step."""
+    ordered = np.sort(arrivals, axis=1)
+    step = np.median(np.diff(ordered[:, -1]))                       # seconds
+    delay = ordered[:, -1] - ordered[:, -2]                         # how long the last rank alone holds up the others
+    last = arrivals.argmax(axis=1)[delay > share * step]
+    times = np.bincount(last, minlength=arrivals.shape[1])
+    return int(times.argmax()) if times.max() > most * len(arrivals) else None
+
+
+def plain_slow_link(seconds: dict[Link, list[float]], times: float = 2.0) -> Link | None:
+    """The link whose messages take `times` as long as those of most others; {(src, dst): seconds of its messages}."""
+    quick = {link: float(np.quantile(some, 0.25)) for link, some in seconds.items()}    # a busy core is never early
+    slowest = max(quick, key=lambda link: quick[link])
+    usual = np.median([value for link, value in quick.items() if link != slowest])
+    return slowest if quick[slowest] > times * usual else None
+
+
+def plain_growth(memory: np.ndarray) -> float:
+    """Bytes a step by which a rank's memory grows in most steps; memory: (steps,), bytes after each step."""
+    return float(np.median(np.diff(memory)))                        # one large array is one step of many
+
+
+def plain_first_bad(bad: list[tuple[int, float, int, str]]) -> tuple[int, str] | None:
+    """The rank and layer of the first number that is not finite; bad: (step, moment, rank, layer) of all ranks."""
+    return min(bad)[2:] if bad else None                            # sums over ranks carry it to all others

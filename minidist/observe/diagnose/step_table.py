@@ -1,0 +1,118 @@
+"""The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank stands out.
+
+A rank is named only where it stands out in at least STREAK steps on end that last LONG seconds together: one bad step,
+or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with others,
+which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks stand out
+now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
+"""
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minidist.observe.rank_steps import RankSteps
+
+STREAK, LONG = 5, 0.25      # steps; seconds
+RARELY = 1e-4
+BUSY_STREAK, BUSY = 12, 0.1      # steps; the part of a step in which a rank had no core, from which it is shared
+
+Line = dict[str, Any]
+Row = Mapping[int, Line]        # {rank: its line} of one step
+Test = Callable[[Row], Collection[int]]
+"""test(row) -> the ranks that stand out in this step"""
+
+
+@dataclass(frozen=True)
+class Streak:
+    """Steps on end in which a rank stands out: their rows, by step."""
+
+    rank: int
+    rows: dict[int, Row]
+
+    @property
+    def first(self) -> int:
+        return next(iter(self.rows))
+
+    def median(self, value: Callable[[Line], float], *, of_others: bool = False) -> float:
+        """The median over its steps of a rank's value, or of the others' median."""
+        return statistics.median(others(row, self.rank, value) if of_others else value(row[self.rank])
+                                 for row in self.rows.values())
+
+
+class StepTable:
+    """All ranks' steps. The first step that a rank has recorded is left out: it warms up."""
+
+    def __init__(self, ranks: Mapping[int, RankSteps]) -> None:
+        self.ranks = dict(ranks)
+        self.first = min((each.steps[0]["step"] for each in ranks.values() if each.steps), default=0)
+        rows: defaultdict[int, dict[int, Line]] = defaultdict(dict)
+        for rank, each in ranks.items():
+            for line in each.steps:
+                if line["step"] > self.first:
+                    rows[line["step"]][rank] = line
+        self.rows: dict[int, dict[int, Line]] = {step: rows[step] for step in sorted(rows)}
+
+    def classes(self) -> list[list[int]]:
+        """Ranks that do the same kind of work, of each kind two or more."""
+        alike: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, each in self.ranks.items():
+            alike[each.alike].append(rank)
+        return [ranks for ranks in alike.values() if len(ranks) > 1]
+
+    def streaks(self, test: Test, ranks: Collection[int], *, least: int = STREAK, long: float = LONG,
+                together: bool = False) -> list[Streak]:
+        """For each of `ranks` that stands out, the longest streak; of rows in which all of `ranks` have a line.
+
+        Args:    together: the ranks stand out together, so that one says nothing of another.
+        """
+        best: dict[int, dict[int, Row]] = {}
+        now: dict[int, dict[int, Row]] = {}
+        times: Counter[int] = Counter()
+        least = max(least, BUSY_STREAK) if self._without_core(ranks) > BUSY else least
+        steps = 0
+        for step, whole in self.rows.items():
+            if not set(ranks) <= set(whole):
+                continue
+            row = {rank: whole[rank] for rank in ranks}
+            out = set(test(row))
+            times.update(out)
+            steps += 1
+            now = {rank: {**now.get(rank, {}), step: row} for rank in out}
+            for rank, rows in now.items():
+                if len(rows) > len(best.get(rank, {})):
+                    best[rank] = rows
+        return [Streak(rank, rows) for rank, rows in sorted(best.items())
+                if len(rows) >= max(least, 0.0 if together else _by_chance(rank, times, steps, len(ranks)))
+                and sum(row[rank]["seconds"] for row in rows.values()) >= long]
+
+    def _without_core(self, ranks: Collection[int]) -> float:
+        """The part of a step in which a rank neither computed, nor read, nor was in a call: the median."""
+        parts = [1 - (column("cpu")(line) + column("input")(line) + column("calls")(line)) / max(1e-9, line["seconds"])
+                 for row in self.rows.values() for rank, line in row.items() if rank in ranks]
+        return statistics.median(parts) if parts else 0.0
+
+
+def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> float:
+    """Steps on end that one of all ranks stands out in RARELY of such runs, if all do as often as the others do."""
+    usual = sum(count for other, count in times.items() if other != rank) / max(1, steps * (ranks - 1))
+    if not 0 < usual < 1:
+        return 0.0
+    return math.log(RARELY / (steps * ranks)) / math.log(usual)
+
+
+def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:
+    """The median of the other ranks' value."""
+    return statistics.median([value(line) for other, line in row.items() if other != rank])
+
+
+def column(name: str) -> Callable[[Line], float]:
+    """The value of a line under a name; 0.0 where it is not known."""
+    return lambda line: float(line.get(name) or 0.0)
+
+
+def known(row: Row, names: Sequence[str]) -> bool:
+    """Whether every rank has these values."""
+    return all(line.get(name) is not None for line in row.values() for name in names)

@@ -1,0 +1,186 @@
+"""A run at one moment: RunNow, and what it takes from the flight recorders.
+
+    state           the run
+    not begun       has made its folder, and no step
+    running         goes on
+    stalled         runs, and has recorded nothing for STALL seconds and several steps
+    stopped         a process of it is stopped (Ctrl-Z, SIGSTOP)
+    died            has ended because of an error, or was killed
+    ended           has ended without one before its last step: it was told to stop
+    finished        has written metrics.json
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from minidist.comm.flight.slots import STATE_OF_STEP
+from minidist.device.account import CATEGORIES
+from minidist.observe.diagnose.flights import RankFlight
+from minidist.observe.diagnose.slow import LEAST_DELAY, SHARE, slow
+from minidist.observe.live.step_parts import StepParts, last_to_arrive, mean, step_parts
+
+NOT_BEGUN, RUNNING, STALLED, STOPPED_RUN, DIED, ENDED, FINISHED = STATES = (
+    "not begun", "running", "stalled", "stopped", "died", "ended", "finished")
+OVER = (DIED, ENDED, FINISHED)
+WINDOW = 10         # steps whose mean is shown
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """One rank. step: the one it is in, from 1, or None; parts: its mean step, None before it has ended two.
+
+    memory: bytes by category after a step; peak: the most so far, with "total"; limit: of the total, or None;
+    watts: joules a second by its `source`.
+    """
+
+    rank: int
+    host: str
+    process: str
+    step: int | None
+    parts: StepParts | None
+    memory: dict[str, int]
+    peak: dict[str, int]
+    limit: int | None
+    watts: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class AxisNow:
+    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, or "between hosts"; a_step: bytes of all ranks;
+    a_second: the same, by the time of a step; exposed: seconds of a step, of the rank with most."""
+
+    name: str
+    ranks: int
+    link: str
+    a_step: int
+    a_second: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class SlowNow:
+    """The rank that the others wait for. since: the step, from 1; seconds: since then; delay: of a step, seconds."""
+
+    rank: int
+    since: int
+    seconds: float
+    delay: float
+    where: str
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """A run at one moment.
+
+    Attributes: what: one line about the state; losses: of the newest steps, None where not finite; watts: of all
+                ranks, and estimate: whether they, or a part of them, are an estimate; at: the time of day.
+    """
+
+    run: str
+    state: str
+    what: str
+    step: int
+    steps: int | None
+    losses: tuple[float | None, ...]
+    tokens_per_second: float | None
+    step_seconds: float | None
+    ranks: tuple[RankNow, ...]
+    axes: tuple[AxisNow, ...]
+    slow: SlowNow | None
+    watts: float | None
+    estimate: bool
+    at: float
+
+
+def with_ranks(now: RunNow, flights: Sequence[RankFlight], *, link: str) -> RunNow:
+    """The same with what the flight recorders say. Args: link: the link class inside a host."""
+    if not flights:
+        return now
+    newest = newest_parts(step_parts(flights))
+    ranks = tuple(_rank(flight, newest[flight.rank]) for flight in flights)
+    seconds = max((each.seconds for each in newest.values() if each is not None), default=None)
+    watts, estimate = watts_of(ranks)
+    return replace(now, ranks=ranks, axes=_axes(flights, newest, seconds, link), watts=watts, estimate=estimate,
+                   slow=slow_now(flights), step_seconds=now.step_seconds or seconds)
+
+
+def newest_parts(parts: dict[int, dict[int, StepParts]]) -> dict[int, StepParts | None]:
+    """Each rank's mean over the newest WINDOW steps that all ranks have ended; where there are none, over its own."""
+    common = set.intersection(*(set(mine) for mine in parts.values()))
+    return {rank: mean(mine[step] for step in sorted(common or mine)[-WINDOW:]) for rank, mine in parts.items()}
+
+
+def _rank(flight: RankFlight, parts: StepParts | None) -> RankNow:
+    steps = [entry["step"] for entry in flight.entries if entry["step"] is not None]
+    states = flight.of_kind(STATE_OF_STEP)[-WINDOW - 1:]
+    memory, peak, limit, watts, source = dict[str, int](), dict[str, int](), None, None, ""
+    if states:
+        memory = dict(zip(CATEGORIES, states[-1]["memory"], strict=False))
+        peak = dict(zip((*CATEGORIES, "total"), states[-1]["peak"], strict=False))
+        limit, source = states[-1]["limit"], states[-1]["source"]
+        passed = states[-1]["made"] - states[0]["made"]
+        watts = (states[-1]["joules"] - states[0]["joules"]) / passed if passed > 0 else None
+    return RankNow(flight.rank, flight.host, flight.process, max(steps) + 1 if steps else None, parts, memory, peak,
+                   limit, watts, source)
+
+
+def watts_of(ranks: Sequence[RankNow]) -> tuple[float | None, bool]:
+    """Watts of all ranks, None if they are not known; and whether any of them are an estimate.
+
+    Ranks of a host that read its counters (rapl) all read the same ones: they count once.
+    """
+    known = [rank for rank in ranks if rank.watts is not None]
+    shared: dict[str, float] = {}
+    for rank in known:
+        if "rapl" in rank.source:
+            shared[rank.host] = max(shared.get(rank.host, 0.0), rank.watts or 0.0)
+    own = sum(rank.watts or 0.0 for rank in known if "rapl" not in rank.source)
+    return (own + sum(shared.values()) if known else None), any(rank.source == "estimate" for rank in known)
+
+
+def _axes(flights: Sequence[RankFlight], newest: dict[int, StepParts | None],
+          seconds: float | None, inside: str) -> tuple[AxisNow, ...]:
+    """What was sent along each axis, the most first."""
+    hosts = {flight.rank: flight.host for flight in flights}
+    found: dict[tuple[str, str], AxisNow] = {}
+    for flight in flights:
+        if (parts := newest[flight.rank]) is None:
+            continue
+        for group, nbytes in parts.sent.items():
+            axis, ranks = flight.groups.get(group, ("?", []))
+            link = inside if len({hosts.get(rank) for rank in ranks}) < 2 else "between hosts"
+            before = found.get((axis, link), AxisNow(axis, len(ranks), link, 0, 0.0, 0.0))
+            found[axis, link] = replace(before, a_step=before.a_step + nbytes,
+                                        exposed=max(before.exposed, parts.stood.get(group, 0.0)))
+    rated = (replace(axis, a_second=axis.a_step / seconds if seconds else 0.0) for axis in found.values())
+    return tuple(sorted(rated, key=lambda axis: -axis.a_step))
+
+
+def slow_now(flights: Sequence[RankFlight]) -> SlowNow | None:
+    """The rank that is slow in the newest steps, and since when it has been the last to arrive."""
+    named = slow([_newest_steps(flight, WINDOW + 2) for flight in flights])
+    if not named or not named[0].ranks:
+        return None
+    rank, late = named[0].ranks[0], last_to_arrive(flights)
+    usual = mean(part for mine in step_parts(flights).values() for part in mine.values())
+    least = max(LEAST_DELAY, SHARE * (usual.seconds if usual else 0.0))
+    since = max(late, default=0)
+    for step in sorted(late, reverse=True):
+        if since - step > 2:                            # two steps one after another in which it was not late
+            break
+        if late[step][0] == rank and late[step][1] >= least:
+            since = step
+    newest = max(flight.newest for flight in flights)
+    begun = min((entry["made"] for flight in flights for entry in flight.entries if entry["step"] == since),
+                default=newest)
+    delays = sorted(delay for step, (last, delay) in late.items() if last == rank and step >= since)
+    return SlowNow(rank, since + 1, newest - begun, delays[len(delays) // 2] if delays else 0.0,
+                   named[0].where)
+
+
+def _newest_steps(flight: RankFlight, count: int) -> RankFlight:
+    """The flight with the records of its newest steps alone."""
+    steps = [entry["step"] for entry in flight.entries if entry["step"] is not None]
+    first = max(steps, default=0) - count
+    return replace(flight, entries=[entry for entry in flight.entries if (entry["step"] or 0) > first])

@@ -1,0 +1,61 @@
+"""Chapter 25 · A Trainer's steps, recorded by each rank: rank_steps.py, with what only a Trainer knows.
+
+    records = RankRecords(trainer, run, context=128)            # on every rank, before its first step
+    with records.input(): batch = next(batches)
+    trainer.step(batch)
+    records.step_done(number)                                   # from 1
+    records.close()
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from minidist.observe.finite_watch import FiniteWatch
+from minidist.observe.rank_steps import StepRecorder
+from minidist.observe.replica_digest import replica_digests
+from minidist.observe.timeline import Timeline
+from minidist.parallel.hybrid.hybrid import Trainer
+
+DIGEST_EVERY = 50
+
+
+class RankRecords:
+    """Records the steps of this rank in `run`. Made by the thread that trains.
+
+    Args:    batch, context: sequences of a global batch, and tokens of one.
+             digest_every: steps between two digests of the weights; 0: none.
+    """
+
+    def __init__(self, trainer: Trainer, run: str | Path, *, batch: int, context: int,
+                 digest_every: int = DIGEST_EVERY) -> None:
+        self.trainer, self.every = trainer, digest_every
+        self.tokens, self.context = batch * context, context
+        self.recorder = StepRecorder(trainer.world, run, goes_on=trainer.steps_done > 0,
+                                     first_step=trainer.steps_done, alike=f"pp{trainer.mesh.coordinates['pp']}")
+        self.watch = FiniteWatch(trainer.model, self.recorder.not_finite)
+
+    def input(self) -> AbstractContextManager[None]:
+        """The program waits for its batch."""
+        return self.recorder.input()
+
+    def step_done(self, number: int) -> None:
+        """Step `number`, from 1, has ended."""
+        self.recorder.step = number - 1
+        digest = replica_digests(self.trainer) if self.every and number % self.every == 0 else None
+        self.recorder.step_done(digest=digest or None, **self._own())
+
+    def _own(self) -> dict[str, Any]:
+        """The tokens of this rank in the step, and their mean loss, where the strategy tells."""
+        timeline = self.trainer.recorder
+        if not isinstance(timeline, Timeline):
+            return {}
+        rows, share = timeline.take_own()
+        tokens = rows * self.context // self.trainer.mesh.shape["cp"]
+        return {"tokens": tokens or None,
+                "loss": round(share * self.tokens / tokens, 6) if share is not None and tokens else None}
+
+    def close(self) -> None:
+        """Record no more; a second time does nothing."""
+        self.watch.close()
+        self.recorder.close()

@@ -1,0 +1,104 @@
+"""The page: the sections as HTML, with everything it needs inside.
+
+All text of the run goes through html.escape, or as JSON in which `<`, `>` and `&` are escaped: a model name like
+`<script>` is shown, and does nothing. Content-Security-Policy forbids every request.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from minidist.device.account import CATEGORIES
+from minidist.observe.report import environment, exposed, joules, losses, memory, stragglers, traffic
+from minidist.observe.report import steps as one_step
+from minidist.observe.report.run_files import RunFiles
+from minidist.observe.report.section import Chart, PlainTable, Section
+
+LONG = 44
+"""Letters of a cell from which its text may wrap."""
+
+
+def sections_of(run: RunFiles, ledger: Sequence[PlainTable], ledger_lines: Sequence[str],
+                account: Sequence[PlainTable]) -> list[Section]:
+    """All sections, in the order of the page.
+
+    Args:    ledger, ledger_lines, account: traffic and memory beside their formulas, as the terminal shows them.
+    """
+    recorded = one_step.recorded_steps(run.timelines)
+    steps = one_step.kept(recorded)
+    return [losses.section(run), one_step.section(run, recorded, steps), exposed.section(run, recorded, steps),
+            memory.section(run, steps, account), traffic.section(run),
+            traffic.ledger_section(run, ledger, ledger_lines), stragglers.section(run), joules.section(run),
+            environment.section(run)]
+
+
+def page(run: RunFiles, sections: Sequence[Section]) -> str:
+    """The HTML of a report. Args: sections: of sections_of."""
+    charts = {chart.key: chart.data for section in sections for chart in section.charts} | {"categories": CATEGORIES}
+    parts = {"title": escape(f"Report of {run.folder.resolve().name}"), "summary": _summary(run),
+             "contents": "".join(f'<li><a href="#{section.key}">{escape(section.title)}</a></li>'
+                                 for section in sections),
+             "sections": "".join(map(_section, sections)), "numbers": in_script(charts),
+             "style": _file("report.css"), "program": _file("report.js"), "library": _file("vendor/echarts.min.js")}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def in_script(value: Any) -> str:
+    """JSON that may stand inside a script element."""
+    packed = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return packed.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _file(name: str) -> str:
+    return files("minidist.observe.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _summary(run: RunFiles) -> str:
+    """The key numbers at the top."""
+    metrics, shown = run.metrics, dict[str, str]()
+    if metrics:
+        shown = {"steps": f"{len(metrics['losses']):,}", "ranks": str(metrics["size"]),
+                 "transport": str(metrics["transport"]), "parameters": f"{metrics['parameters']:,}",
+                 "validation loss": f"{metrics['validation_loss']:.4f}",
+                 "ms a step": f"{1e3 * metrics['step_seconds']:,.1f}",
+                 "tokens a second": f"{metrics['tokens_per_second']:,.0f}"}
+    elif run.steps:
+        loss = run.steps[-1].get("loss")
+        shown = {"steps so far": f"{run.steps[-1]['step']:,} of {run.steps[-1].get('steps', '?')}",
+                 "ranks": str(run.ranks), "loss": "not finite" if loss is None else f"{loss:.4f}"}
+    boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items())
+    state = "" if metrics else ("<p class=missing>The run has not ended, or died: metrics.json is missing. "
+                                "minidist diagnose on the folder says more.</p>")
+    return f"{state}<dl class=summary>{boxes}</dl>"
+
+
+def _section(section: Section) -> str:
+    body = "".join(f"<p class=missing>{escape(line)}</p>" for line in section.missing)
+    body += "".join(f"<p>{escape(line)}</p>" for line in section.lines)
+    if section.code:
+        body += f"<pre tabindex=0>{escape(section.code)}</pre>"
+    body += "".join(map(_chart, section.charts)) + "".join(map(_table, section.tables))
+    return (f'<section id="{section.key}" aria-labelledby="{section.key}-title"><h2 id="{section.key}-title">'
+            f"{escape(section.title)}</h2>{body}</section>")
+
+
+def _chart(chart: Chart) -> str:
+    return (f'<figure data-chart="{chart.key}"><div class=controls></div><div class=chart role=img tabindex=0 '
+            f'aria-label="{escape(chart.label)}"></div><div class=beside></div></figure>')
+
+
+def _table(table: PlainTable) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = [" class=number" if place in table.right else " class=long" if len(cell) > LONG else ""
+                 for place, cell in enumerate(cells)]
+        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>"
+                                for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
+
+    head = f"<thead>{row(table.head, 'th')}</thead>" if any(table.head) else ""
+    body = "".join(row(cells, "td") for cells in table.rows)
+    title = escape(table.title)
+    return (f'<p class=title>{title}</p><div class=wide tabindex=0 role=region aria-label="{title}">'
+            f'<table aria-label="{title}">{head}<tbody>{body}</tbody></table></div>')

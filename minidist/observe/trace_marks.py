@@ -1,0 +1,77 @@
+"""Chapter 25 · What trace.json shows beside spans: arrows from a send to its receive, and counters.
+
+    ph s, f     an arrow: from the start of a message's span on the sender to the end of the receiver's
+    ph C        memory: the live bytes of a rank by category, whenever an array is made
+                sent bytes: what a rank sent in a step by axis, at the end of the step
+
+A message has both ends or no arrow: the span of one end may be among those that a timeline did not keep.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minidist.observe.timeline import Span, Timeline
+
+Event = dict[str, Any]
+Key = tuple[int, int, str]
+"""Of a message: sender, receiver, and what tells it from the others between the two."""
+
+
+def arrows(timelines: "Sequence[Timeline]", rows: Sequence[str], origin: float) -> Iterator[Event]:
+    """Two events for each message of which both ends are recorded.
+
+    Args:    rows: of the trace, in order. origin: the trace's begin, in seconds.
+    """
+    starts = dict(_ends(timelines, "messages"))
+    for number, (key, (receiver, received)) in enumerate(_ends(timelines, "receives")):
+        if key not in starts:
+            continue
+        sender, sent = starts[key]
+        common = {"name": "message", "cat": "message", "id": number}
+        begin = _microseconds(sent.start - origin)
+        end = max(begin, _microseconds(received.stop - origin) - 0.001)     # a slice ends before its last moment
+        yield {"ph": "s", **common, "pid": sender, "tid": rows.index("messages"), "ts": begin}
+        yield {"ph": "f", "bp": "e", **common, "pid": receiver, "tid": rows.index("receives"), "ts": round(end, 3)}
+
+
+def _ends(timelines: "Sequence[Timeline]", row: str) -> "Iterator[tuple[Key, tuple[int, Span]]]":
+    for timeline in timelines:
+        for span in timeline.spans:
+            if span.row == row and "message" in span.details:
+                about = span.details
+                yield (about["src"], about["dst"], about["message"]), (timeline.rank, span)
+
+
+def counters(timelines: "Sequence[Timeline]", origin: float) -> Iterator[Event]:
+    """Memory, and bytes sent in a step. Categories and axes that stay zero are left out. Args: as in arrows."""
+    for timeline in timelines:
+        used = sorted({name for _, now in timeline.memory for name, nbytes in now.items()
+                       if nbytes and name != "total"})
+        for moment, now in timeline.memory:
+            yield {"ph": "C", "name": "memory", "pid": timeline.rank, "ts": _microseconds(moment - origin),
+                   "args": {name: now[name] for name in used}}
+        sent = sent_in_steps(timeline)
+        axes = sorted({axis for each in sent.values() for axis in each})
+        for span in timeline.spans:
+            if span.name == "step" and axes:
+                yield {"ph": "C", "name": "sent bytes", "pid": timeline.rank, "ts": _microseconds(span.stop - origin),
+                       "args": {axis: sent[span.details["step"]][axis] for axis in axes}}
+
+
+def sent_in_steps(timeline: "Timeline") -> dict[int, Counter[str]]:
+    """{step: {axis: payload bytes}} that the rank sent, as far as its timeline has kept them."""
+    sent: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    ends = {span.details["step"]: span.stop for span in timeline.spans if span.name == "step"}
+    for span in timeline.spans:
+        about, step = span.details, span.details.get("step")
+        counts = span.row == "communication" or (span.row == "messages" and about.get("algorithm") == "direct"
+                                                 and about.get("verb") in ("send", "exchange"))
+        if isinstance(step, int) and span.start < ends.get(step, 0.0) and counts and "nbytes" in about:
+            sent[step][about["axis"]] += about["nbytes"]
+    return sent
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

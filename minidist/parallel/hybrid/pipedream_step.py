@@ -1,0 +1,71 @@
+"""Chapter 17 · PipeDream in a plan: the step of pipelines that update after each microbatch, with replicas beside them.
+
+    rank             dp=0           dp=1        rows of microbatch b are divided between the two
+    stage 0       B0 sum update  B0 sum update        sum: the data axis adds up what one microbatch gave
+    stage 1       B0 sum update  B0 sum update
+
+A microbatch's loss is its mean over all ranks that divide its rows, and so the update is that of one pipeline
+(parallel/pipeline/pipedream.py), whose microbatches are the rows b of every replica. Tensor and context parallelism
+divide the layers and tokens of a stage, and add up what they share before each update, as in hybrid_step.py.
+
+Cost: hybrid_step.py's, but the data axis sends its gradients after each of the m microbatches: m times 2 (P-1) Ψ.
+"""
+
+from typing import Any
+
+from minidist.optim import Optimizer
+from minidist.parallel.hybrid.hybrid_cut import DataPipeline
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.pipeline.pipedream import StashingPass, check_pipedream, refuse_clipping
+from minidist.parallel.step.flat import sum_in_order
+from minidist.parallel.step.step import Batch, micro_parts, part_of
+from minidist.parallel.tensor.split_model import add_up
+
+
+class StashingPipeline(DataPipeline):
+    """This rank's stage of a GPT that is updated after each microbatch. Args, Raises: as DataPipeline, PipeDream."""
+
+    own_updates = True
+
+    def __init__(self, model: Any, group: Any, schedule: Any, **options: Any) -> None:
+        check_pipedream(model.config, schedule)
+        super().__init__(model, group, schedule, **options)
+
+
+class HybridPipeDream(Hybrid):
+    """This rank's part of a GPT under schedule pipedream.
+
+    Attributes: updates: of the last step, as PipeDream's.
+    """
+
+    pipelines = StashingPipeline
+    updates: tuple[tuple[int, int], ...] = ()
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
+
+        Raises:  PlanError for `clip` or `accumulate`.
+        """
+        refuse_clipping(clip, accumulate)
+        assert self.pipeline is not None
+
+        def update() -> None:
+            self.data_axis.finish_step()
+            add_up(self.summands)
+            self.data_axis.update(optimizer, lr=lr, clip=None, squares=lambda: 0.0)
+            self.data_axis.begin_step()
+
+        self.data_axis.begin_step()
+        parts, sizes = self._microbatches(batch)
+        work = StashingPass(self.pipeline, parts, sizes, update)
+        self.pipeline.executor.run(work)
+        self.updates = tuple(work.updates)
+        return sum_in_order(self.shares, work.total / batch[1].size)
+
+    def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
+        """This rank's rows of each microbatch, and how many targets all ranks have of it."""
+        pieces, readers = self.plan.pieces, range(self.rows.size)
+        of_all = [micro_parts(part_of(batch, size=self.rows.size, rank=rank), pieces) for rank in readers]
+        return of_all[self.rows.rank], [sum(part.targets.size for part in parts)
+                                        for parts in zip(*of_all, strict=True)]

@@ -1,0 +1,158 @@
+"""The progress of a long command, shown in one way by all of them.
+
+    with progress("reading") as show:               # on stderr: results on stdout can go to a file meanwhile
+        show("fitting the constants")               # what it does now
+        show.at(3, 40, "round 3: gloo")             # and how far it is
+        show.keep("4 ranks: done")                  # a result: a line on stdout, which stays
+
+    a terminal                  one line that changes, and goes with the block; a bar where it is known how far it is
+    a dumb terminal, a file     nothing; `minidist train` prints a line at most every five seconds
+
+Functions that measure take a Progress, or any function of a text.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Row
+from rich.text import Text
+
+LINES_EVERY = 5.0       # seconds
+LAST_LINES = 5.0        # seconds until the last lines of other processes are there
+
+
+class Progress:
+    """Shows how far a command is. This one shows nothing but the lines that stay."""
+
+    def __call__(self, text: str) -> None:
+        """Show what is done now."""
+
+    def at(self, done: int, total: int, text: str = "") -> None:
+        """Show that `done` of `total` are done, and `text` about it."""
+
+    def keep(self, line: str) -> None:
+        """Print a line that stays: an interrupted command has shown it."""
+        print(line, flush=True)
+
+    @contextmanager
+    def stderr(self) -> Iterator[int | None]:
+        """The stderr= of processes that this command starts in the block."""
+        yield None
+
+    def close(self) -> None:
+        """Show nothing from now on; a second time does nothing."""
+
+
+SILENT = Progress()
+
+
+class Lines(Progress):
+    """Prints how far it is, at most once every `seconds`.
+
+    Args:    ends: also the first time, and when all is done.
+    """
+
+    def __init__(self, print_line: Callable[[str], Any], noun: str, *, seconds: float = LINES_EVERY,
+                 ends: bool = True) -> None:
+        self._print_line, self._noun, self._seconds, self._ends = print_line, noun, seconds, ends
+        self._last = float("-inf") if ends else time.monotonic()
+
+    def at(self, done: int, total: int, text: str = "") -> None:
+        if (self._ends and done == total) or time.monotonic() - self._last >= self._seconds:
+            self._last = time.monotonic()
+            self.keep(f"{self._noun} {done:>{len(str(total))}} of {total}  {text}".rstrip())
+
+    def keep(self, line: str) -> None:
+        self._print_line(line)
+
+
+class Bar(Progress):
+    """A line that keeps its place on a terminal.
+
+    Args:    console: the terminal; noun: what is counted, as "step"; stays: its last state stays on the screen.
+    """
+
+    def __init__(self, console: Console, text: str = "", *, noun: str = "", stays: bool = False) -> None:
+        times = TimeRemainingColumn() if noun else TimeElapsedColumn()
+        first: list[ProgressColumn] = [TextColumn(noun)] if noun else [SpinnerColumn()]
+        self.console = console
+        self._row = Row(*first, _Count(), _CountBar(bar_width=None if noun else 20), TextColumn("{task.description}"),
+                        times, console=console, transient=not stays, refresh_per_second=5, redirect_stdout=False)
+        self._task = self._row.add_task(escape(text), total=None)
+        self._row.start()
+
+    def __call__(self, text: str) -> None:
+        self._row.update(self._task, description=escape(text))
+
+    def at(self, done: int, total: int, text: str = "") -> None:
+        self._row.update(self._task, completed=done, total=total, description=escape(text))
+
+    def keep(self, line: str) -> None:
+        if not self.console.stderr:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        self._row.stop()            # both may be one terminal: the line goes, and comes again below the result
+        super().keep(line)
+        self._row.start()
+
+    @contextmanager
+    def stderr(self) -> Iterator[int | None]:
+        """Their lines are shown above the one that changes."""
+        reading, writing = os.pipe()
+
+        def show() -> None:
+            with open(reading, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    self.console.print(line.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+
+        reader = threading.Thread(target=show, daemon=True)
+        reader.start()
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+            reader.join(LAST_LINES)
+
+    def close(self) -> None:
+        self._row.stop()
+
+
+class _Count(ProgressColumn):
+    """"3/40", as far as it is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+
+class _CountBar(BarColumn):
+    """A bar, where it is known how far it is."""
+
+    def render(self, task: Task) -> Any:
+        return Text() if task.total is None else super().render(task)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """In the block a command that takes long shows on stderr what it does, first `text`."""
+    console = Console(stderr=True, highlight=False)
+    animated = console.is_terminal and not console.is_dumb_terminal
+    shown = Bar(console, text) if animated else Progress()
+    try:
+        yield shown
+    finally:
+        shown.close()

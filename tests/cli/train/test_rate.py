@@ -1,0 +1,56 @@
+"""The learning rate of `minidist train`, and updates for a number of tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minidist.cli import main
+from minidist.survive.manifest import checkpoints, read_manifest
+
+TINY = ["train", "--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
+        "--dtype", "float64", "--quiet"]
+
+
+def train(folder: Path, *words: str) -> dict[str, Any]:
+    """Train on two ranks as threads; the run's metrics."""
+    text = folder / "book.txt"
+    text.write_text("".join(f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(120)))
+    assert main([*TINY, "-n", "2", "--transport", "threads", "--data", str(text), "--out", str(folder / "run"),
+                 "--json", str(folder / "metrics.json"), *words]) == 0
+    return json.loads((folder / "metrics.json").read_text())    # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("words", "recorded"), [
+    (["--lr-schedule", "linear", "--lr-floor", "0"], {"name": "linear", "floor": 0.0, "warmup": 1, "total": 4}),
+    pytest.param(["--lr-schedule", "wsd", "--lr-decay", "2", "--warmup", "0"],
+                 {"name": "wsd", "decay": 2, "warmup": 0}, marks=pytest.mark.soak),
+    pytest.param(["--lr-schedule", "step", "--lr-every", "2", "--lr-factor", "0.5"],
+                 {"name": "step", "every": 2, "factor": 0.5}, marks=pytest.mark.soak),
+    pytest.param(["--lr-schedule", "inverse-sqrt"], {"name": "inverse-sqrt"}, marks=pytest.mark.soak)])
+def test_schedules(words: list[str], recorded: dict[str, Any], tmp_path: Path) -> None:
+    """On two ranks as on one; the checkpoint says which rates."""
+    metrics = train(tmp_path, "--verify", "--save-every", "4", *words)
+    assert metrics["verify"]["largest"] <= 1e-10
+    saved = read_manifest(checkpoints(tmp_path / "run")[0])["about"]["learning_rate"]
+    assert saved | recorded == saved
+
+
+def test_tokens_make_passes(tmp_path: Path) -> None:
+    """5 sequences of 16 tokens a pass: 200 tokens are three passes of 15 sequences."""
+    for name in ("tokens", "passes"):
+        (tmp_path / name).mkdir()
+    tokens = train(tmp_path / "tokens", "--accumulate-tokens", "200")
+    passes = train(tmp_path / "passes", "--batch", "15", "--accumulate", "3")
+    assert tokens["plan"]["accumulate"] == 3
+    assert tokens["weights_sha256"] == passes["weights_sha256"] and tokens["losses"] == passes["losses"]
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--lr-decay", "2"], "--lr-decay is for --lr-schedule wsd, not cosine"),
+    (["--lr-schedule", "wsd", "--lr-decay", "9"], "a decay of 9 steps does not fit a run of 4"),
+    (["--warmup", "5"], "a warm-up of 5 steps does not fit a run of 4")])
+def test_what_does_not_fit(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *words]) != 0
+    assert says in capsys.readouterr().err

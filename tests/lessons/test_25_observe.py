@@ -1,0 +1,74 @@
+"""Exercise 25: filled rightly it passes, each wrong filling fails under its name; the rules judge jobs of any size."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filling import assert_named, graded, right
+
+from minidist import lessons
+from minidist.errors import ConfigError
+from minidist.grading import load_module
+from minidist.observe.diagnose.plain import (
+    plain_behind,
+    plain_first_bad,
+    plain_growth,
+    plain_slow_link,
+    plain_waited_for,
+)
+from minidist.observe.power_cap import best_frequency, frequency_under, step_joules
+
+lab = load_module(lessons.find("25").part("experiments.py"), "25")
+RIGHT = right("25")
+WRONG = {
+    "who waits is blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
+    "the culprit is missed": {3: "arrivals.argmin(axis=1)[delay > share * step]"},
+    "a false alarm": {4: "float(np.max(some))"},
+    "not the energy of a step": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("25", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    assert_named("25", mistake, WRONG[mistake], tmp_path)
+
+
+@pytest.mark.parametrize(("wrong", "mistake"), [
+    ({2: "ordered[:, -2] - ordered[:, -1]"}, "the culprit is missed"),
+    ({5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"}, "a false alarm"),
+    ({6: "max(bad)[2:] if bad else None"}, "the culprit is missed")])
+def test_a_leak_and_a_first_number(wrong: dict[int, str], mistake: str, tmp_path: Path) -> None:
+    assert_named("25", mistake, wrong, tmp_path)
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("25", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_25.py line" in result.results[-1].line()
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_each_rule_names_its_own_fault_alone(size: int) -> None:
+    for seed in range(5):
+        for kind in lab.KINDS:
+            job = lab.sick_job(kind, size=size, seed=seed)
+            leaking = [rank for rank in range(size) if plain_growth(job.memory[:, rank]) > lab.MIB]
+            found = {"hang": plain_behind(job.calls) or None, "slow rank": plain_waited_for(job.arrivals),
+                     "slow link": plain_slow_link(job.links), "leak": leaking[0] if leaking else None,
+                     "not finite": plain_first_bad(job.bad)}
+            assert found == {other: job.culprit if other == kind else None for other in found}, (kind, seed)
+
+
+def test_no_frequency_takes_less_energy_than_the_best() -> None:
+    given = {"work": 2.0, "rest": 0.3, "static": 30.0, "dynamic": 100.0}
+    least = step_joules(best_frequency(static=30.0, dynamic=100.0), **given)
+    assert all(step_joules(f, **given) >= least for f in np.linspace(0.05, 1.0, 200).tolist())
+    assert best_frequency(static=300.0, dynamic=100.0) == 1.0
+    assert frequency_under(130.0, static=30.0, dynamic=100.0) == frequency_under(500.0, static=30.0, dynamic=100.0) == 1
+    with pytest.raises(ConfigError, match="takes 30 W even at rest"):
+        frequency_under(30.0, static=30.0, dynamic=100.0)

@@ -1,0 +1,180 @@
+"""What the records of steps tell: made-up records, one fault each, at the size from which it is named and below it."""
+
+import pytest
+
+from minidist.observe.diagnose.laggards import laggards
+from minidist.observe.diagnose.numbers import leaks, wrong_numbers
+from minidist.observe.diagnose.rules import diagnose
+from minidist.observe.diagnose.slow_links import slow_links
+from minidist.observe.diagnose.step_table import StepTable
+from minidist.observe.rank_steps import RankSteps
+
+MIB = 1 << 20
+STEP = {"seconds": 0.1, "cpu": 0.05, "others": 0.002, "input": 0.001, "calls": 0.04, "rss": 80 * MIB, "tokens": 512}
+
+
+def table(size=4, steps=20, *, alike=None, at=8, victim=2, hosts=None, **changed):
+    """Records of ranks that differ by a little, and from step `at` on the victim's in what is `changed`.
+
+    A change is a factor, or a function of (step, line) to the new value.
+    """
+    ranks = {}
+    for rank in range(size):
+        lines = []
+        for step in range(steps):
+            line = {"step": step, "time": 100.0 + step / 10, "loss": 3.0 - 0.05 * step, **STEP}
+            line["cpu"] *= 1 + 0.02 * ((rank + step) % 3)
+            for name, change in changed.items() if rank == victim and step >= at else ():
+                line[name] = change(step, line) if callable(change) else line[name] * change
+            lines.append(line)
+        ranks[rank] = RankSteps(rank, size, (hosts or {}).get(rank, "here"), 1e6, 100.0,
+                                (alike or {}).get(rank, ""), lines)
+    return StepTable(ranks)
+
+
+def only(found):
+    (fault,) = found
+    return fault.cause, fault.ranks
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_clean_records_name_nobody(size):
+    clean = table(size)
+    assert laggards(clean) == wrong_numbers(clean) == leaks(clean) == slow_links(clean) == []
+    assert diagnose_of(table(size)) == []
+
+
+def diagnose_of(records):
+    """The findings of records alone, of a job whose one recorder says nothing."""
+    from minidist.observe.diagnose.flights import RankFlight
+
+    flight = RankFlight(0, "here", 1, len(records.ranks), {}, [], "unknown", 0.0)
+    return [found for found in diagnose([flight], records.ranks).findings if found.cause != "no recorder"]
+
+
+@pytest.mark.parametrize(("changed", "cause"), [
+    ({"cpu": 1.5}, "slow compute"), ({"input": lambda step, line: 0.025}, "late reader"),
+    ({"tokens": 1.4, "cpu": 1.3}, "uneven data"), ({"others": lambda step, line: 0.06}, "hogs the interpreter")])
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_laggard_is_named_with_its_cause(size, changed, cause):
+    assert only(diagnose_of(table(size, victim=1, **changed))) == (cause, (1,))
+
+
+@pytest.mark.parametrize("changed", [
+    {"cpu": 1.15}, {"input": lambda step, line: 0.01}, {"tokens": 1.2, "cpu": 1.15}, {"tokens": 1.5},
+    {"others": lambda step, line: 0.006}, {"cpu": lambda step, line: line["cpu"] * (2.0 if step % 5 else 1.0)}],
+    ids=["a little slower", "reads a little", "a little more", "more, at no cost", "a little beside", "not on end"])
+def test_less_names_nobody(changed):
+    assert laggards(table(**changed)) == []
+
+
+def test_five_steps_are_enough_and_four_are_not():
+    assert only(laggards(table(steps=13, at=8, cpu=1.5))) == ("slow compute", (2,))
+    assert laggards(table(steps=12, at=8, cpu=1.5)) == []
+
+
+def test_short_steps_take_more_of_them():
+    """Five steps of 10 ms are a twentieth of a second, in which another program may have had the core."""
+    short = {"seconds": lambda step, line: 0.01}
+    assert laggards(table(steps=14, at=8, cpu=1.5, **short)) == []
+    assert only(laggards(table(steps=60, at=8, cpu=1.5, **short))) == ("slow compute", (2,))
+
+
+def test_stages_of_a_pipeline_are_not_compared():
+    stages = {0: "pp0", 1: "pp0", 2: "pp1", 3: "pp1"}
+    both = table(alike=stages, cpu=3.0, victim=2, at=0)
+    for line in both.ranks[3].steps:
+        line["cpu"] *= 3.0
+    assert laggards(both) == []
+
+
+def test_all_ranks_may_wait_for_their_data():
+    late = table()
+    for row in late.rows.values():
+        for line in row.values():
+            line["input"] = 0.05
+    assert only(laggards(late)) == ("late reader", (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(("bytes_a_step", "named"), [(MIB, True), (5 * MIB, True), (MIB // 2, False)])
+def test_a_leak(bytes_a_step, named):
+    found = leaks(table(steps=40, rss=lambda step, line: 80 * MIB + bytes_a_step * (step - 8)))
+    assert [(fault.cause, fault.ranks) for fault in found] == ([("leak", (2,))] if named else [])
+
+
+def test_one_large_array_is_no_leak():
+    assert leaks(table(steps=40, rss=lambda step, line: 180 * MIB)) == []
+
+
+def test_the_first_number_that_is_not_finite():
+    bad = table()
+    bad.ranks[1].steps[9]["bad"] = ["blocks.3", "gelu", "forward", "inf", 101.0]
+    for rank in (0, 2, 3):
+        bad.ranks[rank].steps[10]["bad"] = ["blocks.0", "linear", "forward", "nan", 101.1]
+    (fault,) = wrong_numbers(bad)
+    assert (fault.cause, fault.ranks, fault.where, fault.sure) == ("not finite", (1,), "blocks.3: gelu", "certain")
+    assert "step 9" in fault.what and "ranks 0,2-3 had some later" in fault.evidence[1]
+
+
+def test_in_one_step_the_earlier_one_counts():
+    bad = table()
+    bad.ranks[0].steps[9]["bad"] = ["blocks.3", "linear", "forward", "nan", 101.2]
+    bad.ranks[3].steps[9]["bad"] = ["blocks.1", "linear", "forward", "nan", 101.1]
+    assert wrong_numbers(bad)[0].ranks == (3,)
+
+
+@pytest.mark.parametrize(("size", "ranks", "sure"), [(3, (1,), "certain"), (2, (0, 1), "possible")])
+def test_replicas_that_differ(size, ranks, sure):
+    drifted = table(size)
+    for rank, each in drifted.ranks.items():
+        for line in each.steps[3::4]:
+            line["digest"] = {"dp.1": "odd" if rank == 1 and line["step"] > 8 else "even"}
+    (fault,) = wrong_numbers(drifted)
+    assert (fault.cause, fault.ranks, fault.sure) == ("replicas differ", ranks, sure)
+    assert "at step 11" in fault.what and "equal at step 7" in fault.evidence[1]
+
+
+def test_a_loss_that_jumps_on_one_rank_and_on_all():
+    one = table(loss=lambda step, line: line["loss"] + 1.0)
+    assert only(wrong_numbers(one)) == ("loss jumps", (2,))
+    everyone = table()
+    for each in everyone.ranks.values():
+        for line in each.steps[12:]:
+            line["loss"] += 1.0
+    assert only(wrong_numbers(everyone)) == ("loss jumps", ())
+    assert wrong_numbers(table(loss=lambda step, line: line["loss"] + (step == 12))) == []      # once
+
+
+def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30):
+    """Records of a ring of four ranks, a message a link and step of 10 ms; from 1 to 2 `slow` times as long.
+
+    Args:    late: rank 3's receive is posted so many seconds after the message was sent. ahead: rank 2's clock.
+    """
+    ring = table(4, steps, hosts=hosts)
+    shift = {rank: int(1e6 * ahead) if rank == 2 else 0 for rank in range(4)}
+    for rank, each in ring.ranks.items():
+        for line in each.steps:
+            at = 1_000_000 * line["step"]
+            source, takes = (rank - 1) % 4, 30_000 if rank == 2 and slow == 3.0 else 10_000
+            posted = at + int(1e6 * late) if rank == 3 else at - 5_000
+            line["out"] = [[(rank + 1) % 4, 7, line["step"], 50_000, at + shift[rank]]]
+            line["in"] = [[source, 7, line["step"], 50_000, posted + shift[rank],
+                           max(posted, at + takes) + shift[rank]],
+                          [(rank + 1) % 4, 8, line["step"], 50_000, at - 1 + shift[rank], at + 10_000 + shift[rank]]]
+            line["out"].append([source, 8, line["step"], 50_000, at + shift[rank]])
+    return ring
+
+
+def test_a_slow_link_is_named_one_way():
+    (fault,) = diagnose_of(linked())
+    assert (fault.cause, fault.ranks) == ("slow link", (1, 2))
+    assert "from rank 2 to rank 1, it takes 0.01 s" in fault.evidence[1]
+    assert slow_links(linked(slow=1.0)) == []
+
+
+def test_a_late_receiver_makes_no_link_slow():
+    assert slow_links(linked(slow=1.0, late=0.5)) == []
+
+
+def test_links_between_hosts_are_measured_on_aligned_clocks():
+    assert slow_links(linked(slow=1.0, hosts={2: "far"}, ahead=3.0)) == []
