@@ -20,7 +20,7 @@ the time of day. Then a line of at most MOST_BYTES a step; what is left out is n
     tokens      targets that this rank worked on; loss: their mean loss
     digest      {group: digest of the weights that its ranks hold alike}, every few steps
     bad         the first number of this rank that is not finite: [layer, op, pass, "nan" or "inf", time of day]
-    busy        where the busiest other Python thread was, "file:line", if other threads used more time than this one
+    busy        where another Python thread of the program was, "file:line", if the others used more time than this one
     out, in     one message of each link: comm/flight/message_times.py
 
 Cost: about 30 µs a step, and 2 µs for each message; a digest reads all weights once.
@@ -29,15 +29,16 @@ Cost: about 30 µs a step, and 2 µs for each message; a digest reads all weight
 import json
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from minidist.comm.call_site import frames
 from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.group import Group
 from minidist.comm.health.wait_state import spent_in_calls
@@ -110,7 +111,7 @@ class StepRecorder:
         if self._rss is not None:
             values |= {"others": round(max(0.0, others), 6), "rss": self._rss.read()}
             if others > max(values["cpu"], MUCH * seconds):
-                values["busy"] = _busiest_thread()
+                values["busy"] = _other_thread()
         self._log.write(_line(values, self._times.take()))
         self.step += 1
         self._input, self._bad = 0.0, None
@@ -137,13 +138,16 @@ def _packed(values: dict[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
-def _busiest_thread() -> str | None:
-    """Where a Python thread is that is neither this one nor one of minidist or of the standard library."""
-    here, own = threading.get_ident(), str(Path(__file__).parents[1])
-    for ident, frame in sys._current_frames().items():
-        code = frame.f_code
-        if ident != here and not code.co_filename.startswith((own, str(Path(threading.__file__).parent))):
-            return f"{code.co_filename[-60:]}:{frame.f_lineno}"
+def _other_thread() -> str | None:
+    """Where the program is in the first thread, other than this one, that has a line of the program's own."""
+    here, own, library = threading.get_ident(), str(Path(__file__).parents[1]), str(Path(threading.__file__).parent)
+    for ident, innermost in frames().items():
+        frame: FrameType | None = innermost if ident != here else None
+        with suppress(AttributeError):      # CPython 3.11.7 gives a cell as the next frame of a thread that returns
+            while frame is not None and frame.f_code.co_filename.startswith((own, library, "<")):
+                frame = frame.f_back
+            if frame is not None:
+                return f"{frame.f_code.co_filename[-60:]}:{frame.f_lineno}"
     return None
 
 

@@ -1,6 +1,7 @@
 """A line a step from every rank: what stands in it, its size, and what a reader makes of torn and old files."""
 
 import json
+import sys
 import threading
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import minidist as md
+from minidist.observe import rank_steps
 from minidist.observe.rank_steps import FOLDER, MOST_BYTES, StepRecorder, read_rank_steps, steps_file
 
 
@@ -56,6 +58,22 @@ def test_the_waits_of_a_call_are_not_computation(tmp_path):
     md.run(job, size=2, transport="tcp")
     first, last = (read_rank_steps(tmp_path)[rank].steps[0] for rank in range(2))
     assert first["calls"] > 0.15 > last["calls"] and first["cpu"] < 0.1
+
+
+def test_a_thread_within_the_library_is_where_the_program_called_it(monkeypatch):
+    stop, began = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (began.set(), stop.wait()))
+    thread.start()
+    began.wait(10)
+    found = {thread.ident: sys._current_frames()[thread.ident]}
+    monkeypatch.setattr(rank_steps, "frames", lambda: found)
+    try:
+        assert "test_rank_steps.py:" in (rank_steps._other_thread() or "")
+        found[threading.get_ident()] = found.pop(thread.ident)      # its own thread does not count
+        assert rank_steps._other_thread() is None
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_other_threads_are_told_with_their_line(tmp_path):
