@@ -1,9 +1,9 @@
 """The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank stands out.
 
 A rank is named only where it stands out in at least STREAK steps in a row that last LONG seconds together: one bad
-step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with others,
-which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks stand out
-now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
+step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with
+others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks
+stand out now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
 """
 
 import math
