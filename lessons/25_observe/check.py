@@ -50,7 +50,7 @@ def _thirty(exercise: ModuleType) -> Result:
     found = sorted(map(int, exercise.plain_behind(calls)))
     right = [rank for rank in range(32) if rank not in (4, 9)]
     return Result("30 ranks in call 640, two in 641", found == right, "the 30",
-                  f"{len(found)} ranks" if found != [4, 9] else "the two", "who waits is blamed",
+                  f"{len(found)} ranks" if found != [4, 9] else "the two", "the waiting ranks are blamed",
                   "the two have done their part and wait: section 1 (hole 1)")
 
 

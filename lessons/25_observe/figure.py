@@ -53,7 +53,7 @@ def _processor(ax: Any, steps: dict[int, list[dict[str, Any]]]) -> None:
     ax.set_xlabel("step", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("ms of own processor time", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10, labelcolor=look.INK, loc="lower right", ncols=2)
-    look.caption(ax, "What a rank computes in a step")
+    look.caption(ax, "Processor time of a step")
 
 
 def _shares(ax: Any, job: Any) -> None:
@@ -71,7 +71,7 @@ def _shares(ax: Any, job: Any) -> None:
     ax.legend([look.patch(look.PHASES["backward"]), look.patch(look.PHASES["wait"])], ["computes", "in its call"],
               frameon=False, fontsize=9.5, labelcolor=look.INK, ncols=2, loc="upper center",
               bbox_to_anchor=(0.5, -0.13), handlelength=1.0, columnspacing=1.0)
-    look.caption(ax, f"Who waits: rank {job.culprit} least")
+    look.caption(ax, f"Rank {job.culprit} waits least")
 
 
 def _caps(ax: Any) -> None:
@@ -91,7 +91,7 @@ def _caps(ax: Any) -> None:
                     color=look.INK)
     ax.set_xlabel("seconds of a step", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("joules of a step", fontsize=10.5, color=look.SOFT)
-    look.caption(ax, "A power cap: cheaper, to a point")
+    look.caption(ax, "A power cap saves energy, down to a point")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def slow_rank(page: Page) -> None:
     last = np.bincount(job.arrivals.argmax(axis=1), minlength=4)
     rows = [[rank, f"{1e3 * job.waits[:, rank].mean():.1f} ms", f"{last[rank]} of {len(job.arrivals)}",
              "ok" if rank == found == job.culprit else ""] for rank in range(4)]
-    page.table("A slow rank: who waits, and who is waited for", ["rank", "waits a step", "came last in", "found"], rows,
+    page.table("A slow rank: how long each waits, how often it comes last",
+               ["rank", "waits a step", "came last in", "found"], rows,
                note="the slow rank waits least: a table of waiting times blames the wrong ones")
 
 

@@ -21,7 +21,7 @@ from minidist.observe.power_cap import best_frequency, frequency_under, step_jou
 lab = load_module(lessons.find("25").part("experiments.py"), "25")
 RIGHT = right("25")
 WRONG = {
-    "who waits is blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
+    "the waiting ranks are blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
     "the culprit is missed": {3: "arrivals.argmin(axis=1)[delay > share * step]"},
     "a false alarm": {4: "float(np.max(some))"},
     "not the energy of a step": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},

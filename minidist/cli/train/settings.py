@@ -144,48 +144,12 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
-    check_rate(args)
-    if args.accumulate_tokens is not None:      # once: then a batch has as many
-        passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
-        args.batch, args.accumulate = args.batch * passes, args.accumulate * passes
-    for option in ("accumulate", "microbatches"):
-        if (getattr(args, option) or 1) > args.batch:
-            fail(f"--{option} {getattr(args, option)}: a step has {plural(args.batch, 'sequence')}; choose at most so "
-                 f"many, or a larger --batch")
+    check_batch(args)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
-    if args.staleness is not None and not args.asynchronous:
-        fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
-    if args.local_steps is not None:
-        check_local_steps(args)
-    if args.compress != "none" and args.verify:
-        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
-    if args.asynchronous and args.verify:
-        fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
-    if args.schedule in UPDATING and args.verify:
-        fail(f"--verify: under --schedule {args.schedule} stages use older weights, which one process does not; leave "
-             f"out --verify, or choose 1f1b")
-    if args.schedule in UPDATING and args.clip:
-        fail(f"--schedule {args.schedule}: each stage updates by itself after each microbatch, and no rank knows the "
-             f"norm of all gradients; add --clip 0")
-    if args.asynchronous and args.save_every:
-        fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
-             "--save-every")
-    if args.verify and "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
-        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
-             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
-    if args.save_every == AUTO and not args.interruptions_per_day:
-        fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
-             "--interruptions-per-day N, or give a number of steps")
-    if args.interruptions_per_day and not args.save_every:
-        fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
-    if args.save_async and not args.save_every:
-        fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
-    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
-        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
-             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
-    if args.watch and args.quiet:
-        fail("--watch: --quiet prints nothing; leave out one of the two")
+    check_ways(args)
+    check_saving(args)
+    check_verify(args)
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
@@ -195,15 +159,67 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     return Settings(args, data, config, out, resume)
 
 
-def check_local_steps(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what does not go with --local-steps."""
-    every, rest = args.local_steps, args.steps % args.local_steps
-    if args.verify:
-        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
-    if rest:
+def check_batch(args: argparse.Namespace) -> None:
+    """Turn --accumulate-tokens into a batch. Raises: ConfigError for a batch, rate or division that cannot be."""
+    check_rate(args)
+    if args.accumulate_tokens is not None:      # once: then a batch has as many
+        passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
+        args.batch, args.accumulate = args.batch * passes, args.accumulate * passes
+    for option in ("accumulate", "microbatches"):
+        if (getattr(args, option) or 1) > args.batch:
+            fail(f"--{option} {getattr(args, option)}: a step has {plural(args.batch, 'sequence')}; choose at most so "
+                 f"many, or a larger --batch")
+
+
+def check_ways(args: argparse.Namespace) -> None:
+    """Raise ConfigError for ways of working that do not go together."""
+    if args.staleness is not None and not args.asynchronous:
+        fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.local_steps is not None and (rest := args.steps % args.local_steps):
+        every = args.local_steps
         ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
         fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
              f"come of the last {rest}; choose {ways}")
+    if args.schedule in UPDATING and args.clip:
+        fail(f"--schedule {args.schedule}: each stage updates by itself after each microbatch, and no rank knows the "
+             f"norm of all gradients; add --clip 0")
+    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
+        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
+             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
+    if args.watch and args.quiet:
+        fail("--watch: --quiet prints nothing; leave out one of the two")
+
+
+def check_saving(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options of saving that do not go together."""
+    if args.asynchronous and args.save_every:
+        fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
+             "--save-every")
+    if args.save_every == AUTO and not args.interruptions_per_day:
+        fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
+             "--interruptions-per-day N, or give a number of steps")
+    if args.interruptions_per_day and not args.save_every:
+        fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
+    if args.save_async and not args.save_every:
+        fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
+
+
+def check_verify(args: argparse.Namespace) -> None:
+    """Raise ConfigError if --verify is asked of a run that equals no run of one process."""
+    if not args.verify:
+        return
+    if args.local_steps is not None:
+        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+    if args.compress != "none":
+        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
+    if args.asynchronous:
+        fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+    if args.schedule in UPDATING:
+        fail(f"--verify: under --schedule {args.schedule} stages use older weights, which one process does not; leave "
+             f"out --verify, or choose 1f1b")
+    if "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
+        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
+             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:

@@ -7,7 +7,7 @@
                             in each step, and SLOW_USUALLY times in the middle one
     hogs the interpreter    its other threads take as much as its own, the others' few      HOGS of a step
 
-All in STREAK steps on end (step_table.py). The others wait for such a rank inside their calls; it waits least.
+All in STREAK steps in a row (step_table.py). The others wait for such a rank inside their calls; it waits least.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def _sure(streak: Streak) -> str:
 
 
 def _steps(streak: Streak) -> str:
-    return f"in {len(streak.rows)} steps on end, from step {streak.first} on"
+    return f"in {len(streak.rows)} steps in a row, from step {streak.first} on"
 
 
 def _compared(streak: Streak, value: Callable[[Line], float], what: str) -> str:

@@ -3,7 +3,7 @@
     cause               named from
     not finite          the first number: rank, layer, op and step
     replicas differ     one bit, at the next digest (--digest-every)
-    loss jumps          JUMP nats, in two steps on end: of one rank beside the others', and SPREADS times its spread
+    loss jumps          JUMP nats, in two steps in a row: of one rank beside the others', and SPREADS times its spread
                         before; of all, and SPREADS times the spread of the BEFORE changes before
     leak                LEAK bytes a step, over GROWTH steps or more, in most of them
 """

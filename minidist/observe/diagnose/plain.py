@@ -3,11 +3,11 @@
 The idea. A sick job looks the same from outside: all ranks stand in the same call. The records of the ranks tell them
 apart, if a rule asks for the cause and not for the symptom:
 
-    a hang          not who waits in the newest call, but who has not come to it
-    a slow rank     not who waits longest, but who is waited for
-    a slow link     not when a message came, but how long it took after both ends were ready: the quick ones tell
-    a leak          not how much memory a rank has, but whether it grows in every step
-    a NaN           not who has one, but who had the first
+    a hang          the ranks that have not entered the newest call; the ranks in it only wait for them
+    a slow rank     the rank that enters calls last; it waits least, so longest waits point to the others
+    a slow link     how long a message took after both ends were ready, by the fastest ones
+    a leak          growth in every step; a large amount of memory alone is no fault
+    a NaN           the first one; the others follow from it
 
 The rules of the other modules of this folder are these, with what real jobs need beside them: groups and messages,
 rings that have gone round, ranks that were killed, busy cores, clocks of several hosts, and how sure each finding is.

@@ -17,7 +17,7 @@ TIMES, LEAST = 2.0, 0.002
 BESIDE = 1.7        # times the quick messages of the slowest other sender
 LATE = 1.2          # times the middle message of the others
 WINDOW = 12         # messages
-SURE = 24           # messages: so many on end are certainly slow
+SURE = 24           # messages: so many in a row are certainly slow
 STRIDE = 2          # messages between two windows
 FEW = 4             # messages: fewer tell nothing of what is usual
 

@@ -1,9 +1,9 @@
 """The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank stands out.
 
-A rank is named only where it stands out in at least STREAK steps on end that last LONG seconds together: one bad step,
-or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with others,
-which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks stand out
-now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
+A rank is named only where it stands out in at least STREAK steps in a row that last LONG seconds together: one bad
+step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with
+others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks
+stand out now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
 """
 
 import math
@@ -27,7 +27,7 @@ Test = Callable[[Row], Collection[int]]
 
 @dataclass(frozen=True)
 class Streak:
-    """Steps on end in which a rank stands out: their rows, by step."""
+    """Steps in a row in which a rank stands out: their rows, by step."""
 
     rank: int
     rows: dict[int, Row]
@@ -96,7 +96,7 @@ class StepTable:
 
 
 def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> float:
-    """Steps on end that one of all ranks stands out in RARELY of such runs, if all do as often as the others do."""
+    """Steps in a row that one of all ranks stands out in RARELY of such runs, if all do as often as the others do."""
     usual = sum(count for other, count in times.items() if other != rank) / max(1, steps * (ranks - 1))
     if not 0 < usual < 1:
         return 0.0
