@@ -13,6 +13,10 @@ previous one. Measured are
     spread     the same bytes, a part to every other rank at once α + (P-2)·o + n·(β + κ)
     burst      empty messages that do not wait for each other     α + (messages-1)·o
 
+and, over each link of this host,
+
+    step       steps of a small model, a call every few kernels  what a call costs beside its messages (call_cost.py)
+
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
 Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
 because real links are not straight lines: protocols change with the size, and small arrays stay in caches.
@@ -28,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minidist.bench import call_cost
 from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
 from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
@@ -45,10 +50,11 @@ Measure = Callable[..., list[float]]
 
 
 class Fitted(NamedTuple):
-    """The costs of a link, and the samples they were fitted to."""
+    """The costs of a link, the samples they were fitted to, and seconds of a small model's step in each round."""
 
     cost: LinkCost
     samples: list[Sample]
+    steps: tuple[float, ...] = ()
 
 
 def links_here() -> list[str]:
@@ -76,7 +82,14 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
             for link in links:
                 progress(f"{count} ranks: starting {link}")
                 jobs.append(start_job(link, count))
-            fitted += _fit_all({job.name: partial(slowest, job) for job in jobs}, count, sizes, rounds, progress)
+            asks: dict[str, Measure] = {job.name: partial(slowest, job) for job in jobs}
+            found = _fit_all(asks, count, sizes, rounds, progress)
+            steps: dict[str, list[float]] = {link: [] for link in asks}
+            for round_number in range(rounds):
+                progress(f"{count} ranks, round {round_number + 1} of {rounds}: training steps")
+                for link, ask in asks.items():
+                    steps[link].append(statistics.median(ask(kind=call_cost.KIND, nbytes=0, repeats=0)))
+            fitted += [each._replace(steps=tuple(steps[each.cost.link])) for each in found]
     return fitted
 
 
@@ -126,6 +139,8 @@ def start_job(link: str, ranks: int) -> Job:
 def measuring(world: Group) -> Measure:
     """`measure(kind, nbytes, repeats)`: seconds of each repetition of STEPS steps on this rank."""
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
+        if kind == call_cost.KIND:
+            return call_cost.step_seconds(world)
         send, into = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
         step = {"exchange": _exchange, "add": _exchange_and_add, "spread": _spread, "burst": _burst}[kind]
 

@@ -20,7 +20,7 @@ A peer that is not installed is left out, as the table says. Contenders take tur
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from rich.console import Console
 
 from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
 from minidist.bench.arguments import add_arguments
+from minidist.bench.call_cost import with_call
 from minidist.bench.compress import command as compress
 from minidist.bench.compress import plots as compress_plots
 from minidist.bench.compress import tables as compress_tables
@@ -226,6 +227,9 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
         if world.rank:
             return None
     measured = Profile([each.cost for each in fitted], machine(), tuple(costs))
+    known = replace(measured, computation=measured.beside(out).computation)
+    measured = replace(measured, links=[with_call(each.cost, each.steps, known) if each.steps else each.cost
+                                        for each in fitted])
     try:
         save_profile(measured.beside(out), out)
     except OSError as error:
@@ -233,7 +237,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
             raise
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return {"what": "calibrate", "out": str(out), "misses": measured.misses(),
-            "links": [asdict(each.cost) for each in fitted],
+            "links": [asdict(cost) for cost in measured.links],
             "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted],
             "computation": [asdict(cost) for cost in costs]}
 

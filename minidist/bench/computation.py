@@ -5,12 +5,12 @@ or memory bandwidth show it. Measured are
 
     matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n))
     pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
-    step     training steps of two small models   launch of a kernel, in place of NumPy's call: with what Python, the
-                                                  tape and modules take; and how much dearer a step's passes are than
-                                                  these six (tanh, masks, tables)
+    step     training steps of small models       launch of a kernel, in place of NumPy's call: with what Python, the
+                                                  tape and modules take; and the bandwidth of a step's passes, whose
+                                                  arrays are seldom in the cache already
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, minimum over rounds. The fit is weighted least
+A figure is the time of the slowest rank: median over repetitions, and over rounds. The fit is weighted least
 squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
@@ -46,10 +46,14 @@ BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and writt
 Figure = tuple[str, str, tuple[int, ...]]
 FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
                          *(("pass", "float32", (elements,)) for elements in PASSES),
-                         ("step", "float32", (32, 16, 2)), ("step", "float32", (128, 64, 8))]
-"""A step: model width, tokens of a sequence, sequences. The first is almost nothing but launches."""
+                         *(("step", "float32", size) for size in ((32, 16, 2), (128, 64, 8), (256, 128, 1),
+                                                                  (256, 128, 4), (256, 128, 16)))]
+"""A step: model width, tokens of a sequence, sequences. The first is almost nothing but launches, the last has arrays
+beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
 DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
+MOST_PRODUCTS = 0.9         # of a step's seconds: more of them, and something disturbed the products
+TURNS = 8                   # until the fit of the steps changes no more
 INNER = 2                   # runs between two looks at the clock
 
 
@@ -69,7 +73,7 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
                 for kind, dtype, size in FIGURES:
                     seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
                     figures.setdefault((kind, dtype, size), []).append(seconds)
-        fitted.append(fit(count, {figure: min(times) for figure, times in figures.items()}))
+        fitted.append(fit(count, {figure: statistics.median(times) for figure, times in figures.items()}))
     return fitted
 
 
@@ -86,19 +90,31 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
-    """The same with the launch, and the factor of passes, by which the steps take what they took."""
-    bare = Rates.of(device_of([replace(cost, launch=0.0)], 1, 1, {}))
-    rows, rest = [], []
-    for size, measured in steps.items():
-        kernels = kernels_of(size)
-        passes = bare.segment((kernel, times) for kernel, times in kernels if kernel.kind == "memory")
-        rows.append((sum(times for _, times in kernels) / measured, passes / measured))
-        rest.append(1 - (bare.segment(kernels) - passes) / measured)
-    (launch, dearer), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
-    dearer = min(max(float(dearer), 1.0), DEAREST)
-    launch = max(cost.launch, float(np.mean([(left - passes * dearer) / count
-                                             for (count, passes), left in zip(rows, rest, strict=True)])))
-    return replace(cost, launch=launch, bandwidth=cost.bandwidth / dearer)
+    """The same with the launch, and the seconds of a byte in cache and beyond, that come closest to the steps.
+
+    Thin products are bound by the bandwidth too, so what products take is computed again with each new bandwidth.
+    """
+    plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
+    kernels = {size: kernels_of(size) for size in steps}
+    found = cost
+    for _ in range(TURNS):
+        bare = Rates.of(device_of([replace(found, launch=0.0)], 1, 1, {}))
+        columns = np.array([_step_row(kernels[size], bare, cost.cache_bytes, measured)
+                            for size, measured in steps.items()])
+        cached, streamed = np.clip(_least_squares(columns)[1:], plain, DEAREST * plain).tolist()
+        counts, rest = columns[:, 0], 1 - columns[:, 1:] @ (cached, streamed)
+        found = replace(cost, launch=max(cost.launch, float(counts @ rest / (counts @ counts))), bandwidth=1 / streamed,
+                        cache_factor=max(1.0, streamed / cached))
+    return found
+
+
+def _step_row(kernels: Sequence[tuple[Kernel, int]], bare: Rates, cache_bytes: float, measured: float) -> np.ndarray:
+    """Kernels, and bytes in cache and beyond, each as a share of the seconds that products leave."""
+    memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
+    cached = sum(nbytes * times for nbytes, times in memory if nbytes <= cache_bytes)
+    products = bare.segment((kernel, times) for kernel, times in kernels if kernel.kind != "memory")
+    row = (sum(times for _, times in kernels), cached, sum(nbytes * times for nbytes, times in memory) - cached)
+    return np.array(row) / max(measured - products, (1 - MOST_PRODUCTS) * measured)
 
 
 def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
@@ -208,7 +224,7 @@ def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
     """Seconds of each step of a small model, but for the first ones."""
     trainer, tokens = Trainer(Plan(), _model(size), world), np.zeros((size[2], size[1]), np.int64)
     seconds = []
-    for _ in range(12):
+    for _ in range(8):
         start = time.perf_counter()
         trainer.step((tokens, tokens))
         seconds.append(time.perf_counter() - start)

@@ -121,14 +121,16 @@ def show_calibration(result: dict[str, Any], console: Console) -> None:
 def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
     """A row for each link class and rank count."""
     table = new_table("what messages cost: α + n·β", "link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB",
-                      "κ ns/KiB", "worst misfit")
+                      "κ ns/KiB", "call µs", "worst misfit")
     for link in links:
         bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
         latencies = [f"{link[name] * 1e6:.1f}" for name in ("alpha", "overhead")]
         extras = [f"{link[name] * 1024e9:.0f}" for name in ("gamma", "crowd")]
+        extras.append(f"{link['call'] * 1e6:.0f}" if link["call"] else "-")
         table.add_row(link["link"], str(link["ranks"]), *latencies, bandwidth, *extras, f"{link['misfit']:.0%}")
     console.print(table)
     notes(console, ["o: a message that does not wait; γ: more for adding; κ: for sending to all at once",
+                    "call: of a training step, beside its messages (-: not measured, or nothing)",
                     "fitted by weighted least squares on the relative error, none below 0"])
 
 

@@ -38,6 +38,7 @@ class Cluster:
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
                 overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
+                call        seconds of each call beside those of its messages; 0 but on `here`
     """
 
     name: str
@@ -50,6 +51,7 @@ class Cluster:
     host_watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     overlaps: bool = True
+    call: float = 0.0
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":

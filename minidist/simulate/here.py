@@ -4,6 +4,7 @@
     Cluster.parse("here:4")                     four ranks as processes of this machine
 
     link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
+    call            in a training step        what it takes beside its messages, of the same
     device          one rank's processor      rates measured with as many ranks at once
 
 More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
@@ -49,7 +50,8 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
                           f"--only {transport},computation -n {ranks}`")
     device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine)
     topology = Topology(ranks, _wire(transport, link))
-    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()))
+    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()),
+                   call=0.0 if link is None else link.call)
 
 
 def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:

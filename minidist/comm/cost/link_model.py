@@ -58,6 +58,7 @@ class LinkCost:
     gamma: float
     misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
+    call: float = 0.0           # what a call of a training step takes beside its messages; only `here` counts it
 
     def seconds(self, work: LinkWork) -> float:
         """What the model says that this work takes."""
@@ -144,9 +145,11 @@ class Profile:
 
 def _link(entry: Any) -> LinkCost:
     names = {field.name for field in fields(LinkCost)}
+    if isinstance(entry, dict):
+        entry = {"call": 0.0, **entry}      # an older profile has none
     if not isinstance(entry, dict) or set(entry) != names:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
-    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "crowd", "misfit")]
+    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "crowd", "call", "misfit")]
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
