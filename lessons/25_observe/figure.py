@@ -91,7 +91,7 @@ def _caps(ax: Any) -> None:
                     color=look.INK)
     ax.set_xlabel("seconds of a step", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("joules of a step", fontsize=10.5, color=look.SOFT)
-    look.caption(ax, "A power cap saves energy, down to a point")
+    look.caption(ax, "A power cap saves energy")
 
 
 if __name__ == "__main__":

@@ -151,8 +151,11 @@ class InitWatch:
         heard = self._hear(_SETTLE)
         if heard is not None:                               # they have come; or mpirun ends the job, and says why
             return heard
+        line, here = self._missing()
+        if not here and (heard := self._hear(_GRACE)) is not None:      # the host of the missing rank says more
+            return heard
         if self._is_first():
-            self._say(f"minidist: {self._missing()}; the job ends\n")
+            self._say(f"minidist: {line}; the job ends\n")
             _abort()
         if self._hear(_GRACE) is None:
             with contextlib.suppress(ProcessLookupError):
@@ -217,21 +220,22 @@ class InitWatch:
                 found[detect(dict(line.split("=", 1) for line in variables if "=" in line)).local_rank] = pid
         return found if self._launch.local_rank in found else {}
 
-    def _missing(self) -> str:
-        """Who is missing, and why."""
+    def _missing(self) -> tuple[str, bool]:
+        """Which ranks are missing, and why; whether ranks of this host are among them, as far as can be seen."""
         size, first, host = self._launch.world_size, self._launch.world_rank - self._launch.local_rank, platform.node()
         if ended := self._ended():
             when = "in md.init, before all had met" if self._deadline == math.inf else \
                 "before md.init, where the others wait"
-            return f"{listed(ended)} of {size} ended on {host} {when}: see its output"
+            return f"{listed(ended)} of {size} ended on {host} {when}: see its output", True
         here = self._here()
         late = {first + local: pid for local, pid in sorted(here.items()) if self._names and not self._came(pid)}
         if late:
             what = ", ".join(f"process {pid} {_STATES.get(state_of(pid), 'ending')}" for pid in late.values())
-            return f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within {self._limit:g} s"
+            return (f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within "
+                    f"{self._limit:g} s", True)
         known = here and (self._names or self._launch.local_size == 1)
         return (f"rank {self._launch.world_rank} of {size} waited {self._limit:g} s in MPI_Init, which waits for every "
-                f"rank; {f'none on {host} is missing' if known else 'which one is missing cannot be seen here'}")
+                f"rank; {f'none on {host} is missing' if known else 'which one is missing cannot be seen here'}", False)
 
     def _came(self, pid: int) -> bool:
         """Whether a process, or one that it has started, is in MPI_Init."""

@@ -302,8 +302,9 @@ def test_open_mpis_own_mpirun(mode, transport, cache):
         done = finish(start(["mpirun.openmpi", "--oversubscribe", "-n", "3", sys.executable, JOB, mode, transport],
                             environment, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"))
     assert (done.returncode == 0) == (mode == "ok") and f"hello from 2 of 3 over {transport}" in done.stdout
-    says = {"ok": "", "raise": "ValueError: boom", "kill": "was killed by SIGKILL"}
-    assert says[mode] in done.stderr and "PMI" not in done.stderr
+    # a killed rank's loss is told by us, unless mpirun ends the others sooner: then by its own lines
+    says = {"ok": "", "raise": "ValueError: boom", "kill": r"was killed by SIGKILL|exited on signal 9"}
+    assert re.search(says[mode], done.stderr) and "PMI" not in done.stderr
 
 
 @pytest.mark.soak
