@@ -20,7 +20,8 @@ from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import AdamW
-from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
+from minidist.parallel.experts.expert_parallel import elements_sent, plain_experts
+from minidist.parallel.experts.split_experts import SplitExperts
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")

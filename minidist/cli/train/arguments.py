@@ -66,6 +66,13 @@ def save_steps(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
+def node_counts(text: str) -> str:
+    """How many nodes, or how many experts on each: "2" or "6,2", as it is."""
+    for number in text.split(","):
+        positive(number)
+    return text
+
+
 def bucket_size(text: str) -> int | str:
     """The value of --bucket-bytes. Raises: ArgumentTypeError."""
     if text == AUTO:
@@ -270,6 +277,14 @@ def experts(add: Add) -> None:
         "(default: none)")
     add("--expert-width", type=positive, metavar="N",
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
+    add("--node-limit", type=positive, metavar="M",
+        help="a token chooses its experts on at most M nodes, those with the best ones (default: on any)")
+    add("--expert-nodes", type=node_counts, metavar="N|E,E,…",
+        help="with --node-limit: on how many nodes the experts count as lying, or how many experts on each "
+             "(default: as the ranks along ep lie)")
+    add("--expert-placement", metavar="RUN",
+        help="experts that tokens of that run folder chose together, or that tokens of a node chose, lie on one node "
+             "(default: by number); for a run on several nodes, resumed or new")
 
 
 def _training(add: Add) -> None:

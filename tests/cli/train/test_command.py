@@ -48,14 +48,15 @@ def execute_here(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
-               options: list[str]) -> tuple[str, dict[str, Any]]:
+               options: list[str], nodes: tuple[int, ...] | None = None) -> tuple[str, dict[str, Any]]:
     """What `minidist train -n N` prints and its metrics, with threads for the processes that it would start: each
-    parses its command line. `runs` has the processes.
+    parses its command line. `runs` has the processes. nodes: the node of each rank.
     """
     def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
+            world.nodes = nodes or world.nodes
             return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
 
         return max(md.run(rank, size=size))
@@ -283,6 +284,27 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     sent = sum(sum(rank["sent_bytes"]["ep"].values()) for rank in metrics["ranks"])
     assert 0 < sent == metrics["formula"]["axes"]["ep"] and f"{sent / 4:,.1f}".removesuffix(".0") in printed
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
+
+
+def test_experts_on_two_nodes(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Limited to one node, and --verify's one process knows of the two; then placed by what that run measured."""
+    options = ["-n", "4", "--plan", "ep=4", "--experts", "8", "--data", str(book)]
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [*options, "--node-limit", "1", "--verify"],
+                                  (0, 0, 1, 1))
+    assert "Equal: " in printed and metrics["config"]["mixture"]["nodes"] == [4, 4]
+    sent = sum(sum(count for axis, verbs in rank["sent_bytes"].items() if axis.startswith("ep")
+                   for count in verbs.values()) for rank in metrics["ranks"])
+    assert sent == metrics["formula"]["axes"]["ep"]
+    far, copies = sum(rank["sent_to_nodes"]["ep"] for rank in metrics["ranks"]), metrics["experts"]["copies"]
+    assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * sum(copies["now"])
+    assert f"to experts on other nodes: {far / 4:,.0f} bytes a step" in printed
+    again = ["--node-limit", "1", "--expert-placement", str(tmp_path / "run"), "--verify"]
+    folder = tmp_path / "again"
+    folder.mkdir()
+    printed, placed = on_threads(monkeypatch, capsys, folder, [*options, *again], (0, 0, 1, 1))
+    assert "Equal: " in printed
+    assert placed["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
 
 
 @pytest.mark.parametrize(("cut", "options", "stages"), [
