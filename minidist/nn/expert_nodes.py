@@ -9,18 +9,15 @@ lower that number:
     placement     experts that tokens often choose together, or that tokens of a node often choose, lie on that node.
                   Without a limit this changes no result: it permutes experts
 
-What placement goes by is measured: affinity[n, e, f] counts the tokens of node n that chose experts e and f, [n, e, e]
-those that chose e. With it the copies of tokens that leave their node are
-
-    Σ over e, n not e's node of affinity[n, e, e]  -  Σ over pairs e, f of one node, n another, of affinity[n, e, f]
-
-exactly for k up to 2; for larger k it is at most the true number, because three experts on a node are three pairs.
+What placement goes by is measured: the choices of the newest tokens are kept, each with the node of its token
+(`NewestChoices`). Swaps of two experts are tried until none saves a copy.
 
 notes:   N2 §10.3 动态路由优化 (N2:398), 稀疏通信优化 (N2:400)
 Source:  DeepSeek-AI 2024, "DeepSeek-V3" (2412.19437), node-limited routing; Kernighan & Lin 1970, swaps of two.
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -55,50 +52,64 @@ def limit_to_nodes(scores: Array, node_of: np.ndarray, limit: int, k: int) -> Ar
     return xp.where(allowed, wide, -xp.inf)
 
 
-def chosen_together(chosen: Array, kept: Array, experts: int) -> np.ndarray:
-    """How many tokens chose each pair of experts: (…, k), kept or dropped -> (experts, experts) integers, symmetric.
+class NewestChoices:
+    """The choices of the newest tokens of one layer on one rank.
 
-    On the diagonal: how many chose the expert. Cost: k² integers a token.
+    Args:    most: how many tokens to keep.
+    Attributes: chosen: (tokens, k) integers, the experts of each token, the newest last; -1 for a dropped choice.
     """
-    xp, k = array_module(chosen), chosen.shape[-1]
-    ids, there = chosen.reshape(-1, k), kept.reshape(-1, k)
-    pairs = (ids[:, :, None] * experts + ids[:, None, :])[there[:, :, None] & there[:, None, :]]
-    return np.asarray(to_host(xp.bincount(pairs, minlength=experts * experts))).reshape(experts, experts)
+
+    def __init__(self, most: int, k: int) -> None:
+        self.most, self.chosen = most, np.empty((0, k), np.int64)
+
+    def add(self, chosen: Array, kept: Array) -> None:
+        """The choices of some tokens, (…, k), kept or dropped."""
+        newest = to_host(array_module(chosen).where(kept, chosen, -1)).reshape(-1, self.chosen.shape[1])[-self.most:]
+        self.chosen = np.concatenate([self.chosen, newest])[-self.most:]
 
 
-def copies_between_nodes(affinity: np.ndarray, node_of: np.ndarray) -> int:
-    """The copies of tokens that leave their node, if experts lie so: the formula above.
+def copies_between_nodes(chosen: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> int:
+    """How many copies of tokens leave their node: one for each other node on which a token has an expert.
 
-    Args:    affinity: (nodes, experts, experts) integers; node_of: (experts,) the node of each expert.
+    Args:    chosen: (T, k) integers, -1 for none; home: (T,) the node of each token; node_of: (E,) of each expert.
     """
-    away = affinity.sum(axis=0) - affinity                      # of tokens of the other nodes
-    total = 0
-    for node, counts in enumerate(away):
-        own = counts[np.ix_(node_of == node, node_of == node)]
-        total += 2 * np.trace(own) - (own.sum() - np.trace(own))    # each pair stands there twice
-    return int(total) // 2
+    visited = np.zeros((len(chosen), int(max(node_of.max(), home.max(initial=0))) + 1), bool)
+    for column in chosen.T:
+        there = np.flatnonzero(column >= 0)
+        visited[there, node_of[column[there]]] = True
+    visited[np.arange(len(home)), home] = False
+    return int(visited.sum())
 
 
-def placed_by_affinity(affinity: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """An order of the experts in which fewer copies leave their node: (experts,) integers, node after node.
+def placed_by_choices(chosen: np.ndarray, home: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """An order of the experts in which fewer copies leave their node: (E,) integers, node after node.
 
-    Begins with the order by number and swaps the two experts of different nodes that save most, until no swap saves.
-    Args:    affinity: (nodes, experts, experts) integers; counts: how many experts each node holds.
-    Cost:    nodes · experts² operations a swap.
+    Begins with the order by number, and swaps the two experts of different nodes that save most, until no swap saves.
+    Args:    chosen, home: as copies_between_nodes; counts: how many experts each node holds.
+    Cost:    T E² operations a swap.
     """
-    experts = np.arange(affinity.shape[1])
     node_of = np.repeat(np.arange(len(counts)), counts)
-    away = affinity.sum(axis=0) - affinity
-    alone = away[:, experts, experts]                           # (nodes, experts): copies, if e lay there alone
-    saved = away * ~np.eye(len(experts), dtype=bool)            # (nodes, experts, experts): saved, if f lies there too
+    member = np.stack([(chosen == expert).any(axis=1) for expert in range(len(node_of))], axis=1).astype(np.float64)
     while True:
-        there = (node_of == np.arange(len(counts))[:, None]).astype(np.int64)
-        price = alone - np.einsum("nef,nf->ne", saved, there)   # of e on node n, beside the experts of n
-        moved = price[node_of].T + saved[node_of, experts[:, None], experts]    # [e, f]: e on f's node, f gone
-        now = price[node_of, experts]
-        gain = now[:, None] + now - moved - moved.T
-        gain[node_of[:, None] == node_of] = 0
-        e, f = np.unravel_index(int(gain.argmax()), gain.shape)
-        if gain[e, f] <= 0:
+        held = member @ (node_of[:, None] == np.arange(len(counts)))        # (T, nodes) experts of a token on a node
+        found = [_best_swap(member, held, home, node_of, pair) for pair in combinations(range(len(counts)), 2)]
+        change, e, f = min(found, default=(0.0, 0, 0))
+        if change >= 0:
             return np.argsort(node_of, kind="stable")
         node_of[e], node_of[f] = node_of[f], node_of[e]
+
+
+def _best_swap(member: np.ndarray, held: np.ndarray, home: np.ndarray, node_of: np.ndarray,
+               pair: tuple[int, int]) -> tuple[float, int, int]:
+    """The best swap of an expert e of one node with f of another: (change of the number of copies, e, f)."""
+    def moved(here: int, there: int) -> np.ndarray:
+        """For each token, copies more or fewer if one of its experts moves from `here` to `there`."""
+        new = (home != there) & (held[:, there] == 0)
+        gone = (home != here) & (held[:, here] == 1)
+        return new.astype(np.float64) - gone
+
+    one, other = (np.flatnonzero(node_of == node) for node in pair)
+    out, back, of_e, of_f = moved(*pair), moved(*pair[::-1]), member[:, one], member[:, other]
+    change = (out @ of_e)[:, None] + back @ of_f - of_e.T @ ((out + back)[:, None] * of_f)  # with both: nothing changes
+    e, f = np.unravel_index(int(change.argmin()), change.shape)
+    return float(change[e, f]), int(one[e]), int(other[f])

@@ -31,7 +31,7 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, random_n
 from minidist.errors import ConfigError
 from minidist.nn.balance import begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
-from minidist.nn.expert_nodes import chosen_together, limit_to_nodes
+from minidist.nn.expert_nodes import NewestChoices, limit_to_nodes
 from minidist.nn.hooks import take_along
 from minidist.nn.layers import MLP, DropoutKey, Linear
 from minidist.nn.module import Module
@@ -107,8 +107,7 @@ class Mixture(Module):
     Attributes: routing         of the newest forward
                 load            (2, experts) integers: tokens that chose each expert, and tokens that it took, in
                                 training since the last `clear`; a block computed again counts once
-                affinity        (experts, experts) integers, which experts tokens chose together since the run began
-                                (expert_nodes.py); None, which is the default, counts nothing
+                newest          the choices of the newest tokens (expert_nodes.py); None, the default, keeps none
                 balance         the balance loss of the newest forward, a sum over tokens, one number; or None
                 balance_scale   the gradient of that loss; set before backward arrives here
     """
@@ -129,7 +128,7 @@ class Mixture(Module):
             self.bias.requires_grad, self.bias.stays_whole = False, True        # `rebalance` moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
-        self.affinity: np.ndarray | None = None
+        self.newest: NewestChoices | None = None
         self.balance: Array | None = None
         self.balance_scale = 0.0
         self.clear()
@@ -196,8 +195,8 @@ class Mixture(Module):
         if self.training and is_grad_enabled() and not computed_again():
             for number, ids in enumerate((chosen.reshape(-1), chosen[kept])):
                 self.load[number] += to_host(xp.bincount(ids, minlength=config.experts))
-            if self.affinity is not None:
-                self.affinity += chosen_together(chosen, kept, config.experts)
+            if self.newest is not None:
+                self.newest.add(chosen, kept)
         return Routing(chosen, kept, whole)
 
     def _runs(self, chosen: Array) -> Array:

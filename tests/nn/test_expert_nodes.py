@@ -1,7 +1,7 @@
 """Choices limited to nodes are those of the plain loop; copies between nodes are counted exactly; placement saves some.
 """
 
-from itertools import permutations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from minidist.autograd.ops.experts import top_positions
 from minidist.errors import ConfigError
 from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.nn.expert_nodes import (
-    chosen_together,
+    NewestChoices,
     copies_between_nodes,
     limit_to_nodes,
-    placed_by_affinity,
+    placed_by_choices,
     plain_limited_choice,
 )
 from minidist.nn.moe import mixtures
@@ -44,66 +44,58 @@ def test_the_sum_of_the_best_decides_not_the_best() -> None:
     assert top_positions(limit_to_nodes(scores, node_of, 1, 1), 1).tolist() == [[0]]
 
 
-def routed(seed: int, *, experts: int = 6, nodes: int = 2, k: int = 2, tokens: int = 40) -> tuple[Any, Any, Any]:
-    """(chosen, the node of each token, affinity) of random choices."""
+def routed(seed: int, *, nodes: int = 2, k: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Choices of 40 tokens among 6 experts, some of them dropped, and the node of each token."""
     rng = np.random.default_rng(seed)
-    chosen = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)])
-    home = rng.integers(0, nodes, tokens)
-    affinity = np.stack([chosen_together(chosen[home == node], np.ones((int((home == node).sum()), k), bool), experts)
-                         for node in range(nodes)])
-    return chosen, home, affinity
+    chosen = np.stack([rng.permutation(6)[:k] for _ in range(40)])
+    return np.where(rng.random(chosen.shape) < 0.1, -1, chosen), rng.integers(0, nodes, 40)
 
 
 def copies(chosen: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> int:
     """Counted token by token."""
-    return sum(len(set(node_of[row]) - {node}) for row, node in zip(chosen, home, strict=True))
+    return sum(len({*node_of[row[row >= 0]]} - {node}) for row, node in zip(chosen, home, strict=True))
 
 
-@pytest.mark.parametrize(("nodes", "k"), [(2, 1), (2, 2), (3, 2), (3, 3)])
-def test_copies_follow_from_affinity(nodes: int, k: int) -> None:
-    """Exactly for two experts a token; for three at most as many."""
-    for seed in range(5):
-        chosen, home, affinity = routed(seed, nodes=nodes, k=k)
-        node_of = np.random.default_rng(seed).permutation(np.arange(6) % nodes)
-        found, true = copies_between_nodes(affinity, node_of), copies(chosen, home, node_of)
-        assert found == true if k <= 2 else found <= true
+@pytest.mark.parametrize(("nodes", "k"), [(2, 1), (2, 4), (3, 2), (3, 3)])
+def test_placement_ends_where_no_swap_saves(nodes: int, k: int) -> None:
+    """Each copy is counted; and the order holds as many experts a node as it should."""
+    counts = np.bincount(np.arange(6) % nodes)
+    for seed in range(4):
+        chosen, home = routed(seed, nodes=nodes, k=k)
+        start, found = np.repeat(np.arange(nodes), counts), np.empty(6, int)
+        found[placed_by_choices(chosen, home, counts)] = start
+        assert copies_between_nodes(chosen, home, found) == copies(chosen, home, found) <= copies(chosen, home, start)
+        for e, f in combinations(range(6), 2):
+            other = found.copy()
+            other[[e, f]] = other[[f, e]]
+            assert copies(chosen, home, other) >= copies(chosen, home, found)
 
 
-def test_dropped_choices_are_no_affinity() -> None:
-    chosen, kept = np.array([[[0, 2], [2, 1]]]), np.array([[[True, True], [True, False]]])
-    assert chosen_together(chosen, kept, 3).tolist() == [[1, 0, 1], [0, 0, 0], [1, 0, 2]]
+def test_placement_finds_what_was_planted() -> None:
+    """Experts that are chosen together, and those that the tokens of one node choose."""
+    chosen, home = np.array([[0, 3, 4], [0, 3, 1], [1, 4, 0], [2, 5, 2]]), np.array([0, 0, 0, 1])
+    assert placed_by_choices(chosen, home, (4, 2)).tolist() == [0, 1, 3, 4, 2, 5]
+    assert placed_by_choices(chosen[:0], home[:0], (3, 3)).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_placement_is_never_worse_and_finds_what_was_planted() -> None:
-    better = 0
-    for seed in range(8):
-        chosen, home, affinity = routed(seed)
-        found = np.empty(6, int)
-        found[placed_by_affinity(affinity, (3, 3))] = [0, 0, 0, 1, 1, 1]
-        every = {copies(chosen, home, np.array(order)) for order in set(permutations([0, 0, 0, 1, 1, 1]))}
-        assert copies(chosen, home, found) <= copies(chosen, home, np.array([0, 0, 0, 1, 1, 1]))
-        better += copies(chosen, home, found) == min(every)
-    assert better >= 6          # swaps of two may end in a placement that only three together would improve
-    pairs = np.array([[0, 3], [1, 4], [2, 5]])              # chosen together, and by the tokens of one node
-    affinity = np.stack([chosen_together(pairs[[0, 1]], np.ones((2, 2), bool), 6),
-                         chosen_together(pairs[[2]], np.ones((1, 2), bool), 6)])
-    assert placed_by_affinity(affinity, (4, 2)).tolist() == [0, 1, 3, 4, 2, 5]
+def test_the_newest_choices_are_kept() -> None:
+    newest = NewestChoices(3, 2)
+    newest.add(np.array([[[0, 2], [2, 1]]]), np.array([[[True, True], [True, False]]]))
+    assert newest.chosen.tolist() == [[0, 2], [2, -1]]
+    newest.add(np.array([[[4, 5], [5, 6]]]), np.ones((1, 2, 2), bool))
+    assert newest.chosen.tolist() == [[2, -1], [4, 5], [5, 6]]
 
 
-def test_a_layer_counts_what_its_tokens_chose_together() -> None:
-    model = mixture(GPT(tiny(layers=1)), MixtureConfig(experts=4, top_k=2, node_limit=1, nodes=(2, 2)))
-    model.initialize(0)
-    layer = mixtures(model)[0]
-    layer.affinity = np.zeros((4, 4), np.int64)
-    model(np.arange(12).reshape(2, 6) % 11)
-    assert np.trace(layer.affinity) == 2 * 12 and not layer.affinity[:2, 2:].any() and layer.affinity[0, 1] > 0
-    placed = mixture(GPT(tiny(layers=1)), MixtureConfig(experts=4, top_k=2, node_limit=1, nodes=2,
-                                                        placement=((3, 0, 1, 2),)))
-    placed.initialize(0)
-    placed(np.arange(12).reshape(2, 6) % 11)
-    routing = mixtures(placed)[0].routing
-    assert routing is not None
-    assert {tuple(sorted(pair)) for pair in routing.chosen.reshape(-1, 2).tolist()} <= {(0, 3), (1, 2)}
+def test_a_layer_keeps_its_choices_within_the_limit() -> None:
+    """Two nodes of two experts, by number and by a placement."""
+    for placement, pairs in ((None, {(0, 1), (2, 3)}), (((3, 0, 1, 2),), {(0, 3), (1, 2)})):
+        model = mixture(GPT(tiny(layers=1)), MixtureConfig(experts=4, node_limit=1, nodes=2, placement=placement))
+        model.initialize(0)
+        layer = mixtures(model)[0]
+        layer.newest = NewestChoices(100, 2)
+        model(np.arange(12).reshape(2, 6) % 11)
+        assert len(layer.newest.chosen) == 12
+        assert {tuple(sorted(pair)) for pair in layer.newest.chosen.tolist()} <= pairs
 
 
 @pytest.mark.parametrize(("values", "says"), [

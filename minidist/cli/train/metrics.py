@@ -96,17 +96,17 @@ def budget_record(trainer: Trainer) -> dict[str, Any]:
 def expert_record(trainer: Trainer) -> dict[str, Any]:
     """By layer, the tokens of the run that chose each expert and those that it took. All ranks call it.
 
-    Of experts on several nodes also the placement that the choices suggest, and the copies of tokens that left their
-    node: "now", as the experts lay, and "placed", as they would lie.
+    Of experts on several nodes also the placement that the newest choices suggest, and how many copies of a token left
+    its node: "now", as the experts lay, and "placed", as they would lie.
     """
     if trainer.config.mixture is None:
         return {}
     loads = trainer.loads.whole(trainer.mesh["pp"])
     record = {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}
     if (found := trainer.loads.placed(trainer.mesh["pp"])) is not None:
-        order, copies = found
-        record |= {"placement": order.tolist(), "copies": {"now": copies[:, 0].tolist(),
-                                                           "placed": copies[:, 1].tolist()}}
+        order, (tokens, now, placed) = found[0], found[1].T
+        record |= {"placement": order.tolist(), "copies": {"now": (now / tokens).tolist(),
+                                                           "placed": (placed / tokens).tolist()}}
     return {"experts": record}
 
 

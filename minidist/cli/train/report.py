@@ -250,9 +250,9 @@ def copies_line(metrics: Metrics) -> str:
     steps, copies = metrics["steps"], metrics["experts"]["copies"]
     nbytes = sum(count for rank in metrics["ranks"] for axis, count in rank["sent_to_nodes"].items()
                  if axis.partition(".")[0] == "ep")
-    now, placed = (sum(copies[kind]) / steps for kind in ("now", "placed"))
-    return (f"to experts on other nodes: {nbytes / steps:,.0f} bytes a step; {now:,.1f} copies of tokens, and "
-            f"{placed:,.1f} with experts placed by what was measured (--expert-placement RUN)")
+    now, placed = (fmean(copies[kind]) for kind in ("now", "placed"))
+    return (f"to experts on other nodes: {nbytes / steps:,.0f} bytes a step; lately {now:.3f} copies of a token and "
+            f"layer, and {placed:.3f} with experts placed by these choices (--expert-placement RUN)")
 
 
 def memory_table(metrics: Metrics) -> Table:

@@ -4,10 +4,13 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.nn.expert_nodes import copies_between_nodes, placed_by_affinity
+from minidist.nn.expert_nodes import NewestChoices, copies_between_nodes, placed_by_choices
 from minidist.nn.moe import loads, mixtures, rebalance
 from minidist.parallel.experts.node_experts import node_of_places
 from minidist.parallel.experts.split_experts import SplitExperts
+
+SAMPLE = 8192
+"""Tokens of a layer, on all ranks together, whose newest choices decide on a placement."""
 
 
 class ExpertLoad:
@@ -30,7 +33,7 @@ class ExpertLoad:
         self.divided = [layer.experts for layer in self.layers if isinstance(layer.experts, SplitExperts)]  # all, none
         self.far = bool(self.divided) and len(set(self.divided[0].group.nodes)) > 1
         for layer in self.layers if self.far else []:
-            layer.affinity = np.zeros((layer.config.experts, layer.config.experts), np.int64)
+            layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
     def settle(self) -> None:
         """After a step: sum its loads over the ranks, and move the biases by them. Does nothing without mixtures.
@@ -69,30 +72,36 @@ class ExpertLoad:
             return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
 
     def placed(self, pipeline: Group) -> tuple[np.ndarray, np.ndarray] | None:
-        """By what was measured since the run began, which experts should share a node; None on one node.
+        """By the choices of the newest SAMPLE tokens, which experts should share a node; None on one node.
 
         Args:    pipeline: as `whole`; all ranks call it.
-        Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and (layers, 2), the copies
-                 that left their node as the experts lay, and that would have (expert_nodes.py), of all ranks.
-        Cost:    an all-reduce of N E² integers a layer for N nodes, and one of E + 2, under `control`.
+        Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and (layers, 3): tokens that
+                 were looked at, copies of these that left their node as the experts lay, and that would have.
+        Cost:    an all-gather of k + 1 integers a token and layer, an all-reduce of E + 3 a layer, under `control`.
         """
         if not self.far:
             return None
         config, own = self.model.config, self.divided[0].group
         assert config.mixture is not None
         there = node_of_places(own, config.mixture.experts)
-        seen = np.zeros((len(self.layers), int(there.max()) + 1, *self.layers[0].affinity.shape), np.int64)
-        seen[:, there[self.divided[0].own[own.rank].start]] = [layer.affinity for layer in self.layers]
-        found = np.zeros((config.layers, config.mixture.experts + 2), np.int64)
+        home = int(there[self.divided[0].own[own.rank].start])
+        found = np.zeros((config.layers, config.mixture.experts + 3), np.int64)
         with self.group.ledger.control():
-            seen = self.group.all_reduce(seen, algorithm="ring")
-            for layer, number, affinity in zip(self.layers, self.numbers, seen, strict=True):
-                before, after, order = np.empty_like(there), np.empty_like(there), np.empty_like(there)
-                before[layer.config.order(layer.layer)] = there
-                better = placed_by_affinity(affinity, np.bincount(there))
-                order[np.argsort(there, kind="stable")] = better        # nodes may lie in turn
-                after[order] = there
-                copies = [copies_between_nodes(affinity, node_of) for node_of in (before, after)]
-                found[number] = [*order, *copies]
+            for layer, number in zip(self.layers, self.numbers, strict=True):
+                chosen = layer.newest.chosen
+                seen = self.group.all_gather(np.column_stack([np.full(len(chosen), home), chosen]), algorithm="ring")
+                found[number] = _placed(seen[:, 1:], seen[:, 0], there, layer.config.order(layer.layer))
             found = pipeline.all_reduce(found, algorithm="ring")
-        return found[:, :-2], found[:, -2:]
+        return found[:, :-3], found[:, -3:]
+
+
+def _placed(chosen: np.ndarray, home: np.ndarray, there: np.ndarray, order: np.ndarray) -> list[int]:
+    """A better order of the experts, and tokens and copies. Args: there: (E,) the node of each place; order: now."""
+    better = np.empty_like(there)
+    better[np.argsort(there, kind="stable")] = placed_by_choices(chosen, home, np.bincount(there).tolist())
+    copies = []
+    for experts in (order, better):
+        node_of = np.empty_like(there)
+        node_of[experts] = there
+        copies.append(copies_between_nodes(chosen, home, node_of))
+    return [*better.tolist(), len(chosen), *copies]

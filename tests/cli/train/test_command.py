@@ -297,7 +297,8 @@ def test_experts_on_two_nodes(book: Path, tmp_path: Path, monkeypatch: pytest.Mo
                    for count in verbs.values()) for rank in metrics["ranks"])
     assert sent == metrics["formula"]["axes"]["ep"]
     far, copies = sum(rank["sent_to_nodes"]["ep"] for rank in metrics["ranks"]), metrics["experts"]["copies"]
-    assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * sum(copies["now"])
+    tokens = metrics["steps"] * 5 * 16      # all of them are looked at
+    assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * round(tokens * sum(copies["now"]))
     assert f"to experts on other nodes: {far / 4:,.0f} bytes a step" in printed
     again = ["--node-limit", "1", "--expert-placement", str(tmp_path / "run"), "--verify"]
     folder = tmp_path / "again"

@@ -156,18 +156,19 @@ def test_in_a_plan_and_through_a_checkpoint(plan: dict[str, Any], tmp_path: Any)
     if expected is not None:
         order, copies = found
         assert [sorted(layer) for layer in order.tolist()] == [[0, 1, 2, 3]] * 2
-        assert (copies[:, 1] <= copies[:, 0]).all() and all((found[0] == rank[3][0]).all() for rank in ranks)
+        assert (copies[:, 2] <= copies[:, 1]).all() and all((found[0] == rank[3][0]).all() for rank in ranks)
 
 
-def test_measured_copies_are_those_that_travel() -> None:
-    """Two experts a token: the formula is exact, so it is what the ledger counted; and of the placement, too."""
-    before = on_nodes((0, 0, 1, 1), {"noise": 0.0, "experts": 8}, steps=1)
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_measured_copies_are_those_that_travel(top_k: int) -> None:
+    """What is computed from the choices is what the ranks sent; and what a placement is to save, it saves."""
+    moe: dict[str, Any] = {"noise": 0.0, "experts": 8, "top_k": top_k, "capacity": 1.0}
+    before = on_nodes((0, 0, 1, 1), moe, steps=1)
     order, copies = before[0]["placed"]
-    assert copies[:, 0].sum() == sum(rank["copies"] for rank in before)
+    assert copies[:, 0].tolist() == [5 * 6] * 2 and copies[:, 1].sum() == sum(rank["copies"] for rank in before)
     assert all((rank["placed"][0] == order).all() for rank in before)
-    moe = {"noise": 0.0, "experts": 8, "placement": tuple(map(tuple, order.tolist()))}
-    after = on_nodes((0, 0, 1, 1), moe, steps=1)
-    assert sum(rank["copies"] for rank in after) == copies[:, 1].sum() < copies[:, 0].sum()
+    after = on_nodes((0, 0, 1, 1), {**moe, "placement": tuple(map(tuple, order.tolist()))}, steps=1)
+    assert sum(rank["copies"] for rank in after) == copies[:, 2].sum() < copies[:, 1].sum()
 
 
 def test_ranks_that_lie_differently_are_told_what_to_say() -> None:
