@@ -117,10 +117,10 @@ def train_on_nodes(group: Group, config: MixtureConfig, steps: int, *, once_a_no
         losses.append(strategy.step(two_texts(step), optimizer))
         others = [rank for rank in range(group.size) if here[rank] != here[group.rank]]
         away += int(strategy.load.copies.sum() if once_a_node else strategy.routed[:, others].sum())
-    far, away = summed(group, [_far(group, here) - before, away]) / steps
+    far, away = summed(group, [_far(group, here) - before, away]).tolist()
     each = 4 * CONFIG.width + (2 * config.top_k if once_a_node else 0)
     found = strategy.load.placed(group.split(group.rank))
-    return OnNodes(losses, float(far), float(away * each * 8), float(away) / (SEQUENCES * CONFIG.context),
+    return OnNodes(losses, far / steps, away * each * 8 / steps, away / (steps * SEQUENCES * CONFIG.context),
                    found and tuple(tuple(layer) for layer in found[0].tolist()))
 
 

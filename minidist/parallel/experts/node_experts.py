@@ -27,11 +27,10 @@ Source:  DeepSeek-AI 2024, "DeepSeek-V3" (2412.19437), section 3.2.2; hierarchic
          "DeepSpeed-MoE" (2201.05596).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -49,26 +48,25 @@ from minidist.nn.shares import even_slices
 from minidist.parallel.experts.split_experts import SplitExperts
 
 
-def plain_node_experts(x: Array, wanted: Array, weights: Array, my_expert: Any, across: Group, inside: Group) -> Array:
-    """Nodes of equal size, one expert a rank: rows x (N, h), wanted and weights (N, ranks), 0 if not chosen -> (N, h).
+def plain_node_experts(x: Array, weights: Array, my_expert: Callable[[Array], Array], across: Group,
+                       inside: Group) -> Array:
+    """Nodes of equal size, one expert a rank: rows x (N, h), weights (N, ranks), 0 if not chosen -> (N, h).
 
     Args:    across: the ranks with this one's place on each node; inside: the ranks of this node.
     """
-    of_node = np.split(np.arange(wanted.shape[1]), across.size)                     # the experts of each node
-    tokens = [np.flatnonzero(wanted[:, experts].any(axis=1)) for experts in of_node]        # each token once
-    copies = np.concatenate(across.all_to_all([x[ids] for ids in tokens]))
-    given = np.concatenate(across.all_to_all([(wanted * weights)[np.ix_(ids, experts)]
-                                              for ids, experts in zip(tokens, of_node, strict=True)]))
-    rows = [np.flatnonzero(column) for column in given.T]                           # on to each expert of the node
-    came = inside.all_to_all([copies[ids] for ids in rows])
-    results = inside.all_to_all(np.split(my_expert(np.concatenate(came)), np.cumsum([len(part) for part in came])[:-1]))
-    sums = np.zeros_like(copies)
-    for ids, expert, part in zip(rows, range(inside.size), results, strict=True):
-        sums[ids] += given[ids, expert, None] * part                                # added up on the node
-    counts = [len(part) for part in across.all_to_all([ids for ids in tokens])]
-    y = np.zeros_like(x)
-    for ids, part in zip(tokens, across.all_to_all(np.split(sums, np.cumsum(counts)[:-1])), strict=True):
-        y[ids] += part                                                              # and once more at home
+    of_nodes = np.split(weights, across.size, axis=1)                           # (N, ranks of the node)
+    tokens = [np.flatnonzero(part.any(axis=1)) for part in of_nodes]            # each token once, with its weights
+    came = across.all_to_all([np.hstack([x[ids], part[ids]]) for ids, part in zip(tokens, of_nodes, strict=True)])
+    copies, weights = np.split(np.concatenate(came), [x.shape[1]], axis=1)
+    rows = [np.flatnonzero(column) for column in weights.T]                     # on to each expert of the node
+    here = inside.all_to_all([copies[ids] for ids in rows])
+    results = inside.all_to_all(np.split(my_expert(np.concatenate(here)), np.cumsum([len(part) for part in here])[:-1]))
+    sums, y = np.zeros_like(copies), np.zeros_like(x)
+    for ids, column, part in zip(rows, weights.T, results, strict=True):
+        sums[ids] += column[ids, None] * part                                   # added up on the node
+    back = across.all_to_all(np.split(sums, np.cumsum([len(part) for part in came])[:-1]))
+    for ids, part in zip(tokens, back, strict=True):
+        y[ids] += part                                                          # home: one row for each node
     return y
 
 
