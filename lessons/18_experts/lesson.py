@@ -186,7 +186,8 @@ def two_nodes(group: Group, page: Page) -> None:
             "and experts placed by its choices": lab.train_on_nodes(
                 group, replace(config, placement=once.order), NODE_STEPS),
             "and experts of one node only": lab.train_on_nodes(group, replace(config, node_limit=1), NODE_STEPS)}
-    page.table(f"What leaves a node: {group.size} ranks on 2 nodes, {lab.EXPERTS} experts, 4 a token, {NODE_STEPS} steps",
+    page.table(f"What leaves a node, of 2 nodes with {group.size} ranks; {lab.EXPERTS} experts, 4 a token; "
+               f"{NODE_STEPS} steps",
                ["", "rows a token", "bytes a step", "formula", "", "loss, last 5"],
                [[name, f"{run.tokens:.2f}", size_text(round(run.far)), size_text(round(run.formula)),
                  verdict(run.far, run.formula), f"{np.mean(run.losses[-5:]):.4f}"] for name, run in runs.items()],
