@@ -3,7 +3,7 @@
 The torus algorithm (torus.py) uses one direction of one dim at a time: of the 2 D links of a rank one sends. Here the
 array is cut into 2 D parts. Each goes its own way: another dim first, one way round or the other:
 
-    P=12, 4 x 3      part 0: along the 4, then the 3, rightwards     part 2: along the 3, then the 4, rightwards
+    P=12, 3 x 4      part 0: along the 3, then the 4, rightwards     part 2: along the 4, then the 3, rightwards
                      part 1: the same, leftwards                     part 3: the same, leftwards
 
     a part           reduce-scatter in the ring of its first dim; of the chunk that comes out of it, reduce-scatter in
@@ -12,8 +12,8 @@ array is cut into 2 D parts. Each goes its own way: another dim first, one way r
 The parts go on in step, so while part 0 uses the links to the right along the first dim, the others use the other
 links. The bytes are the ring's, and a link carries 1/(2 D) of what the torus algorithm sends in a step.
 
-The box: the prime factors of P are its sides, the largest outermost, and two 2s are one ring of 4: the same wires,
-since a ring of 2 has one neighbour on both sides. 8 is 4 x 2, 12 is 4 x 3, 27 is 3 x 3 x 3, and a prime is one ring.
+The box: the prime factors of P are its sides, the largest innermost, and two 2s are one ring of 4: the same wires,
+since a ring of 2 has one neighbour on both sides. 8 is 2 x 4, 12 is 3 x 4, 27 is 3 x 3 x 3, and a prime is one ring.
 A ring of 2 has one link for both directions, and it then carries both parts.
 
 notes:   N4 §3 (torus)

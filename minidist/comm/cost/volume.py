@@ -96,7 +96,7 @@ def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
 
 
 def box(size: int) -> tuple[int, ...]:
-    """The sides of the box of torus-both, largest first: the prime factors of `size`, two 2s as a 4; (4, 3) of 12."""
+    """The sides of torus-both's box, the largest last: the prime factors of `size`, two 2s as a 4; (3, 4) of 12."""
     sides: list[int] = []
     factor = 2
     while size > 1:
@@ -108,7 +108,7 @@ def box(size: int) -> tuple[int, ...]:
             sides[-1] = 4
         else:
             sides.append(factor)
-    return tuple(sorted(sides, reverse=True))
+    return tuple(sorted(sides))
 
 
 def _travelling(case: Case) -> list[tuple[int, int, int]]:

@@ -224,7 +224,7 @@ def one_long_ring(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> 
 
 @mutant(Drawn("all_reduce", "torus-both", 6, [13] * 6), AssertionError, "expected array")
 def each_part_in_one_dim(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    rings = torus_both.rings_of(call.rank, (3, 2))
+    rings = torus_both.rings_of(call.rank, (2, 3))
     for number, (mine, sums) in enumerate(zip(split(x, 4), split(out, 4), strict=True)):
         ring.all_reduce(SubsetCall(call, rings[number // 2]), mine, sums, op)
 
