@@ -107,8 +107,8 @@ def both_ways(page: Page) -> None:
     if page.writes:
         page.table("all_reduce on tori: bytes over the busiest link, one direction",
                    ["ranks", "box", "steps", "ring", "torus", "torus-both", "(P-1)/(P D) n", ""], on_tori(),
-                   note="D dims of equal sides: 2 D links of a device carry equal parts of 2(P-1)/P n in 2(S - D) steps, "
-                        "S the sum of the sides")
+                   note="D dims of equal sides: 2 D links of a device carry equal parts of 2(P-1)/P n in 2(S - D) "
+                        "steps, S the sum of the sides")
 
 
 def on_tori() -> list[list[Any]]:
