@@ -70,7 +70,7 @@ def plain_all_reduce(rings: Sequence[BlockingGroup], x: np.ndarray) -> np.ndarra
 # The real one has the parts under way at once, and makes the rings of the group's own ranks.
 
 
-class Move(NamedTuple):
+class Hop(NamedTuple):
     """What a part does in one step: a chunk leaves for the next rank of its ring, one comes from the previous."""
 
     dst: int
@@ -106,15 +106,15 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *,
     rings = [each for each in rings_of(call.rank, box(call.size) if sides is None else sides) if len(each) > 1]
     ways = [[each[::-1] if number % 2 else each for each in (*rings[number // 2:], *rings[:number // 2])]
             for number in range(2 * len(rings))]
-    parts = [_moves(call.rank, way, mine, sums, op) for way, mine, sums in
+    parts = [_hops(call.rank, way, mine, sums, op) for way, mine, sums in
              zip(ways, split(x, len(ways)), split(out, len(ways)), strict=True)]
-    for step, moves in enumerate(zip(*parts, strict=True)):
-        received = [call.start_recv(move.src, move.incoming, move.reduce) for move in moves]
-        sent = [call.start_send(move.dst, move.outgoing, step=step) for move in moves]
+    for step, hops in enumerate(zip(*parts, strict=True)):
+        received = [call.start_recv(hop.src, hop.incoming, hop.reduce) for hop in hops]
+        sent = [call.start_send(hop.dst, hop.outgoing, step=step) for hop in hops]
         call.wait(received + sent)
 
 
-def _moves(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarray, op: Reduction) -> Iterator[Move]:
+def _hops(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarray, op: Reduction) -> Iterator[Hop]:
     """The steps of one part, whose dims are the rings of `way` in this order."""
     passed = []
     for ranks in way:
@@ -123,7 +123,7 @@ def _moves(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarr
         outgoing = own[place - 1]
         for step in range(size - 1):
             chunk = (place - 2 - step) % size
-            yield Move(ranks[(place + 1) % size], outgoing, ranks[place - 1], sums[chunk], op.into(own[chunk]))
+            yield Hop(ranks[(place + 1) % size], outgoing, ranks[place - 1], sums[chunk], op.into(own[chunk]))
             outgoing = sums[chunk]
         passed.append((ranks, place, sums))
         x = out = sums[place]
@@ -132,4 +132,4 @@ def _moves(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarr
     for ranks, place, sums in reversed(passed):
         for step in range(len(ranks) - 1):
             chunk = (place - step) % len(ranks)
-            yield Move(ranks[(place + 1) % len(ranks)], sums[chunk], ranks[place - 1], sums[chunk - 1], None)
+            yield Hop(ranks[(place + 1) % len(ranks)], sums[chunk], ranks[place - 1], sums[chunk - 1], None)

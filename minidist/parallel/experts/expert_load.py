@@ -1,13 +1,13 @@
 """How evenly a mixture's experts are loaded over a whole job: counted once a step, for the biases and the report."""
 
+from typing import Any
+
 import numpy as np
 
 from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.nn.expert_nodes import NewestChoices, copies_between_nodes, placed_by_choices
+from minidist.nn.expert_nodes import NewestChoices
 from minidist.nn.moe import loads, mixtures, rebalance
-from minidist.parallel.experts.node_experts import node_of_places
-from minidist.parallel.experts.split_experts import SplitExperts
 
 SAMPLE = 8192
 """Tokens of a layer, on all ranks together, whose newest choices decide on a placement."""
@@ -30,8 +30,8 @@ class ExpertLoad:
         self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)  # 3: blocks.3.mlp
         self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
         self.routed, self.copies = np.zeros((len(self.layers), group.size), np.int64), np.zeros_like(self.sent)
-        self.divided = [layer.experts for layer in self.layers if isinstance(layer.experts, SplitExperts)]  # all, none
-        self.far = bool(self.divided) and len(set(self.divided[0].group.nodes)) > 1
+        self.divided: list[Any] = [layer.experts for layer in self.layers if hasattr(layer.experts, "sent")]
+        self.far = any(hasattr(experts, "placed") for experts in self.divided)      # over several nodes
         for layer in self.layers if self.far else []:
             layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
@@ -81,27 +81,14 @@ class ExpertLoad:
         """
         if not self.far:
             return None
-        config, own = self.model.config, self.divided[0].group
+        config = self.model.config
         assert config.mixture is not None
-        there = node_of_places(own, config.mixture.experts)
-        home = int(there[self.divided[0].own[own.rank].start])
         found = np.zeros((config.layers, config.mixture.experts + 3), np.int64)
         with self.group.ledger.control():
-            for layer, number in zip(self.layers, self.numbers, strict=True):
-                chosen = layer.newest.chosen
-                seen = self.group.all_gather(np.column_stack([np.full(len(chosen), home), chosen]), algorithm="ring")
-                found[number] = _placed(seen[:, 1:], seen[:, 0], there, layer.config.order(layer.layer))
+            for layer, experts, number in zip(self.layers, self.divided, self.numbers, strict=True):
+                chosen = layer.newest.chosen if layer.newest is not None else np.empty((0, 1), np.int64)
+                seen = self.group.all_gather(np.column_stack([np.full(len(chosen), experts.home), chosen]),
+                                             algorithm="ring")
+                found[number] = experts.placed(seen[:, 1:], seen[:, 0], layer.config.order(layer.layer))
             found = pipeline.all_reduce(found, algorithm="ring")
         return found[:, :-3], found[:, -3:]
-
-
-def _placed(chosen: np.ndarray, home: np.ndarray, there: np.ndarray, order: np.ndarray) -> list[int]:
-    """A better order of the experts, and tokens and copies. Args: there: (E,) the node of each place; order: now."""
-    better = np.empty_like(there)
-    better[np.argsort(there, kind="stable")] = placed_by_choices(chosen, home, np.bincount(there).tolist())
-    copies = []
-    for experts in (order, better):
-        node_of = np.empty_like(there)
-        node_of[experts] = there
-        copies.append(copies_between_nodes(chosen, home, node_of))
-    return [*better.tolist(), len(chosen), *copies]

@@ -43,6 +43,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device, to_host
 from minidist.errors import PlanError
 from minidist.nn import GPT
+from minidist.nn.expert_nodes import copies_between_nodes, placed_by_choices
 from minidist.nn.moe import Experts, mixtures
 from minidist.nn.shares import even_slices
 from minidist.parallel.experts.split_experts import SplitExperts
@@ -78,7 +79,8 @@ class NodeExperts(SplitExperts):
     """Experts divided between ranks of several nodes.
 
     Args:    as SplitExperts; inside: this rank's node, as a group.
-    Attributes: copies: (P,) copies of tokens that this rank gave each rank, itself included, in training since `clear`;
+    Attributes: home: the number of this rank's node, counted from 0 in the order of the nodes' first ranks
+                copies: (P,) copies of tokens that this rank gave each rank, itself included, in training since `clear`;
                 sent: rows given to each rank, all of this node.
     """
 
@@ -87,7 +89,7 @@ class NodeExperts(SplitExperts):
         super().__init__(experts, group, copies, order)
         ranks = ranks_by_node(group.nodes)
         self.among, self.ranks = inside, next(own for own in ranks if group.rank in own)
-        place = self.ranks.index(group.rank)
+        place, self.home = self.ranks.index(group.rank), ranks.index(self.ranks)
         self.gates = sorted((own[place % len(own)], own) for own in ranks)   # the rank that this one's copies go to
         self.node_of = np.empty(self.count, np.int64)                        # of each place, in the order of `gates`
         for node, (_, own) in enumerate(self.gates):
@@ -105,6 +107,23 @@ class NodeExperts(SplitExperts):
     def copies_away(self) -> int:
         """Copies that left this node, since the last `clear`."""
         return int(sum(self.copies[gate] for gate, own in self.gates if self.group.rank not in own))
+
+    def placed(self, chosen: np.ndarray, home: np.ndarray, order: np.ndarray) -> list[int]:
+        """A better order of the experts (nn/expert_nodes.py), and after it tokens, and copies before and with it.
+
+        Args:    chosen: (T, k) choices of tokens, -1 for none; home: (T,) the node of each; order: (E,) as it is now.
+        """
+        there = np.empty(self.count, np.int64)                  # the node of each place
+        for node, ranks in enumerate(ranks_by_node(self.group.nodes)):
+            for rank in ranks:
+                there[self.own[rank]] = node
+        better, copies = np.empty_like(there), []
+        better[np.argsort(there, kind="stable")] = placed_by_choices(chosen, home, np.bincount(there).tolist())
+        for experts in (order, better):
+            node_of = np.empty_like(there)
+            node_of[experts] = there
+            copies.append(copies_between_nodes(chosen, home, node_of))
+        return [*better.tolist(), len(chosen), *copies]
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Array, kept: Array) -> Tensor:
         xp, self.top_k = array_module(chosen), chosen.shape[1]
@@ -134,15 +153,6 @@ class NodeExperts(SplitExperts):
 def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
     """The ranks of each node, in the order of their first ranks."""
     return [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
-
-
-def node_of_places(group: Group, count: int) -> np.ndarray:
-    """The node of each place of `count` experts on the ranks of `group`: (count,) integers, nodes numbered from 0."""
-    found = np.empty(count, np.int64)
-    for node, ranks in enumerate(ranks_by_node(group.nodes)):
-        for rank in ranks:
-            found[even_slices(count, group.size)[rank]] = node
-    return found
 
 
 def settle_nodes(model: GPT, groups: Sequence[Sequence[int]]) -> None:
