@@ -95,7 +95,7 @@ def placed_by_choices(chosen: np.ndarray, home: np.ndarray, counts: Sequence[int
         found = [_best_swap(member, held, home, node_of, pair) for pair in combinations(range(len(counts)), 2)]
         change, e, f = min(found, default=(0.0, 0, 0))
         if change >= 0:
-            return np.argsort(node_of, kind="stable")
+            return np.asarray(np.argsort(node_of, kind="stable"))
         node_of[e], node_of[f] = node_of[f], node_of[e]
 
 

@@ -82,9 +82,13 @@ class Hop(NamedTuple):
 
 def rings_of(rank: int, sides: Sequence[int]) -> list[list[int]]:
     """The ring of each dim through `rank`, where ranks lie in a box in row-major order."""
-    places = np.arange(int(np.prod(sides))).reshape(sides)
-    at = np.unravel_index(rank, sides)
-    return [places[(*at[:dim], slice(None), *at[dim + 1:])].tolist() for dim in range(len(sides))]
+    places, at = np.arange(int(np.prod(sides))).reshape(sides), np.unravel_index(rank, sides)
+    rings = []
+    for dim in range(len(sides)):
+        line: list[Any] = list(at)
+        line[dim] = slice(None)
+        rings.append(places[tuple(line)].tolist())
+    return rings
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *,

@@ -102,7 +102,8 @@ class NodeExperts(SplitExperts):
 
     def numbers_sent(self) -> int:
         """As SplitExperts': rows inside the node, and copies, with their weights, out of it."""
-        return super().numbers_sent() + self.copies_away() * (2 * self.up.shape[1] + self.top_k)
+        each: int = 2 * self.up.shape[1] + self.top_k
+        return super().numbers_sent() + self.copies_away() * each
 
     def copies_away(self) -> int:
         """Copies that left this node, since the last `clear`."""
