@@ -106,7 +106,7 @@ def _best_swap(member: np.ndarray, held: np.ndarray, home: np.ndarray, node_of: 
         """For each token, copies more or fewer if one of its experts moves from `here` to `there`."""
         new = (home != there) & (held[:, there] == 0)
         gone = (home != here) & (held[:, here] == 1)
-        return new.astype(np.float64) - gone
+        return np.asarray(new.astype(np.float64) - gone)
 
     one, other = (np.flatnonzero(node_of == node) for node in pair)
     out, back, of_e, of_f = moved(*pair), moved(*pair[::-1]), member[:, one], member[:, other]
