@@ -13,11 +13,11 @@ rank hands it on; what the experts of the node make of it is weighted and added 
 With the copy travel its weights: the k numbers of the gate, which backward brings a gradient. So the sum can be made
 where the experts are. It is another order of additions, so results differ by rounding alone.
 
-Cost, all ranks together, in numbers; C copies to other nodes, R rows to other ranks of the own node:
+Cost, a step, all ranks together, in numbers; C copies to other nodes, R rows to other ranks of the own node:
 
     between nodes     (4 h + 2 k) C      two all-to-alls forward, two backward; half as many more if computed again
-    inside a node     4 h R
-    control           k C and (P-1) E_node counts a layer and forward; E_node: experts of the node
+    inside a node     4 h R              the same
+    control           k C, and (L-1) E counts a layer and forward on nodes of L ranks; all twice if computed again
 
 C is at most N-1 a token on N nodes, however large k is; with a limit of M nodes (MixtureConfig.node_limit) at most M;
 and a good placement makes it smaller still (nn/expert_nodes.py).

@@ -68,8 +68,11 @@ def test_equals_one_process(nodes: tuple[int, ...], moe: dict[str, Any], of_seri
     copies, rows = (sum(rank[kind] for rank in ranks) for kind in ("copies", "rows"))
     assert sent(ranks, "world") == ITEM * times * (2 * WIDTH + top_k) * copies
     assert sent(ranks, "world.inside") == ITEM * times * 2 * WIDTH * rows
-    dense = sum(rank["far"]["world"] for rank in ranks) - sent(ranks, "world")
-    assert dense >= 0 and not any(rank["far"]["world.inside"] for rank in ranks)
+    assert not any(rank["far"]["world.inside"] for rank in ranks)
+    own = [len(part) for part in np.array_split(np.arange(MOE["experts"]), len(nodes))]
+    counts = sum((nodes.count(node) - 1) * held for node, held in zip(nodes, own, strict=True))
+    forwards = 2 * options.get("accumulate", 1) * ranks[0]["config"]["layers"]
+    assert sent(ranks, "control") == ITEM * (times - 1) * (top_k * copies + forwards * counts)
 
 
 any_job = given(nodes=st.lists(st.integers(0, 2), min_size=2, max_size=5), moe=st.fixed_dictionaries({
