@@ -286,7 +286,8 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
 
 
-def test_experts_on_two_nodes(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str]) -> None:
     """Limited to one node, and --verify's one process knows of the two; then placed by what that run measured."""
     options = ["-n", "4", "--plan", "ep=4", "--experts", "8", "--data", str(book)]
@@ -300,12 +301,12 @@ def test_experts_on_two_nodes(book: Path, tmp_path: Path, monkeypatch: pytest.Mo
     tokens = metrics["steps"] * 5 * 16      # all of them are looked at
     assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * round(tokens * sum(copies["now"]))
     assert f"to experts on other nodes: {far / 4:,.0f} bytes a step" in printed
-    again = ["--node-limit", "1", "--expert-placement", str(tmp_path / "run"), "--verify"]
-    folder = tmp_path / "again"
-    folder.mkdir()
-    printed, placed = on_threads(monkeypatch, capsys, folder, [*options, *again], (0, 0, 1, 1))
-    assert "Equal: " in printed
-    assert placed["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
+    if placed:
+        again = ["--node-limit", "1", "--expert-placement", str(tmp_path / "run"), "--verify"]
+        (tmp_path / "again").mkdir()
+        printed, found = on_threads(monkeypatch, capsys, tmp_path / "again", [*options, *again], (0, 0, 1, 1))
+        assert "Equal: " in printed
+        assert found["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
 
 
 @pytest.mark.parametrize(("cut", "options", "stages"), [

@@ -161,6 +161,24 @@ def test_in_a_plan_and_through_a_checkpoint(plan: dict[str, Any], tmp_path: Any)
         assert (copies[:, 2] <= copies[:, 1]).all() and all((found[0] == rank[3][0]).all() for rank in ranks)
 
 
+@pytest.mark.soak
+def test_nodes_stay_when_the_plan_changes() -> None:
+    """The limit is that of the ranks that began, also where the experts then lie on one node, and in an evaluation."""
+    def rank(world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plans: list[dict[str, Any]]) -> Any:
+        world.nodes, config = nodes, tiny(mixture=mixture)
+        trainer = Trainer(Plan(**plans[0]), config, world, lr=1e-2, optimizer="sgd")
+        trainer.step(global_batch(0, 5, config))
+        if plans[1:]:
+            trainer.change_plan(Plan(**plans[1]))
+        trainer.step(global_batch(1, 5, config))
+        return trainer.state_dict(), trainer.evaluate([global_batch(7, 5, config)]), trainer.config.mixture
+
+    limited = MixtureConfig(experts=8, node_limit=1)
+    weights, loss, settled = md.run(rank, (0, 0, 1, 1), limited, [{"ep": 4}, {"dp": 2, "ep": 2}], size=4)[0]
+    alone = md.run(rank, (0,), settled, [{}], size=1)[0]
+    assert settled.nodes == (4, 4) and difference(weights, alone[0]) < BOUND and abs(loss - alone[1]) < 1e-12
+
+
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_measured_copies_are_those_that_travel(top_k: int) -> None:
     """What is computed from the choices is what the ranks sent; and what a placement is to save, it saves."""
