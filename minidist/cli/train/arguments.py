@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
               "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,
-              "the model": _model, "a mixture of experts": experts, "the training": _training,
+              "the model": _model, "a mixture of experts": _placed_experts, "the training": _training,
               "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
@@ -277,6 +277,11 @@ def experts(add: Add) -> None:
         "(default: none)")
     add("--expert-width", type=positive, metavar="N",
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
+
+
+def _placed_experts(add: Add) -> None:
+    """A mixture, and where its experts lie, which the simulator does not know."""
+    experts(add)
     add("--node-limit", type=positive, metavar="M",
         help="a token chooses its experts on at most M nodes, those with the best ones (default: on any)")
     add("--expert-nodes", type=node_counts, metavar="N|E,E,…",

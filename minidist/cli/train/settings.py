@@ -222,22 +222,25 @@ def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> Mi
 
     Args:    resume: where its experts lay comes from there, unless it is given anew.
     """
-    given = {option: getattr(args, option) for option in MIXTURE_OPTIONS if getattr(args, option) is not None}
+    given = {option: value for option in MIXTURE_OPTIONS if (value := getattr(args, option, None)) is not None}
     if args.experts is None:
         if given:
             fail(f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it "
                  f"out")
         return None
-    if args.expert_nodes is not None:
-        counts = tuple(map(int, args.expert_nodes.split(",")))
+    if "expert_nodes" in given:
+        if "node_limit" not in given:
+            fail("--expert-nodes: on how many nodes the experts count matters for a limit alone; add --node-limit 1, "
+                 "or leave it out")
+        counts = tuple(map(int, given["expert_nodes"].split(",")))
         given["expert_nodes"] = counts if len(counts) > 1 else counts[0]
     if resume is not None:
         before = resume.about["config"]["mixture"]
         given["expert_nodes"] = before.get("nodes")
     if resume is not None and "expert_placement" not in getattr(args, "given", ()):
         given["expert_placement"] = before.get("placement")
-    elif args.expert_placement is not None:
-        given["expert_placement"] = placement_of(Path(args.expert_placement))
+    elif "expert_placement" in given:
+        given["expert_placement"] = placement_of(Path(given["expert_placement"]))
     return MixtureConfig(experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()})
 
 
