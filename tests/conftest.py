@@ -149,6 +149,7 @@ SAMPLED = {
     # simulation, and diagnosis
     "test_a_gpu_holds_what_its_stand_in_holds": 2, "test_a_job_that_ended": 2,
     "test_a_rank_alone_sends_and_holds_what_it_does_among_others": 2, "test_all_at_once_is_message_by_message": 4,
+    "test_in_a_plan_and_through_a_checkpoint": 3, "test_measured_copies_are_those_that_travel": 2,
     "test_the_fast_path_is_near_the_replay": 3, "test_why": 2,
     # bugs planted to see them caught
     "test_planted_bugs": 3, "test_planted_bugs_break_parity": 5, "test_planted_bugs_break_the_replay": 2,

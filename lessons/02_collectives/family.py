@@ -43,6 +43,7 @@ WHEN = {
     "halving-doubling": "middling arrays on 2^k ranks: the ring's bytes in log2 P waits",
     "hierarchical": "several machines: only leaders use the link between them",
     "torus": "ranks wired as a grid",
+    "torus-both": "ranks wired as a torus of any dims, whose links carry as much both ways at once",
     "bruck": "very short parts for very many ranks",
     "dissemination": "ranks that share no memory: no rank waits for a root",
     "native": "over MPI: its own C; what it sends inside, no ledger sees",

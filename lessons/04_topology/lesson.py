@@ -15,10 +15,12 @@ from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.cost.link_model import LinkCost, LinkWork, Sample, fit
+from minidist.comm.cost.volume import box
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.observe.records import gather_records
+from minidist.simulate.messages import Operands, record
 
 HERE = Path(__file__).resolve().parent
 wiring = load_module(HERE / "wiring.py", "04")
@@ -26,8 +28,9 @@ links = load_module(HERE / "links.py", "04")
 spines = load_module(HERE / "spines.py", "04")
 
 DEVICES = 16                # of the table of wirings
+BOXES = (7, 9, 27, 64)      # ranks of tori of one, two, three and three dims of equal sides
 ELEMENTS = 840 * 8          # of float64: 840 is divisible by every P from 1 to 8
-ALGORITHMS = ("ring", "halving-doubling", "pairwise", "torus", "tree")
+ALGORITHMS = ("ring", "halving-doubling", "pairwise", "torus", "torus-both", "tree")
 NETWORK = {"alpha": 3e-3, "beta": 3e-3 / 65536}     # between machines: a message 3 ms, 64 KiB 3 ms more
 SIZES = (1024, 8192, 65536, 262144, 1048576)        # bytes, for the fit
 
@@ -40,6 +43,7 @@ def tour(group: Group, page: Page) -> None:
     wirings(page)
     page.heading("2  The same messages over other wires")
     same_messages(group, page)
+    both_ways(page)
     page.heading("3  Two machines: flat ring against hierarchical")
     two_machines(group, page)
     page.heading("4  α and β of this machine")
@@ -96,6 +100,30 @@ def same_messages(group: Group, page: Page) -> None:
     names = [make(max(2, group.size)).name for make in wiring.WIRINGS]
     page.table(f"all_reduce on {group.size} ranks: bytes over the busiest link, one direction", ["", *names], rows,
                note="each recorded message goes its shortest way, in equal parts where there are several")
+
+
+def both_ways(page: Page) -> None:
+    """torus-both on tori of one, two and three dims: steps, and the bytes of the busiest link beside the formula."""
+    if page.writes:
+        page.table("all_reduce on tori: bytes over the busiest link, one direction",
+                   ["ranks", "box", "steps", "ring", "torus", "torus-both", "(P-1)/(P D) n", ""], on_tori(),
+                   note="D dims of equal sides: 2 D links of a device carry equal parts of 2(P-1)/P n in 2(S - D) "
+                        "steps, S the sum of the sides")
+
+
+def on_tori() -> list[list[Any]]:
+    """The rows of that table; messages as a simulated rank of each algorithm sends them."""
+    rows = []
+    for size in BOXES:
+        sides, nbytes, carried = box(size), ELEMENTS * 8 * size, []
+        for algorithm in ("ring", "torus", "torus-both"):
+            program = record("all_reduce", algorithm, Operands(nbytes, (), 8), size)
+            messages = list(zip(program.src.tolist(), program.dst.tolist(), program.nbytes.tolist(), strict=True))
+            carried.append(_busiest(wiring.box(sides), messages) / nbytes)
+        steps, formula = 2 * (sum(sides) - len(sides)), (size - 1) / size / len(sides)
+        rows.append([size, " × ".join(map(str, sides)), steps, *(f"{part:.3f} n" for part in carried),
+                     f"{formula:.3f} n", verdict(carried[-1], formula, 1e-9)])
+    return rows
 
 
 def _busiest(wires: Any, messages: list[Message]) -> float:

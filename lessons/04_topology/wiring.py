@@ -4,9 +4,11 @@ A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
+
+import numpy as np
 
 from minidist.comm.collectives.torus import grid
 
@@ -27,10 +29,15 @@ def ring(size: int) -> Wiring:
 
 def torus(size: int) -> Wiring:
     """The most square grid, each row and each column closed to a ring (环面网格, N4:153)."""
-    rows, columns = grid(size)
-    right = ((r * columns + c, r * columns + (c + 1) % columns) for r in range(rows) for c in range(columns))
-    down = ((r * columns + c, (r + 1) % rows * columns + c) for r in range(rows) for c in range(columns))
-    return Wiring("torus", size, 0, _distinct([*right, *down]))
+    return box(grid(size))
+
+
+def box(sides: Sequence[int]) -> Wiring:
+    """A torus of any dims: each line of devices along a dim is closed to a ring."""
+    places = np.arange(int(np.prod(sides))).reshape(sides)
+    near = [np.roll(places, -1, axis=dim) for dim in range(len(sides))]
+    return Wiring("torus", places.size, 0, _distinct(
+        link for there in near for link in zip(places.ravel().tolist(), there.ravel().tolist(), strict=True)))
 
 
 def switch(size: int) -> Wiring:

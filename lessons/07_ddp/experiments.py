@@ -8,11 +8,13 @@ import minidist as md
 from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import part_of
 
 SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
@@ -20,6 +22,8 @@ TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # t
 GPT2 = GPTConfig(vocabulary=50304, context=1024, layers=12, width=768, heads=12)  # on simulated GPUs
 BUCKET = 1 << 19  # bytes; small, so that this small model has several
 SEQUENCES = 8  # of a global batch
+STATE = ("parameters", "gradients", "optimizer")
+HELD = {"parameters, gradients, optimizer": STATE, "activations": ("activations",), "peak of the sum": ("total",)}
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:
@@ -56,6 +60,17 @@ def apart(group: Group, mine: np.ndarray) -> float:
     with group.ledger.control():
         first = group.broadcast(mine)
         return float(group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0] / np.abs(first).max())
+
+
+def peaks(group: Group | None, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES) -> dict[str, int]:
+    """Bytes of this rank at the peak of two steps, by category: of DDP, or of one process without a group."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = new_model(config)
+        strategy = Single(model) if group is None else DDP(model, group, bucket_bytes=BUCKET)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        for step in range(2):
+            strategy.step(global_batch(config, step, sequences), optimizer)
+        return {category: held["peak"] for category, held in memory.snapshot().items()}
 
 
 # ------------------------------------------------------------------------------------------------ a recorded step

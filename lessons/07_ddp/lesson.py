@@ -15,6 +15,7 @@ from minidist.lessons.running import arguments, run_lesson
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module, sent_since, totals
+from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP, plain_ddp
@@ -50,6 +51,8 @@ def tour(group: Group, page: Page) -> None:
     if group.rank == 0:
         scaling(page)
     group.barrier()
+    page.heading("10  Large models, small batches (N1:29, N1:32)?")
+    what_a_rank_holds(group, page)
 
 
 def scaling(page: Page) -> None:
@@ -216,6 +219,20 @@ def processes(group: Group, page: Page) -> None:
                note="lesson 05 has DP's beside it: one process, and device 0 fuller than the rest")
     if len({record["pid"] for record in records}) == 1 < len(records):
         page.say("Here the ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
+
+
+# -------------------------------------------------------------------------------------------- 10 what a rank holds
+
+def what_a_rank_holds(group: Group, page: Page) -> None:
+    """The memory account of one process beside that of a DDP rank: state, activations, the whole."""
+    alone, ddp, sequences = lab.peaks(None), lab.peaks(group), max(1, group.size // 2)
+    few = [rank["activations"] for rank in gather_records(group, lab.peaks(group, sequences=sequences)) or []]
+    rows = [[name, *(size_text(sum(held[category] for category in categories)) for held in (alone, ddp))]
+            for name, categories in lab.HELD.items()]
+    page.table(f"Memory at the peak, {lab.SEQUENCES} sequences a step: rank 0 of {group.size}",
+               ["", "one process", "DDP"], rows,
+               note=f"a step of fewer sequences, {sequences}, leaves {few.count(0)} of {group.size} ranks without any: "
+                    f"they hold the same state and compute nothing")
 
 
 BREAKS = broken.BREAKS

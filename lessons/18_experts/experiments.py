@@ -1,5 +1,6 @@
 """What lesson 18 and its figure run: a small mixture, tokens (some are common), and training."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,57 @@ def train(group: Group, config: MixtureConfig, steps: int, *, lr: float = 0.005,
     sent = {axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
             for axis, verbs in after.items()}
     return Run(strategy, np.stack(loads), losses, sent, rows)
+
+
+@dataclass
+class OnNodes:
+    """What experts on several nodes sent and learned. All but the losses are of all ranks together, a step.
+
+    Attributes: far: bytes that experts' rows and gradients took between nodes; formula: the same by formula.
+                tokens: rows of a token, or copies, that left their node, a token and layer.
+                order: the placement that the choices suggest (MixtureConfig.placement), None on one node.
+    """
+
+    losses: list[float]
+    far: float
+    formula: float
+    tokens: float
+    order: tuple[tuple[int, ...], ...] | None
+
+
+def two_texts(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch of two texts with ids of their own: the first half of the sequences, and so of the ranks, has the even
+    ones.
+    """
+    inputs, targets = global_batch(step)
+    second = np.arange(SEQUENCES)[:, None] >= SEQUENCES // 2
+    return tuple(np.asarray(ids // 2 * 2 + second) for ids in (inputs, targets))    # type: ignore[return-value]
+
+
+def train_on_nodes(group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True) -> OnNodes:
+    """Train on two texts, on ranks of which the second half count as another node."""
+    nodes, group.nodes = group.nodes, tuple(2 * rank // group.size for rank in range(group.size))
+    experts = group.split(0, axis="ep")         # so that the ledger counts their traffic by itself
+    here, group.nodes = group.nodes, nodes
+    model = expert_parallel(mixture(GPT(CONFIG), config), experts, once_a_node=once_a_node)
+    model.initialize(SEED)
+    strategy = ExpertParallel(model, experts, everyone=group)
+    optimizer, losses, away, before = AdamW(strategy.parameters, 0.005), [], 0, _far(group, here)
+    for step in range(steps):
+        losses.append(strategy.step(two_texts(step), optimizer))
+        others = [rank for rank in range(group.size) if here[rank] != here[group.rank]]
+        away += int(strategy.load.copies.sum() if once_a_node else strategy.routed[:, others].sum())
+    far, away = summed(group, [_far(group, here) - before, away]).tolist()
+    each = 4 * CONFIG.width + (2 * config.top_k if once_a_node else 0)
+    found = strategy.load.placed(group.split(group.rank))
+    return OnNodes(losses, far / steps, away * each * 8 / steps, away / (steps * SEQUENCES * CONFIG.context),
+                   found and tuple(tuple(layer) for layer in found[0].tolist()))
+
+
+def _far(group: Group, nodes: Sequence[int]) -> int:
+    """Bytes that this rank has sent to ranks of other nodes for experts."""
+    return sum(axes.get("ep", 0) for rank, axes in group.ledger.sent_to().items()
+               if nodes[group.world_ranks.index(rank)] != nodes[group.rank])
 
 
 def tip(model: GPT) -> None:

@@ -5,6 +5,7 @@
     python lessons/18_experts/lesson.py --break no-balance    # see README.md, section 6
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import AdamW
-from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
+from minidist.parallel.experts.expert_parallel import elements_sent, plain_experts
+from minidist.parallel.experts.split_experts import SplitExperts
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
-STEPS, LONG, ITEM = 3, 40, 8
+STEPS, LONG, NODE_STEPS, ITEM = 3, 40, 20, 8
 
 
 def tour(group: Group, page: Page) -> None:
@@ -39,6 +41,9 @@ def tour(group: Group, page: Page) -> None:
     traffic(group, page)
     page.heading("5  Memory")
     memory(group, page)
+    if group.size > 1:
+        page.heading("6  Two nodes")
+        two_nodes(group, page)
 
 
 # ------------------------------------------------------------------------------------------------------ 1 equality
@@ -167,6 +172,26 @@ def memory(group: Group, page: Page) -> None:
                [["experts", f"{whole:,}", f"{own:,}", f"{used:,}"],
                 ["the rest", f"{dense:,}", f"{dense:,}", f"{dense:,}"]],
                note="experts are divided, with their gradients and optimizer state; the rest is a replica's")
+
+
+def two_nodes(group: Group, page: Page) -> None:
+    """Bytes between nodes and the loss: every row for itself, once a node, placed by choices, limited to one node.
+
+    Half of the ranks count as another node, and the sequences of the two halves are of two texts.
+    """
+    config = lab.moe_config("bias", top_k=4, bias_rate=0.01)
+    flat = lab.train_on_nodes(group, config, NODE_STEPS, once_a_node=False)
+    once = lab.train_on_nodes(group, config, NODE_STEPS)
+    runs = {"every row for itself": flat, "a token once a node": once,
+            "and experts placed by its choices": lab.train_on_nodes(
+                group, replace(config, placement=once.order), NODE_STEPS),
+            "and experts of one node only": lab.train_on_nodes(group, replace(config, node_limit=1), NODE_STEPS)}
+    page.table(f"What leaves a node, of 2 nodes with {group.size} ranks; {lab.EXPERTS} experts, 4 a token; "
+               f"{NODE_STEPS} steps",
+               ["", "rows a token", "bytes a step", "formula", "", "loss, last 5"],
+               [[name, f"{run.tokens:.2f}", size_text(round(run.far)), size_text(round(run.formula)),
+                 verdict(run.far, run.formula), f"{np.mean(run.losses[-5:]):.4f}"] for name, run in runs.items()],
+               note="formula: 4 h a row, (4 h + 2 k) a copy that takes its weights along")
 
 
 # ------------------------------------------------------------------------------------------------------------ Break it

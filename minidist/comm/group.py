@@ -154,7 +154,7 @@ class Group(Members):
         Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
-                 hierarchical, torus, native, shared.
+                 hierarchical, torus, torus-both, native, shared.
         Returns: (...), as x.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """

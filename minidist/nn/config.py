@@ -2,7 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
+import numpy as np
+
+from minidist.comm.chunks import bounds
 from minidist.device import backend
 from minidist.errors import ConfigError
 
@@ -26,8 +30,17 @@ class MixtureConfig:
     bias_rate: float = 0.001        # change of a bias in a step
     shared: int = 0                 # additional experts that get every token
     hidden: int | None = None       # width inside an expert; None: that of the MLP it replaces
+    node_limit: int | None = None   # most nodes on which the experts of a token lie; None: any number
+    nodes: int | tuple[int, ...] | None = None  # on how many nodes experts lie, in equal parts, or how many on each;
+    #                                             None: as the ranks lie that divide them; undivided: all on one
+    placement: tuple[tuple[int, ...], ...] | None = None    # of each layer, the experts in the order in which they lie
+    #                                                         on ranks and nodes; None: by number
 
     def __post_init__(self) -> None:
+        if not isinstance(self.nodes, int | None):
+            object.__setattr__(self, "nodes", tuple(self.nodes))
+        if self.placement is not None:
+            object.__setattr__(self, "placement", tuple(tuple(layer) for layer in self.placement))
         if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
             raise ConfigError(f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; needs 1 "
                               f"expert or more, top_k from 1 to their number, and no fewer than 0 shared")
@@ -38,6 +51,43 @@ class MixtureConfig:
         if min(self.noise, self.balance_weight, self.bias_rate) < 0.0 or self.hidden is not None and self.hidden < 1:
             raise ConfigError(f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and bias_rate "
                               f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """Raise ConfigError unless nodes, limit and placement fit the experts."""
+        if isinstance(self.nodes, tuple) and (min(self.nodes, default=0) < 1 or sum(self.nodes) != self.experts):
+            raise ConfigError(f"mixture: nodes hold {self.nodes} experts; give each node 1 or more of the "
+                              f"{self.experts}, or a number of nodes")
+        if isinstance(self.nodes, int) and not 1 <= self.nodes <= self.experts:
+            raise ConfigError(f"mixture: {self.experts} experts on {self.nodes} nodes; choose from 1 to {self.experts}")
+        if self.node_limit is not None and self.node_limit < 1:
+            raise ConfigError(f"mixture: node_limit is {self.node_limit}; a token's experts lie on 1 node or more")
+        few = sum(sorted(self.node_counts)[:self.node_limit])
+        if self.node_limit is not None and few < self.top_k:
+            raise ConfigError(f"mixture: node_limit={self.node_limit} with {self.node_counts} experts on the nodes can "
+                              f"leave a token {few}, and top_k is {self.top_k}; allow more nodes, or a smaller top_k")
+        for layer in self.placement or ():
+            if sorted(layer) != list(range(self.experts)):
+                raise ConfigError(f"mixture: a placement is {layer}; it names each of {self.experts} experts once, by "
+                                  f"number from 0")
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """How many experts each node holds."""
+        if isinstance(self.nodes, tuple):
+            return self.nodes
+        edges = bounds(self.experts, self.nodes or 1)
+        return tuple(stop - start for start, stop in pairwise(edges))
+
+    def order(self, layer: int) -> np.ndarray:
+        """The experts of a layer in the order in which they lie on ranks: (experts,) integers."""
+        return np.arange(self.experts) if self.placement is None else np.array(self.placement[layer])
+
+    def node_of(self, layer: int) -> np.ndarray:
+        """The node of each expert of a layer: (experts,) integers."""
+        found = np.empty(self.experts, np.int64)
+        found[self.order(layer)] = np.repeat(np.arange(len(self.node_counts)), self.node_counts)
+        return found
 
     def places(self, tokens: int) -> int:
         """The most tokens of a sequence of `tokens` that an expert takes."""
@@ -73,6 +123,10 @@ class GPTConfig:
             value = getattr(self, name)
             if not (type(value) is int and value >= 1) and not (name in ("kv_heads", "mlp_width") and value is None):
                 raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
+        placement = self.mixture and self.mixture.placement
+        if placement and len(placement) != self.layers:
+            raise ConfigError(f"GPT: experts are placed in {len(placement)} layers, the model has {self.layers}; give "
+                              f"one order of the experts for each layer")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"GPT: {name} is {getattr(self, name)!r}; choose {' or '.join(choices)}")

@@ -7,6 +7,7 @@ A gate scores the experts for each token. The k best compute, and their results 
 probabilities. So a model has many weights and uses few of them for a token.
 
     x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ── rows by expert
+                                                                 (on few nodes: expert_nodes.py)
     y = Σ over the token's kept experts e of  p[e] · expert_e(x)  +  Σ of shared experts(x)
 
 The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss are per sequence,
@@ -30,6 +31,7 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, random_n
 from minidist.errors import ConfigError
 from minidist.nn.balance import begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
+from minidist.nn.expert_nodes import NewestChoices, limit_to_nodes
 from minidist.nn.hooks import take_along
 from minidist.nn.layers import MLP, DropoutKey, Linear
 from minidist.nn.module import Module
@@ -71,6 +73,7 @@ class Experts(Module):
     """`count` MLPs without biases; their weights are stacked along the first dim. Args: as MLP's."""
 
     def __init__(self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any) -> None:
+        self.count = count
         into, out = (count, width, hidden), (count, hidden, width)
         self.gate = Weight(into, Init("normal", STD), dtype=dtype) if activation == "silu" else None
         self.up = Weight(into, Init("normal", STD), dtype=dtype)
@@ -83,20 +86,34 @@ class Experts(Module):
             ops.grouped_linear(rows, self.gate, counts=counts), up)
         return ops.grouped_linear(inner, self.down, counts=counts)
 
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Array, kept: Array) -> Tensor:
+        """The sum of the results of each token's kept experts, weighted: x (T, width), all else (T, k) -> (T, width).
+        """
+        placement = place_rows(self.places(chosen), kept, experts=self.count)
+        rows = ops.to_experts(x, placement)
+        results = self(rows, to_host(placement.counts).tolist())
+        of_rows = ops.take(weights.reshape(weights.size), placement.choices)
+        return ops.from_experts(results, of_rows, placement)
+
+    def places(self, chosen: Array) -> Array:
+        """The numbers by which the rows of these experts are sorted: the experts' own, unless they are divided."""
+        return chosen
+
 
 class Mixture(Module):
     """Experts in place of a block's MLP: (B, T, width) -> (B, T, width).
 
-    Args:    of_model: the sizes and choices of the model; config: those of the mixture.
+    Args:    of_model: the sizes and choices of the model; config: those of the mixture; layer: its number.
     Attributes: routing         of the newest forward
                 load            (2, experts) integers: tokens that chose each expert, and tokens that it took, in
                                 training since the last `clear`; a block computed again counts once
+                newest          the choices of the newest tokens (expert_nodes.py); None, the default, keeps none
                 balance         the balance loss of the newest forward, a sum over tokens, one number; or None
                 balance_scale   the gradient of that loss; set before backward arrives here
     """
 
-    def __init__(self, of_model: GPTConfig, config: MixtureConfig) -> None:
-        self.config = config
+    def __init__(self, of_model: GPTConfig, config: MixtureConfig, layer: int = 0) -> None:
+        self.config, self.layer = config, layer
         hidden = config.hidden or of_model.hidden
         dtype, out_std = of_model.dtype, STD * (2 * of_model.layers) ** -0.5
         self.scores = Linear(of_model.width, config.experts, bias=False, std=STD, dtype=dtype)
@@ -111,6 +128,7 @@ class Mixture(Module):
             self.bias.requires_grad, self.bias.stays_whole = False, True        # `rebalance` moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
+        self.newest: NewestChoices | None = None
         self.balance: Array | None = None
         self.balance_scale = 0.0
         self.clear()
@@ -163,7 +181,10 @@ class Mixture(Module):
         whether a token is dropped, as a causal model requires.
         """
         config = self.config
-        chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
+        scores = chances if self.bias is None else chances + self.bias.data
+        if config.node_limit is not None:
+            scores = limit_to_nodes(scores, config.node_of(self.layer), config.node_limit, config.top_k)
+        chosen = top_positions(scores, config.top_k)
         xp = array_module(chosen)
         kept, whole = xp.ones(chosen.shape, bool), chosen
         if self.training and (config.capacity is not None or config.balance == "loss"):
@@ -174,6 +195,8 @@ class Mixture(Module):
         if self.training and is_grad_enabled() and not computed_again():
             for number, ids in enumerate((chosen.reshape(-1), chosen[kept])):
                 self.load[number] += to_host(xp.bincount(ids, minlength=config.experts))
+            if self.newest is not None:
+                self.newest.add(chosen, kept)
         return Routing(chosen, kept, whole)
 
     def _runs(self, chosen: Array) -> Array:
@@ -202,12 +225,12 @@ class Mixture(Module):
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
         """The sum of the experts' results for each token, weighted by `chances`."""
         width, experts, top_k = x.shape[-1], self.config.experts, self.config.top_k
-        placement = place_rows(routing.chosen.reshape(-1, top_k), routing.kept.reshape(-1, top_k), experts=experts)
-        weights = ops.take(chances.reshape(chances.size), placement.tokens * experts + placement.experts)
-        rows = ops.to_experts(x.reshape(x.size // width, width), placement)
-        results = self.experts(rows, to_host(placement.counts).tolist())
+        chosen, kept = (each.reshape(-1, top_k) for each in (routing.chosen, routing.kept))
+        tokens = array_module(chosen).arange(len(chosen))[:, None]
+        weights = ops.take(chances.reshape(chances.size), (tokens * experts + chosen).reshape(-1))
         weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
-        return ops.from_experts(results, weights, placement).reshape(x.shape)
+        y = self.experts.mixed(x.reshape(x.size // width, width), weights.reshape(len(chosen), top_k), chosen, kept)
+        return y.reshape(x.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------- in a model
@@ -220,8 +243,8 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     """
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError("mixture: the model's weights are drawn already; make it a mixture first")
-    for block in model.blocks:
-        block.mlp = Mixture(model.config, config)
+    for layer, block in enumerate(model.blocks):
+        block.mlp = Mixture(model.config, config, layer)
     model.config = replace(model.config, mixture=config)
     model.assign_names()
     return model

@@ -60,6 +60,19 @@ def test_wirings_counted_by_hand(make: str, size: int, links: int, most: int, bi
     assert (len(wires.links), max(wiring.hops(wires)), wiring.bisection(wires)) == (links, most, bisection)
 
 
+@pytest.mark.parametrize("sizes", [(7, 9, 27), pytest.param((64,), marks=pytest.mark.soak)])
+def test_both_ways_round_a_torus(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The story's table is what the messages give, and equals the formula; a torus of three dims, counted by hand."""
+    story = lessons.find("04").part("README.md").read_text(encoding="utf-8")
+    lesson = load_module(lessons.find("04").part("lesson.py"), "04")
+    assert set(sizes) < set(lesson.BOXES)
+    monkeypatch.setattr(lesson, "BOXES", sizes)
+    for *cells, told in lesson.on_tori():
+        assert told == "ok" and f"| {' | '.join(map(str, cells))} |" in story
+    assert len(wiring.box((3, 3, 3)).links) == 81 and max(wiring.hops(wiring.box((3, 3, 3)))) == 3
+    assert wiring.torus(8) == wiring.box((2, 4))
+
+
 def test_a_message_is_shared_among_its_shortest_ways() -> None:
     assert wiring.load(wiring.ring(4), [(0, 2, 10)]) == {(0, 1): 5, (1, 2): 5, (0, 3): 5, (3, 2): 5}
 

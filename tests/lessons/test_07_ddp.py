@@ -6,6 +6,8 @@ import pytest
 from filling import assert_named, graded, right
 from minidist.lessons import find
 
+import minidist as md
+from minidist.console import size_text
 from minidist.grading import load_module
 
 RIGHT = right("07")
@@ -59,3 +61,15 @@ def test_how_nearly_linear_it_is() -> None:
     lab, told = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text()
     for gpus, batch, times in ((8, {"batch": 512}, "7.8"), (64, {"batch": 512}, "53.2"), (64, {"each": 8}, "60.3")):
         assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told
+
+
+def test_a_rank_of_ddp_holds_the_state_of_one_process() -> None:
+    """N1:29 and N1:32, corrected: the story's table is what the account says; ranks without a sequence hold it too."""
+    lab, story = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text("utf-8")
+    alone, ranks = lab.peaks(None), md.run(lab.peaks, size=4)
+    for name, categories in lab.HELD.items():
+        sizes = [size_text(sum(held[category] for category in categories)) for held in (alone, ranks[0])]
+        assert f"| {name} | {' | '.join(sizes)} |" in story
+    few = md.run(lambda group: lab.peaks(group, sequences=2), size=4)
+    assert all(held[category] == alone[category] for held in (*ranks, *few) for category in lab.STATE)
+    assert [held["activations"] == 0 for held in few] == [False, False, True, True]

@@ -1,6 +1,7 @@
 """Exercise 18: filled rightly it passes, and each wrong filling fails under its name; loads are as the story tells."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
+from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.nn import GPT, mixture
 from minidist.nn.moe import mixtures
@@ -71,3 +73,33 @@ def test_a_balance_loss_undoes_a_lopsided_start() -> None:
         assert np.sort(shares[0])[-2:].sum() == 1.0
         late[name] = np.sort(shares[-10:].mean(axis=0))
     assert late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum() and late["none"][0] < 0.5 * late["loss"][0]
+
+
+def test_what_leaves_a_node() -> None:
+    """The story's table is the lesson's: one run of it here, the others below."""
+    check_rows({"a token once a node": {}})
+
+
+@pytest.mark.soak
+def test_what_leaves_a_node_otherwise() -> None:
+    """Placed by choices or limited; and a limit alone saves nothing if each row travels for itself."""
+    once = check_rows({"a token once a node": {}, "instead: experts of one node only": {"node_limit": 1}})
+    check_rows({"and experts placed by its choices": {"placement": once.order}})
+    flat = check_rows({"every row for itself": {}}, once_a_node=False)
+    limited = check_rows({"": {"node_limit": 1}}, once_a_node=False)
+    assert abs(limited.tokens / flat.tokens - 1) < 0.15
+
+
+def check_rows(rows: dict[str, dict[str, Any]], **options: Any) -> Any:
+    """Train as the lesson does and compare with the table; "" is no row of it. Returns the first run."""
+    lesson = lessons.find("18")
+    lab, text = load_module(lesson.part("experiments.py"), "18"), lesson.part("README.md").read_text(encoding="utf-8")
+    steps, runs = load_module(lesson.part("lesson.py"), "18").NODE_STEPS, []
+    for name, changes in rows.items():
+        config = lab.moe_config("bias", top_k=4, bias_rate=0.01, **changes)
+        run = md.run(lambda group, config=config: lab.train_on_nodes(group, config, steps, **options), size=4)[0]
+        assert run.far == run.formula
+        row = f"| {name} | {run.tokens:.2f} | {size_text(round(run.far))} | {np.mean(run.losses[-5:]):.4f} |"
+        assert not name or row in text, row
+        runs.append(run)
+    return runs[0]

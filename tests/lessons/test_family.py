@@ -15,6 +15,10 @@ PAGE = lessons.FOLDER / "COLLECTIVES.md"
 family = load_module(lessons.find("02").part("family.py"), "02")
 
 
+YOUNGER = {("all_reduce", "torus-both")}
+"""Rows without times: algorithms that came after the page was measured. The next measurement empties this."""
+
+
 def rows() -> dict[tuple[str, str], list[str]]:
     """The page's rows by verb and algorithm."""
     found, verb = {}, ""
@@ -36,7 +40,8 @@ def test_every_row_has_times_and_each_column_a_fastest() -> None:
     for (verb, name), cells in rows().items():
         times = cells[3:-1]
         assert len(times) == (3 if verb == "barrier" else 9), name
-        assert all(re.fullmatch(r"–|\d+|\*\*\d+\*\*", time) for time in times) and times.count("–") < len(times)
+        assert all(re.fullmatch(r"–|\d+|\*\*\d+\*\*", time) for time in times)
+        assert (times.count("–") == len(times)) == ((verb, name) in YOUNGER), name
     for verb in ALGORITHMS:
         columns = zip(*(cells[3:-1] for (of, _), cells in rows().items() if of == verb), strict=True)
         assert all(any(time.startswith("**") for time in column) for column in columns), verb

@@ -8,10 +8,11 @@ from typing import Any
 import fake_gpu
 import pytest
 from plans import check
-from training import difference, tiny, train
+from training import difference, global_batch, tiny, train
 
 import minidist as md
 from minidist.nn.config import MixtureConfig
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 PLANS: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"zero": 1}, {"zero": 2, "offload": "optimizer"}, {"zero": 3},
                                {"zero": 3, "checkpoint_blocks": "all"}, {"strategy": "parameter-server"}]
@@ -48,3 +49,22 @@ def test_composed_plans_equal_one_process(changes: dict[str, Any], plan: dict[st
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.install(monkeypatch)
     check({"layers": 1, **changes}, plan, steps=2, device="cuda")
+
+
+def test_experts_on_two_nodes_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies, choices within the limit, a placement, and the choices that it is measured by."""
+    fake_gpu.install(monkeypatch)
+    config = tiny(layers=1, mixture=MixtureConfig(experts=4, top_k=2, capacity=0.9, nodes=2, node_limit=1,
+                                                  placement=((2, 0, 1, 3),)))
+
+    def rank(world: Any, device: str) -> dict[str, Any]:
+        world.nodes = tuple(range(world.size))
+        trainer = Trainer(Plan(ep=world.size), config, world, lr=1e-2, optimizer="sgd", device=device)
+        for step in range(2):
+            trainer.step(global_batch(step, 4, config))
+        if world.size > 1:
+            order, _ = trainer.loads.placed(trainer.mesh["pp"])
+            assert sorted(order[0].tolist()) == [0, 1, 2, 3]
+        return trainer.state_dict()
+
+    assert difference(md.run(rank, "cuda", size=2)[0], md.run(rank, "cpu", size=1)[0]) < 1e-10

@@ -335,7 +335,8 @@ def as_mpi_has_it(world: Group) -> int:
     return compared
 
 
-BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus")
+BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus",
+        "torus-both")
 
 
 def bits(world: Group) -> list[bytes]:

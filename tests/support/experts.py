@@ -21,7 +21,8 @@ MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: int = 3, sequences: int = 5,
           clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
           precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None, copies: int = 1) -> dict[str, Any]:
-    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory.
+    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory; rows sent
+    to experts of other ranks, copies to other nodes, and the placement that was measured.
 
     Args:    copies: groups that each hold all experts.
     """
@@ -48,7 +49,7 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
         strategy: Any = (Single(model, loss=loss, **kind) if world.size == 1 else
                          ExpertParallel(model, group, everyone=world, loss=loss, **kind))
         update = optimizer(strategy.parameters, 1e-2)
-        losses, counted, rows = [], [], 0
+        losses, counted, rows, away = [], [], 0, 0
         with world.ledger.during("step"):
             for step in range(steps):
                 state["step"] = step
@@ -60,10 +61,12 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
                 else:
                     counted.append(strategy.loads.copy())
                     rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
+                    away += int(strategy.load.copies.sum())
         sent = world.ledger.sent_bytes("step")
         formula = elements_sent(model, ranks=world.size, rows=0)
         return {"weights": strategy.state_dict(), "losses": losses, "sent": sent, "memory": memory.snapshot(),
-                "loads": np.stack(counted), "rows": rows, "dense": formula, "config": config.as_dict()}
+                "loads": np.stack(counted), "rows": rows, "dense": formula, "config": config.as_dict(), "copies": away,
+                "placed": strategy.load.placed(world.split(world.rank)) if len(set(world.nodes)) > 1 else None}
 
 
 def in_processes(world: Any, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,13 @@ def save_steps(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
 
 
+def node_counts(text: str) -> str:
+    """How many nodes, or how many experts on each: "2" or "6,2", as it is."""
+    for number in text.split(","):
+        positive(number)
+    return text
+
+
 def bucket_size(text: str) -> int | str:
     """The value of --bucket-bytes. Raises: ArgumentTypeError."""
     if text == AUTO:
@@ -83,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.register("action", "store_true", _GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
               "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,
-              "the model": _model, "a mixture of experts": experts, "the training": _training,
+              "the model": _model, "a mixture of experts": _placed_experts, "the training": _training,
               "checkpoints": _checkpoints, "the result": _result}
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
@@ -270,6 +277,19 @@ def experts(add: Add) -> None:
         "(default: none)")
     add("--expert-width", type=positive, metavar="N",
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
+
+
+def _placed_experts(add: Add) -> None:
+    """A mixture, and where its experts lie, which the simulator does not know."""
+    experts(add)
+    add("--node-limit", type=positive, metavar="M",
+        help="a token chooses its experts on at most M nodes, those with the best ones (default: on any)")
+    add("--expert-nodes", type=node_counts, metavar="N|E,E,…",
+        help="with --node-limit: on how many nodes the experts count as lying, or how many experts on each "
+             "(default: as the ranks along ep lie)")
+    add("--expert-placement", metavar="RUN",
+        help="experts that tokens of that run folder chose together, or that tokens of a node chose, lie on one node "
+             "(default: by number); for a run on several nodes, resumed or new")
 
 
 def _training(add: Add) -> None:

@@ -46,13 +46,13 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
         shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
         own = np.array([[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64)
         each = strategy.cut.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
-        rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
-            (layer, 6 if again[layer] else 4) for layer in range(config.layers))], np.int64))
+        numbers = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
+            (layer, 3 if again[layer] else 2) for layer in range(config.layers))], np.int64))
     sent, plain = (dict(zip(shared, map(int, counts), strict=True)) for counts in each)
     unknown = data["plain"].keys() - data["axes"].keys()
     axes = {**sent, **axes}
     if plan.ep > 1:
-        axes["ep"] = int(rows.sum()) * config.width * itemsize
+        axes["ep"] = int(numbers.sum()) * itemsize
     axes = {axis: nbytes for axis, nbytes in axes.items()
             if axis not in unknown and math.prod(plan.axes[name] for name in axis.split(",")) > 1}
     return {"sent_bytes": None if unknown else sum(axes.values()), "messages": None, "buckets": data["buckets"],

@@ -10,6 +10,7 @@
 import argparse
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -124,6 +125,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         timeline.follow(world.ledger, waits=args.why, receives=True)
     trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
+    settings = replace(settings, config=trainer.config)
     trainer.require_room(args.batch)
     timeline.follow_memory(trainer.account)
     keep_ring(settings.out, world)

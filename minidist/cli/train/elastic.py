@@ -120,6 +120,9 @@ def check_elastic(args: Namespace) -> None:
                 fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
         return
     bounds(args.elastic)
+    if args.node_limit is not None and args.expert_nodes is None:
+        fail("--elastic: with --node-limit the choice of experts would change as nodes come and go; say on how many "
+             "nodes the experts count, with --expert-nodes 2")
     if args.local_steps is not None and args.peer_copies is not None and not args.asynchronous:
         fail(f"--peer-copies {args.peer_copies}: ranks with --local-steps go on from weights of their own and keep no "
              f"copies; leave it out")

@@ -3,6 +3,7 @@
 import argparse
 import platform
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -81,7 +82,8 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
         "rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                   if axis == "dp" or trainer.mesh.shape[axis] > 1},
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-        "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()}, "host": platform.node(),
+        "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()},
+        "sent_to_nodes": sent_to_nodes(world), "host": platform.node(),
         "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
         **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
 
@@ -92,11 +94,29 @@ def budget_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:
-    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call it."""
+    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call it.
+
+    Of experts on several nodes also the placement that the newest choices suggest, and how many copies of a token left
+    its node: "now", as the experts lay, and "placed", as they would lie.
+    """
     if trainer.config.mixture is None:
         return {}
     loads = trainer.loads.whole(trainer.mesh["pp"])
-    return {"experts": {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}}
+    record = {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}
+    if (found := trainer.loads.placed(trainer.mesh["pp"])) is not None:
+        order, (tokens, now, placed) = found[0], found[1].T
+        record |= {"placement": order.tolist(), "copies": {"now": (now / tokens).tolist(),
+                                                           "placed": (placed / tokens).tolist()}}
+    return {"experts": record}
+
+
+def sent_to_nodes(world: Group) -> dict[str, int]:
+    """Bytes that this rank sent to ranks of other nodes in training steps, by axis; empty on one node."""
+    nodes, sent = dict(zip(world.world_ranks, world.nodes, strict=True)), Counter[str]()
+    for rank, axes in world.ledger.sent_to("step").items():
+        if nodes.get(rank) != nodes[world.world_rank]:
+            sent.update(axes)
+    return dict(sent)
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:

@@ -31,6 +31,8 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     if metrics["steps"] and "experts" in metrics:
         _rule(console, "how many tokens a step chose each expert, over the run")
         console.print(expert_table(metrics))
+        if "copies" in metrics["experts"]:
+            console.print(copies_line(metrics), markup=False, soft_wrap=True)
     _print_memory(console, metrics)
     if metrics["steps"] and metrics["plan"]["offload"] != "none":
         _print_offload(console, metrics)
@@ -241,6 +243,16 @@ def expert_table(metrics: Metrics) -> Table:
                       f"{tokens.max() / even:.2f}", f"{1 - kept.sum() / tokens.sum():.1%}",
                       "".join(BARS[height] for height in heights))
     return table
+
+
+def copies_line(metrics: Metrics) -> str:
+    """What experts on several nodes had to send between these in a step, and what a measured placement would send."""
+    steps, copies = metrics["steps"], metrics["experts"]["copies"]
+    nbytes = sum(count for rank in metrics["ranks"] for axis, count in rank["sent_to_nodes"].items()
+                 if axis.partition(".")[0] == "ep")
+    now, placed = (fmean(copies[kind]) for kind in ("now", "placed"))
+    return (f"to experts on other nodes: {nbytes / steps:,.0f} bytes a step; lately {now:.3f} copies of a token and "
+            f"layer, and {placed:.3f} with experts placed by these choices (--expert-placement RUN)")
 
 
 def memory_table(metrics: Metrics) -> Table:

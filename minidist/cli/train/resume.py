@@ -36,7 +36,7 @@ MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_by
               "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",
               "activation_memory", "offload", "offload_dir", "device_memory", "compress", "data", "validate", "steps",
               "save_every", "interruptions_per_day", "save_async", "keep", "resume", "out", "json", "quiet", "why",
-              "metrics_port", "watch", "watts", "digest_every")
+              "metrics_port", "watch", "watts", "digest_every", "expert_placement")
 
 
 @dataclass

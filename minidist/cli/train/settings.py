@@ -1,6 +1,7 @@
 """The options of `minidist train` (arguments.py), checked and turned into plan, model and data."""
 
 import argparse
+import json
 import os
 import time
 from dataclasses import dataclass, field, fields, replace
@@ -28,8 +29,9 @@ from minidist.survive.manifest import checkpoints
 
 MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "noise", "balance": "balance",
                    "balance_weight": "balance_weight", "bias_rate": "bias_rate", "shared_experts": "shared",
-                   "expert_width": "hidden"}
-"""Options that are fields of MixtureConfig, besides --experts."""
+                   "expert_width": "hidden", "node_limit": "node_limit", "expert_nodes": "nodes",
+                   "expert_placement": "placement"}
+"""Options that are fields of MixtureConfig, besides --experts; the last two are words, read by mixture_of."""
 
 AUTO = "auto"
 """The value of --save-every and --bucket-bytes that has it computed."""
@@ -143,7 +145,7 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     data.check(context=args.context, vocabulary=args.vocab)
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
-                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
+                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args, resume))
     check_batch(args)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
@@ -231,14 +233,45 @@ def out_folder(name: str | None, resume: Resumption | None) -> Path:
     return out
 
 
-def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
-    """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts."""
-    given = {option: getattr(args, option) for option in MIXTURE_OPTIONS if getattr(args, option) is not None}
-    if args.experts is not None:
-        return MixtureConfig(experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()})
-    if given:
-        fail(f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it out")
-    return None
+def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> MixtureConfig | None:
+    """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts.
+
+    Args:    resume: where its experts lay comes from there, unless it is given anew.
+    """
+    given = {option: value for option in MIXTURE_OPTIONS if (value := getattr(args, option, None)) is not None}
+    if args.experts is None:
+        if given:
+            fail(f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it "
+                 f"out")
+        return None
+    if "expert_nodes" in given:
+        if "node_limit" not in given:
+            fail("--expert-nodes: on how many nodes the experts count matters for a limit alone; add --node-limit 1, "
+                 "or leave it out")
+        counts = tuple(map(int, given["expert_nodes"].split(",")))
+        given["expert_nodes"] = counts if len(counts) > 1 else counts[0]
+    if resume is not None:
+        before = resume.about["config"]["mixture"]
+        given["expert_nodes"] = before.get("nodes")
+    if resume is not None and "expert_placement" not in getattr(args, "given", ()):
+        given["expert_placement"] = before.get("placement")
+    elif "expert_placement" in given:
+        given["expert_placement"] = placement_of(Path(given["expert_placement"]))
+    return MixtureConfig(experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()})
+
+
+def placement_of(run: Path) -> list[list[int]]:
+    """The order of the experts of each layer that a run measured. Raises: ConfigError if it measured none."""
+    asked = f"--expert-placement {run}"
+    try:
+        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fail(f"{asked}: no metrics.json of a run can be read there ({error}); name the folder of a finished run")
+    found = metrics.get("experts", {}).get("placement") if isinstance(metrics, dict) else None
+    if not found:
+        fail(f"{asked}: that run measured no placement: its experts were not divided over several nodes; train with "
+             f"--plan ep=2 or more on two nodes first")
+    return found    # type: ignore[no-any-return]
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -22,6 +22,7 @@ from minidist.comm.collectives import (
     ring,
     shared_memory,
     torus,
+    torus_both,
     tree,
 )
 from minidist.comm.cost.critical_path import Tiers, fastest
@@ -30,7 +31,7 @@ from minidist.errors import ConfigError
 
 FAMILIES = {"naive": naive, "tree": tree, "ring": ring, "direct": direct, "pairwise": pairwise, "bruck": bruck,
             "dissemination": dissemination, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
-            "torus": torus, "native": native, "shared": shared_memory}
+            "torus": torus, "torus-both": torus_both, "native": native, "shared": shared_memory}
 
 ALONE: dict[str, Callable[..., Any]] = {
     "broadcast": lambda call, x, place, root: x,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minidist.comm.cost.link_model import LinkCost, LinkWork, Profile
+from minidist.comm.cost.volume import box
 from minidist.comm.limits import STRETCH_BYTES
 
 
@@ -98,6 +99,16 @@ PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
     ("reduce_scatter", "halving-doubling"): _halving,
 }
 
+
+def _torus_both(size: int) -> Path:
+    """Each step sends as many messages as there are parts; on three ranks to all others at once."""
+    sides = box(size)
+    steps, moved = 2 * (sum(sides) - len(sides)), 2 * _part(size)
+    return Path(steps, 2 * len(sides) * steps, moved, _part(size), moved if size == 3 else 0.0)
+
+
+WIRED: dict[tuple[str, str], Callable[[int], Path]] = {("all_reduce", "torus-both"): _torus_both}
+"""The same of algorithms that are made for a wiring, which `auto` knows nothing of: it does not take them."""
 
 BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
 """What the leaders do in a hierarchical verb; inside the nodes it is a tree."""

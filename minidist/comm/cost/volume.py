@@ -5,7 +5,8 @@
 
 They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among the numbers up to P;
 n the bytes of the array that each rank brings (or the root does); b_r the bytes of rank r's block, N their sum; p_rd
-the bytes of the part from rank r for rank d; M nodes, L the ranks of the largest, R x C the grid of a torus.
+the bytes of the part from rank r for rank d; M nodes, L the ranks of the largest, R x C the grid of a torus; D dims of
+the box of torus-both, S the sum of its sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,6 +59,12 @@ class Case:
         return rows, self.size // rows
 
     @property
+    def box(self) -> tuple[int, int]:
+        """D, S - D."""
+        sides = box(self.size)
+        return len(sides), sum(sides) - len(sides)
+
+    @property
     def folded(self) -> int:
         """Bytes of the P-Q ranks that halving and doubling fold into the ones before them: 1, 3, 5, ..."""
         return sum(self.blocks[1:2 * (self.size - self.core):2])
@@ -86,6 +93,22 @@ def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
     """Bytes of each rank's chunk of an array of `length` elements, as reduce_scatter and scatter cut it."""
     edges = bounds(length, size)
     return [(stop - start) * itemsize for start, stop in pairwise(edges)]
+
+
+def box(size: int) -> tuple[int, ...]:
+    """The sides of torus-both's box, the largest last: the prime factors of `size`, two 2s as a 4; (3, 4) of 12."""
+    sides: list[int] = []
+    factor = 2
+    while size > 1:
+        if size % factor:
+            factor += 1
+            continue
+        size //= factor
+        if factor == 2 and sides[-1:] == [2]:
+            sides[-1] = 4
+        else:
+            sides.append(factor)
+    return tuple(sorted(sides))
 
 
 def _travelling(case: Case) -> list[tuple[int, int, int]]:
@@ -221,6 +244,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         *_TWICE, "2 ceil(log2 L) + 2(M-1) ceil(n / 4 MiB)"),
     ("all_reduce", "torus"): Formula(
         "2P(C-1) + 2P(R-1) ceil(n/C / 4 MiB)", _torus, *_TWICE, "2(C-1) + 2(R-1) ceil(n/C / 4 MiB)"),
+    ("all_reduce", "torus-both"): Formula("4 P D (S-D)", lambda case: 4 * case.size * case.box[0] * case.box[1],
+                                          *_TWICE, "2(S-D)"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("gather", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0", lambda case: case.size * case.total - case.blocks[0],

@@ -6,7 +6,11 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.nn import GPT
+from minidist.nn.expert_nodes import NewestChoices
 from minidist.nn.moe import loads, mixtures, rebalance
+
+SAMPLE = 8192
+"""Tokens of a layer, on all ranks together, whose newest choices decide on a placement."""
 
 
 class ExpertLoad:
@@ -15,15 +19,21 @@ class ExpertLoad:
     Args:    model: this rank's part, with names assigned; group: the ranks that share its weights and the batch.
     Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
                       and that it took; total: the same, since the run began.
-                routed: (own layers, P) integers: rows that this rank gave each rank in the last step, itself included.
-                sent: (own layers,) integers: those given to other ranks since the run began.
+                routed: (own layers, P) integers: rows that this rank gave each rank in the last step, itself included
+                      (with experts on several nodes all of these are of its own: node_experts.py).
+                copies: (own layers,) integers: copies of tokens that left this node in the last step.
+                sent: (own layers,) integers: numbers given to other ranks for forward alone since the run began.
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
         self.model, self.group, self.layers = model, group, mixtures(model)
         self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)  # 3: blocks.3.mlp
         self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
-        self.routed = np.zeros((len(self.layers), group.size), np.int64)
+        self.routed, self.copies = np.zeros((len(self.layers), group.size), np.int64), np.zeros_like(self.sent)
+        self.divided: list[Any] = [layer.experts for layer in self.layers if hasattr(layer.experts, "sent")]
+        self.far = any(hasattr(experts, "placed") for experts in self.divided)      # over several nodes
+        for layer in self.layers if self.far else []:
+            layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
     def settle(self) -> None:
         """After a step: sum its loads over the ranks, and move the biases by them. Does nothing without mixtures.
@@ -36,11 +46,11 @@ class ExpertLoad:
             self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
         self.total = self.total + self.step
         rebalance(self.model, self.step)
-        divided: list[Any] = [layer.experts for layer in self.layers if hasattr(layer.experts, "sent")]    # all or none
-        if divided:
-            self.routed = np.stack([experts.sent for experts in divided])
-            self.sent += self.routed.sum(axis=1) - self.routed[:, divided[0].group.rank]
-        for experts in divided:
+        if self.divided:
+            self.routed = np.stack([experts.sent for experts in self.divided])
+            self.copies = np.array([experts.copies_away() for experts in self.divided])
+            self.sent += [experts.numbers_sent() for experts in self.divided]
+        for experts in self.divided:
             experts.clear()
 
     def sent_by(self, layer: int) -> int:
@@ -60,3 +70,25 @@ class ExpertLoad:
             found[self.numbers] = self.total
         with pipeline.ledger.control():
             return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
+
+    def placed(self, pipeline: Group) -> tuple[np.ndarray, np.ndarray] | None:
+        """By the choices of the newest SAMPLE tokens, which experts should share a node; None on one node.
+
+        Args:    pipeline: as `whole`; all ranks call it.
+        Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and (layers, 3): tokens that
+                 were looked at, copies of these that left their node as the experts lay, and that would have.
+        Cost:    an all-gather of k + 1 integers a token and layer, an all-reduce of E + 3 a layer, under `control`.
+        """
+        if not self.far:
+            return None
+        config = self.model.config
+        assert config.mixture is not None
+        found = np.zeros((config.layers, config.mixture.experts + 3), np.int64)
+        with self.group.ledger.control():
+            for layer, experts, number in zip(self.layers, self.divided, self.numbers, strict=True):
+                chosen = layer.newest.chosen if layer.newest is not None else np.empty((0, 1), np.int64)
+                seen = self.group.all_gather(np.column_stack([np.full(len(chosen), experts.home), chosen]),
+                                             algorithm="ring")
+                found[number] = experts.placed(seen[:, 1:], seen[:, 0], layer.config.order(layer.layer))
+            found = pipeline.all_reduce(found, algorithm="ring")
+        return found[:, :-3], found[:, -3:]

@@ -13,7 +13,8 @@ two ways, so the gradient of an expert is complete on the rank that has it.
 
 What each rank holds, P ranks, E experts:
 
-    experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state
+    experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state; by number, or in the
+                order of MixtureConfig.placement
     the rest    attention, norms, embeddings, gates, shared experts: whole on all ranks as in DDP (chapter 07); their
                 gradients are summed over the ranks
     batch       own rows, as in DDP: for everything but the experts, `ep` is a data axis
@@ -30,30 +31,27 @@ Cost, a step, all ranks together, in numbers; R = tokens whose expert is on anot
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
 
 Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes for all the others.
+Where the ranks lie on several nodes, tokens go to each node once instead (node_experts.py).
 
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from minidist.autograd import ops
-from minidist.autograd.ops import collectives
-from minidist.autograd.recompute import computed_again
-from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array
 from minidist.errors import ConfigError, PlanError
-from minidist.nn import GPT, Weight
-from minidist.nn.moe import Experts, mixtures
-from minidist.nn.shares import even_slices
+from minidist.nn import GPT
+from minidist.nn.moe import mixtures
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Optimizer
 from minidist.parallel.experts.expert_load import ExpertLoad
+from minidist.parallel.experts.node_experts import NodeExperts, settle_nodes
+from minidist.parallel.experts.split_experts import SplitExperts
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
@@ -72,66 +70,17 @@ def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[A
     return weight[:, None] * y
 
 
-# The real one makes the same two journeys by differentiable all-to-alls, for several experts a rank and a token. It
-# sends counts first, so that a rank knows which rows belong to which of its experts, and adds what routing needs:
-# capacity, dropped tokens, shared experts, and loads of all ranks.
+# The real one (split_experts.py) makes the same two journeys by differentiable all-to-alls, for several experts a rank
+# and a token. It sends counts first, so that a rank knows which rows belong to which of its experts, and adds what
+# routing needs: capacity, dropped tokens, shared experts, loads of all ranks, and experts that lie in another order.
 
 
-class SplitExperts(Experts):
-    """Experts divided between ranks: rows travel to them and results come back.
-
-    Args:    as expert_parallel.
-    Attributes: sent: (P,) rows that this rank gave each rank, itself included, in training since the last `clear`;
-                      rows of a block that is computed again count once.
-    """
-
-    def __init__(self, experts: Experts, group: Group, copies: Group | None = None) -> None:
-        self.group, self.own = group, even_slices(experts.up.shape[0], group.size)
-
-        def mine(weight: Weight) -> Weight:
-            inner, rank = (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
-            places = [(own, *part[1:]) for own in self.own for part in inner]
-            return WeightShard(weight, places, group.rank * len(inner) + rank, sharers=copies, among=group)
-
-        self.gate = None if experts.gate is None else mine(experts.gate)
-        self.up, self.down = mine(experts.up), mine(experts.down)
-        self.clear()
-
-    def clear(self) -> None:
-        """Set the counts of sent rows to zero."""
-        self.sent = np.zeros(self.group.size, np.int64)
-
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows (R, width), sorted by expert, and the number for each of all experts -> results (R, width)."""
-        leaving = [sum(counts[part]) for part in self.own]
-        if self.training and not computed_again():
-            self.sent += leaving
-        came = self._exchange_counts(counts)
-        travel = partial(collectives.all_to_all, split=0, join=0, group=self.group)
-        here = travel(rows, counts=leaving)
-        by_expert = _by_expert(came)
-        xp = array_module(rows.data)
-        back = xp.asarray(np.argsort(by_expert))
-        results = super().forward(ops.take(here, xp.asarray(by_expert)), came.sum(axis=0).tolist())
-        return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
-
-    def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
-        """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
-        with self.group.ledger.control():
-            return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
-                                                  algorithm="pairwise"))
-
-
-def _by_expert(came: np.ndarray) -> np.ndarray:
-    """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by expert."""
-    experts = np.tile(np.arange(came.shape[1]), len(came))
-    return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
-
-
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None) -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, once_a_node: bool = True) -> GPT:
     """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
 
+    A limit of nodes without their number (MixtureConfig.nodes) is of the nodes on which these ranks lie.
     Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
+             once_a_node: whether a token travels to each node once (node_experts.py), if there are several.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
     layers = mixtures(model)
@@ -146,7 +95,14 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None) ->
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, copies)
+    settle_nodes(model, [group.nodes])
+    inside = None
+    if once_a_node and len(set(group.nodes)) > 1:
+        inside = group.split(group.nodes[group.rank], axis=f"{group.axis}.inside")
+    for layer in layers:
+        order = None if layer.config.placement is None else layer.config.order(layer.layer)
+        layer.experts = (SplitExperts(layer.experts, group, copies, order) if inside is None else
+                         NodeExperts(layer.experts, group, copies, order, inside=inside))
     model.assign_names()
     return model
 

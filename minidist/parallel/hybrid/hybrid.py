@@ -13,7 +13,7 @@ with this chapter. With any of them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class Trainer:
             if plan.offload == "all":
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
+            self.config = replace(self.config, mixture=self.model.config.mixture)   # with nodes, if the ranks' count
             self.loads = ExpertLoad(self.model, self.mesh.copies)
             self.budget = make_budget(plan, self.model, self.mesh, self.keeper,
                                       getattr(self.strategy, "pipeline", None))

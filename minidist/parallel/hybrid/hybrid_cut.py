@@ -41,7 +41,7 @@ from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.weight_shard import assemble
 from minidist.parallel.context.token_shard import TOKENS, OwnTokens, TokenShardPositions, own_key, pick
 from minidist.parallel.hybrid.mesh import Mesh
-from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
@@ -60,6 +60,8 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
     if plan.tp > 1:
         load("sequence" if plan.sequence_parallel else "tensor")(model, tp)
     if plan.ep > 1:
+        places = np.reshape(mesh.world.nodes, tuple(mesh.shape.values()))
+        load("nodes")(model, np.moveaxis(places, AXES.index("ep"), -1).reshape(-1, plan.ep).tolist())
         load("experts")(model, mesh["ep"])
         shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
         for parameter in shards:        # not by all ranks of dp, ep and cp

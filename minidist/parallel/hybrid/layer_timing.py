@@ -33,7 +33,7 @@ def measured_costs(config: GPTConfig, group: Group, *, rounds: int = 3,
     """
     seconds = np.zeros(3)
     if group.rank == 0:
-        quiet = config.mixture and replace(config.mixture, noise=0.0)
+        quiet = config.mixture and replace(config.mixture, noise=0.0, placement=None)
         one = replace(config, layers=1, dropout=0.0, mixture=quiet)
         with account.use(account.MemoryAccount()):      # no memory of it lasts
             seconds[:] = np.min([_time_parts(one, device) for _ in range(rounds)], axis=0)

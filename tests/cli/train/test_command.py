@@ -48,14 +48,15 @@ def execute_here(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
-               options: list[str]) -> tuple[str, dict[str, Any]]:
+               options: list[str], nodes: tuple[int, ...] | None = None) -> tuple[str, dict[str, Any]]:
     """What `minidist train -n N` prints and its metrics, with threads for the processes that it would start: each
-    parses its command line. `runs` has the processes.
+    parses its command line. `runs` has the processes. nodes: the node of each rank.
     """
     def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
+            world.nodes = nodes or world.nodes
             return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
 
         return max(md.run(rank, size=size))
@@ -285,6 +286,29 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
 
 
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Limited to one node, and --verify's one process knows of the two; then placed by what that run measured."""
+    options = ["-n", "4", "--plan", "ep=4", "--experts", "8", "--data", str(book)]
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [*options, "--node-limit", "1", "--verify"],
+                                  (0, 0, 1, 1))
+    assert "Equal: " in printed and metrics["config"]["mixture"]["nodes"] == [4, 4]
+    sent = sum(sum(count for axis, verbs in rank["sent_bytes"].items() if axis.startswith("ep")
+                   for count in verbs.values()) for rank in metrics["ranks"])
+    assert sent == metrics["formula"]["axes"]["ep"]
+    far, copies = sum(rank["sent_to_nodes"]["ep"] for rank in metrics["ranks"]), metrics["experts"]["copies"]
+    tokens = metrics["steps"] * 5 * 16      # all of them are looked at
+    assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * round(tokens * sum(copies["now"]))
+    assert f"to experts on other nodes: {far / 4:,.0f} bytes a step" in printed
+    if placed:
+        again = ["--node-limit", "1", "--expert-placement", str(tmp_path / "run"), "--verify"]
+        (tmp_path / "again").mkdir()
+        printed, found = on_threads(monkeypatch, capsys, tmp_path / "again", [*options, *again], (0, 0, 1, 1))
+        assert "Equal: " in printed
+        assert found["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
+
+
 @pytest.mark.parametrize(("cut", "options", "stages"), [
     ("pp=2", ["--schedule", "zb-v", "--tied"], [1, 1, 1, 1]),
     ("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2]),
@@ -459,6 +483,10 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "2", "--plan", "ep=2"], "no experts to divide; use dp=2, or a mixture (--experts 4)"),
         (["-n", "2", "--plan", "ep=2", "--experts", "3"], "3 experts do not divide among 2 ranks"),
         (["--top-k", "2"], "--top-k is for a mixture of experts; add --experts 8"),
+        (["--node-limit", "1"], "--node-limit is for a mixture of experts"),
+        (["--experts", "4", "--expert-nodes", "2"], "matters for a limit alone; add --node-limit 1"),
+        (["--experts", "4", "--expert-nodes", "3,2", "--node-limit", "1"], "give each node 1 or more of the 4"),
+        (["--experts", "4", "--expert-placement", "nowhere"], "no metrics.json of a run can be read there"),
         (["--experts", "2", "--top-k", "3"], "top_k from 1 to their number"),
         (["-n", "4", "--plan", "dp=2,tp=4"], "is for 8 ranks, the job has 4; use dp=4"),
         (["-n", "4", "--plan", "pp=4"], "use dp=4, or at least 2 layers"),

@@ -92,7 +92,8 @@ def test_doubling_gives_the_same_bits_where_the_order_of_two_shows(size):
 
 def test_mean_is_divided_once_in_float32():
     x = np.float16(1) / 3 * np.ones(5, np.float16)
-    for algorithm in ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus"):
+    for algorithm in ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus",
+        "torus-both"):
         got = run(lambda world, algorithm=algorithm: world.all_reduce(x, op="mean", algorithm=algorithm), size=2)
         assert got[0].tolist() == x.tolist(), algorithm
 

@@ -10,7 +10,18 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import THREADS, run
 
-from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, torus, tree
+from minidist.comm.collectives import (
+    bruck,
+    direct,
+    dissemination,
+    halving_doubling,
+    naive,
+    pairwise,
+    ring,
+    torus,
+    torus_both,
+    tree,
+)
 
 DIAGRAMS = {
     ("all_reduce", "ring"): [ring.reduce_around, ring.gather_around],
@@ -28,7 +39,7 @@ DIAGRAMS = {
     ("broadcast", "tree"): [tree.broadcast],
     ("reduce", "tree"): [tree.reduce],
     ("all_to_all", "bruck"): [bruck.all_to_all],
-    ("all_reduce", "torus"): [torus.all_reduce],
+    ("all_reduce", "torus"): [torus.all_reduce], ("all_reduce", "torus-both"): [torus_both.all_reduce],
     ("reduce_scatter", "torus"): [torus.reduce_scatter],
     ("all_gather", "torus"): [torus.all_gather],
     ("gather", "tree"): [tree.gather],

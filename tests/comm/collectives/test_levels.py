@@ -1,10 +1,13 @@
 """Algorithms of several levels: what goes between machines, which grid, and parts of calls."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
 
+from minidist.comm.collectives import torus_both
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.comm.collectives.torus import grid
@@ -57,6 +60,42 @@ def test_the_grid_is_the_most_square(size, shape):
     for rank in range(size):
         assert set(form.row_of(rank)) & set(form.column_of(rank)) == {rank}
     assert sorted(rank for first in range(form.columns) for rank in form.column_of(first)) == list(range(size))
+
+
+def sent_by_step(sides, length):
+    """For each rank and step, the ranks that it sends to, and the bytes of each message."""
+    size, algorithm = int(np.prod(sides)), partial(torus_both.all_reduce, sides=sides)
+
+    def ranks(world):
+        sent = [[] for _ in range(2 * (sum(sides) - len(sides)))]
+        world.ledger.subscribe(lambda event: sent[event.details["step"]].append(
+            (event.details["dst"], event.details["nbytes"])) if event.kind == "message" else None)
+        got = world.all_reduce(np.arange(length) + float(world.rank), algorithm="torus-both")
+        np.testing.assert_array_equal(got, size * np.arange(length) + size * (size - 1) / 2)
+        return sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS["all_reduce"], "torus-both", algorithm)
+        return run(ranks, size=size)
+
+
+@pytest.mark.parametrize("sides", [(5,), (3, 3), (3, 4), (3, 3, 3)])
+def test_both_ways_round_every_dim_use_all_links_at_once(sides):
+    """A part for each link: in every step a rank sends one message to each of its neighbours."""
+    for rank, steps in enumerate(sent_by_step(sides, 5 * int(np.prod(sides)) * 2 * len(sides))):
+        near = {ranks[(ranks.index(rank) + way) % len(ranks)] for ranks in torus_both.rings_of(rank, sides)
+                for way in (1, -1)}
+        assert len(near) == 2 * len(sides)
+        if len(set(sides)) == 1:
+            assert all(sorted(dst for dst, _ in step) == sorted(near) for step in steps)
+            assert all(len({nbytes for _, nbytes in step}) == 1 for step in steps)
+        assert {dst for step in steps for dst, _ in step} == near
+
+
+@pytest.mark.parametrize("sides", [(2,), (1, 3), (2, 1, 2), (4, 2)])
+def test_boxes_of_any_sides_and_lengths(sides):
+    for length in (0, 1, 7):
+        sent_by_step(sides, length)
 
 
 def test_a_part_counts_among_its_ranks_and_tells_later_steps(monkeypatch):

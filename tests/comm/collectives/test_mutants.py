@@ -14,7 +14,7 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
-from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, tree
+from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, torus_both, tree
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.errors import DeadlockError
@@ -215,6 +215,18 @@ def root_is_told_what_it_has(call: Call, x: np.ndarray | None, place: Place, roo
 @mutant(Drawn("all_reduce", "torus", 6, [13] * 6), AssertionError, "expected array")
 def columns_forgotten(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     ring.all_reduce(SubsetCall(call, torus.grid(call.size).row_of(call.rank)), x, out, op)
+
+
+@mutant(Drawn("all_reduce", "torus-both", 6, [13] * 6), AssertionError, "messages, 4 P D .S-D. expected")
+def one_long_ring(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    torus_both.all_reduce(call, x, out, op, sides=(6,))
+
+
+@mutant(Drawn("all_reduce", "torus-both", 6, [13] * 6), AssertionError, "expected array")
+def each_part_in_one_dim(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    rings = torus_both.rings_of(call.rank, (2, 3))
+    for number, (mine, sums) in enumerate(zip(split(x, 4), split(out, 4), strict=True)):
+        ring.all_reduce(SubsetCall(call, rings[number // 2]), mine, sums, op)
 
 
 @mutant(Drawn("all_reduce", "hierarchical", 5, [12] * 5, op="mean", nodes=(0, 0, 1, 1, 1)), AssertionError,

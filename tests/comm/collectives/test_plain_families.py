@@ -1,5 +1,6 @@
 """The plain version that each family's module opens with: right over links without buffers, and at the real cost."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from minidist.comm.collectives import (
     select,
     shared_memory,
     torus,
+    torus_both,
     tree,
 )
 from minidist.comm.cost.volume import FORMULAS, Case
@@ -104,6 +106,15 @@ def test_torus(rows: int, columns: int) -> None:
         check_all_reduce(world, torus.plain_all_reduce, row, column)
 
     md.run(job, size=rows * columns, transport=TRANSPORT)
+
+
+@pytest.mark.parametrize("sides", [(1,), (3,), (3, 2), (2, 2, 2)])
+def test_torus_both(sides: tuple[int, ...]) -> None:
+    def job(world: Any) -> None:
+        rings = [world.split(min(ranks), axis="ring") for ranks in torus_both.rings_of(world.rank, sides)]
+        check_all_reduce(world, torus_both.plain_all_reduce, rings)
+
+    md.run(job, size=math.prod(sides), transport=TRANSPORT)
 
 
 @pytest.mark.parametrize("size", [2, 3])

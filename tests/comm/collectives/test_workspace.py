@@ -17,7 +17,7 @@ WORKSPACE = {
     ("reduce", "naive"): 0, ("reduce", "tree"): N, ("reduce", "hierarchical"): N,
     ("all_reduce", "naive"): 0, ("all_reduce", "tree"): 0, ("all_reduce", "ring"): 0, ("all_reduce", "pairwise"): 0,
     ("all_reduce", "direct"): 3 * N, ("all_reduce", "doubling"): N, ("all_reduce", "halving-doubling"): 0,
-    ("all_reduce", "hierarchical"): N, ("all_reduce", "torus"): 0,
+    ("all_reduce", "hierarchical"): N, ("all_reduce", "torus"): 0, ("all_reduce", "torus-both"): 0,
     ("gather", "naive"): 0, ("gather", "tree"): 3 * N // 4,
     ("scatter", "naive"): 0, ("scatter", "tree"): N // 2,
     ("all_gather", "naive"): 0, ("all_gather", "ring"): 0, ("all_gather", "halving-doubling"): 0,

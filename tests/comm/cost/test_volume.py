@@ -1,7 +1,9 @@
 """The formulas' numbers, worked out by hand (that the algorithms send them is tests/comm/collectives/)."""
 
+import pytest
+
 from minidist.comm.cost.critical_path import PATHS
-from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
+from minidist.comm.cost.volume import FORMULAS, Case, box, chunk_bytes
 from minidist.comm.limits import STRETCH_BYTES
 
 
@@ -18,6 +20,7 @@ def test_numbers_worked_out_by_hand():
     assert numbers["all_reduce", "doubling"] == (8, 320)
     assert numbers["all_reduce", "halving-doubling"] == (16, 240)
     assert numbers["all_reduce", "torus"] == (16, 240)
+    assert numbers["all_reduce", "torus-both"] == (48, 240)                # one ring of 4, 6 steps, both ways round
     assert numbers["all_reduce", "hierarchical"] == (6, 240)
     assert numbers["reduce_scatter", "halving-doubling"] == numbers["reduce_scatter", "torus"] == (8, 120)
     assert numbers["all_gather", "halving-doubling"] == numbers["all_gather", "torus"] == (8, 120)
@@ -43,6 +46,7 @@ def test_surplus_ranks_and_nodes():
     assert numbers["reduce_scatter", "hierarchical"] == (8 + 6, 5 * 48 + 32)
     assert numbers["all_gather", "hierarchical"] == (8 + 6, 5 * 48 + 32)
     assert numbers["all_reduce", "torus"] == (36, 480)                     # 2 x 3: each rank 2 (1 + 2)
+    assert numbers["all_reduce", "torus-both"] == (4 * 36, 480)            # the same steps, of 4 messages each
 
 
 def test_an_array_of_several_stretches():
@@ -55,6 +59,12 @@ def test_an_array_of_several_stretches():
     assert FORMULAS["all_reduce", "torus"].messages_of(long) == 24 + 4 * 2 + 4 + 4
     path = PATHS["all_reduce", "ring"](6)
     assert (path.work(STRETCH_BYTES).waits, path.work(STRETCH_BYTES + 1).waits) == (10, 20)
+
+
+@pytest.mark.parametrize(("size", "sides"), [(1, ()), (2, (2,)), (4, (4,)), (7, (7,)), (8, (2, 4)), (12, (3, 4)),
+                                             (27, (3, 3, 3)), (64, (4, 4, 4)), (360, (2, 3, 3, 4, 5))])
+def test_the_box_has_a_ring_of_four_for_two_of_two(size, sides):
+    assert box(size) == sides
 
 
 def test_bruck_counts_jumps_and_labels():

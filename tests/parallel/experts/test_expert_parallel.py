@@ -18,8 +18,7 @@ from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD, AdamW
 from minidist.parallel.context import sequence_parallel
-from minidist.parallel.experts import expert_load
-from minidist.parallel.experts import expert_parallel as chapter
+from minidist.parallel.experts import expert_load, split_experts
 from minidist.parallel.experts.expert_parallel import expert_parallel
 from minidist.parallel.tensor import split_model, tensor_parallel
 
@@ -205,7 +204,7 @@ def local_noise(patch: pytest.MonkeyPatch) -> Any:
 
 
 def results_not_sorted_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(chapter, "_by_expert", lambda came: np.arange(came.sum()))
+    patch.setattr(split_experts, "_by_expert", lambda came: np.arange(came.sum()))
 
 
 def local_loads(patch: pytest.MonkeyPatch) -> None:
