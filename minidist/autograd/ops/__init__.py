@@ -19,11 +19,12 @@ from minidist.autograd.ops.random import dropout
 from minidist.autograd.ops.reduction import max, mean, sum, var  # noqa: A004 - named as NumPy names them
 from minidist.autograd.ops.rotary import rotary
 from minidist.autograd.ops.shape import concat, getitem, reshape, split, transpose
+from minidist.autograd.ops.sparse_attention import sparse_attention
 
 __all__ = [
     "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
     "embedding", "exp", "from_experts", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log",
     "log_softmax", "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu",
-    "softmax", "split", "sqrt", "sub", "sum", "swiglu", "take", "tanh", "to_experts", "transpose", "unembed", "var",
-    "where",
+    "softmax", "sparse_attention", "split", "sqrt", "sub", "sum", "swiglu", "take", "tanh", "to_experts", "transpose",
+    "unembed", "var", "where",
 ]

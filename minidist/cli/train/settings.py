@@ -143,7 +143,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     data.check(context=args.context, vocabulary=args.vocab)
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
-                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
+                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args),
+                       attention_pattern=args.attention_pattern)
     check_rate(args)
     if args.accumulate_tokens is not None:      # once: then a batch has as many
         passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)

@@ -59,7 +59,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
-from minidist.errors import ShapeError
+from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
@@ -155,9 +155,9 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     fused = fits_kernel(q)
-    scaled = q if fused else _scaled(q)
+    scaled = q if fused else scaled_queries(q)
     running = FusedSoftmax(q) if fused else OnlineSoftmax(scaled)
-    for source, kv in around(group, _packed(k, v), length):
+    for source, kv in around(group, packed(k, v), length):
         keys_all, values_all = kv if fused else widen(kv)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
             running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
@@ -171,9 +171,9 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
     group, length, fused = node.options["group"], node.options["length"], fits_kernel(node.q)
     backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
-        _scaled(node.q), widen(node.y), node.log_total, widen(dy))
+        scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
-    for source, kv in around(group, _packed(node.k, node.v), length):
+    for source, kv in around(group, packed(node.k, node.v), length):
         keys_all, values_all = kv if fused else widen(kv)
         gradients = account.current().hold(array_module(dy).zeros(kv.shape, backward.dq.dtype), "communication")
         for queries, keys, causal in visible(length, group.rank, source, group.size):
@@ -189,13 +189,13 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     return narrow(backward.finish(), dy.dtype), narrow(dk, dy.dtype), narrow(dv, dy.dtype)
 
 
-def _scaled(q: Array) -> Array:
+def scaled_queries(q: Array) -> Array:
     """q / sqrt(D), widened."""
     wide = widen(q)
     return wide * wide.dtype.type(q.shape[-1] ** -0.5)
 
 
-def _packed(k: Array, v: Array) -> Array:
+def packed(k: Array, v: Array) -> Array:
     """Keys and values as one message: (2, B, H_kv, own, D)."""
     return account.current().hold(array_module(k).stack([k, v]), "communication")
 
@@ -209,6 +209,9 @@ class RingSelfAttention(CausalSelfAttention):
 
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
         vars(self).update(vars(attention))
+        if self.pattern is not None:
+            raise ConfigError(f"ring_attention: the model has the attention pattern {self.pattern}, and keys would go "
+                              f"where no query sees them; cut it by sparse_ring_attention.py")
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
