@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist.autograd.ops.sparse_attention import SIDE
+from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
 
 SPELLINGS = "local:N, strided:N, global:G, rows:R/R/… or several of them joined by +"

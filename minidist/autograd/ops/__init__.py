@@ -10,6 +10,7 @@ How an op is written: tape.py.
 from minidist.autograd.ops.activation import gelu, log_softmax, relu, silu, softmax, swiglu
 from minidist.autograd.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.autograd.ops.attention import causal_attention, causal_attention_packed
+from minidist.autograd.ops.block_sparse import sparse_attention
 from minidist.autograd.ops.experts import from_experts, grouped_linear, to_experts
 from minidist.autograd.ops.gather import embedding, take
 from minidist.autograd.ops.linear import linear, matmul, unembed
@@ -19,7 +20,6 @@ from minidist.autograd.ops.random import dropout
 from minidist.autograd.ops.reduction import max, mean, sum, var  # noqa: A004 - named as NumPy names them
 from minidist.autograd.ops.rotary import rotary
 from minidist.autograd.ops.shape import concat, getitem, reshape, split, transpose
-from minidist.autograd.ops.sparse_attention import sparse_attention
 
 __all__ = [
     "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
