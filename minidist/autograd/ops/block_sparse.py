@@ -58,7 +58,7 @@ def seen_keys(blocks: np.ndarray, length: int, side: int) -> list[SeenKeys]:
     """
     causal = np.zeros((len(blocks), len(blocks) + 2), np.int8)
     causal[:, 1:-1] = np.tril(blocks)
-    number, edge = np.nonzero(np.diff(causal, axis=1))          # a run begins at each even place, and ends at the odd one
+    number, edge = np.nonzero(np.diff(causal, axis=1))          # runs begin at the even ones, and end at the odd ones
     runs: dict[int, list[slice]] = {}
     for row, begin, end in zip(number[::2].tolist(), edge[::2].tolist(), edge[1::2].tolist(), strict=True):
         runs.setdefault(row, []).append(slice(begin * side, min(end * side, length)))
@@ -94,7 +94,7 @@ def _add_to(total: Array, runs: tuple[slice, ...], part: Array) -> None:
 
 
 def _probabilities(q: Array, k: Array, row: SeenKeys, ahead: Array) -> Array:
-    """Scores of one block: gathered keys k (b, H, K, D) times scaled queries, keys after a query at -inf: (b, H, K, Q)."""
+    """Scores (b, H, K, Q) of one block: gathered keys (b, H, K, D) times scaled queries; -inf after a query."""
     scores = matmul(k, flip(q[..., row.queries, :]))
     if row.own:
         scores[..., -row.own:, :] += ahead[:row.own, :row.own]

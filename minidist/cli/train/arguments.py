@@ -255,10 +255,10 @@ def _model(add: Add) -> None:
     add("--positions", choices=["learned", "rotary"], default="rotary",
         help="how positions enter the model (default: rotary)")
     add("--attention-pattern", type=attention_pattern, metavar="PATTERN",
-        help="which keys a query sees, in blocks of 64 tokens; what it does not see is not computed: local:N, the block "
-             "of the query and those before it, N tokens in all; global:G, the first G blocks; strided:N, the "
-             "query's block and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of "
-             "queries; joined by +, as local:256+global:2 (default: all keys up to the query)")
+        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: local:N, the query's "
+             "block and those before it, N tokens in all; global:G, the first G blocks; strided:N, the query's block "
+             "and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of queries; joined by "
+             "+, as local:256+global:2 (default: all keys up to the query)")
     add("--tied", action="store_true", help="one matrix for embedding and output")
     add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of activations dropped (default: 0)")
     add("--dtype", choices=["float64", "float32"], default="float32",

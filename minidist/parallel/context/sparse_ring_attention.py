@@ -4,9 +4,9 @@ The idea. In a ring all keys and values visit all ranks, because a causal query 
 window it sees the last N alone, and a key that no query of a rank sees need not travel there. Which keys these are
 follows from the pattern and from who has which tokens, so each rank knows it of all others, and nobody is asked.
 
-    P=3, zigzag     block 0    1      2      3      4      5         local:N, N at most as long as a block of the zigzag:
-    rank            0          1      2      2      1      0         a block needs the end of the block before it
-    keys come from             <- 0   <- 1   own    <- 2   <- 1      so ranks talk to their two neighbours alone
+    P=3, zigzag       block 0    1      2      3      4      5       local:N, N at most a block of the zigzag:
+    rank                    0    1      2      2      1      0       a block needs the end of the block before it,
+    keys come from               <- 0   <- 1   own    <- 2   <- 1    so a rank talks to its two neighbours alone
 
 So keys go straight from the rank that has them to the rank that needs them. At hop h a rank sends to the rank h places
 on and receives from the rank h places back, if there is something to send; hops go 1, P-1, 2, P-2, …: the neighbours on
@@ -20,7 +20,7 @@ token counted once for each rank that needs it, and K = 2 B × key-value width t
 
     forward      M K            keys and values
     backward     2 M K          the same again, and their gradients
-    local:N      M = (2P - 2)(N - 64)   where 64 divides the T / 2P tokens of a block of the zigzag, and N <= T / 2P + 64
+    local:N      M = (2P - 2)(N - 64), if 64 divides the T / 2P tokens of a block of the zigzag and N <= T / 2P + 64
     dense ring   (P - 1) T K forward, (2P - 1) T K backward
 
 notes:   N3 §3.2 (N3:52), N2 §10.4 环形注意力 (N2:410)
@@ -49,7 +49,7 @@ from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 
 def plain_window_attention(q: Array, k: Array, v: Array, positions: Array, length: int, window: int,
                            group: Group) -> Array:
-    """Attention, forward, of one head to the last `window` tokens: (own, D) three times, positions (own,) -> (own, D)."""
+    """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) -> (own, D)."""
     keys, values, places = [k], [v], [positions]
     for hop in range(1, group.size):
         dst, src = (group.rank + hop) % group.size, (group.rank - hop) % group.size
