@@ -59,6 +59,9 @@ def tour(group: Group, page: Page) -> None:
     if all(group.all_gather(np.array([compiler]))):
         page.heading("6  Heads over ranks")
         heads_over_ranks(group, page)
+    if group.rank == 0:
+        page.heading("7  A pattern in a model: the notes' 6 times and 10 times (N3:52)")
+        patterns(page)
 
 
 # --------------------------------------------------------------------------------------------------------- 1 online
@@ -182,6 +185,29 @@ def heads_over_ranks(group: Group, page: Page) -> None:
                [[f"heads a rank: {-(-HEADS // group.size)} at most", read, formula, verdict(read, formula),
                  f"{abs(together - right).max():.0e}"]],
                note="heads are independent: that is why tensor parallelism (lesson 12) cuts attention there")
+
+
+# ------------------------------------------------------------------------------------------------------- 7 patterns
+
+def patterns(page: Page) -> None:
+    """Tiles by the pattern's definition; bytes and processor time of one head, forward and backward, as measured."""
+    rows = [[f"{tokens:,}", f"{lab.tiles(tokens):,}", f"{lab.tiles(tokens, lab.PATTERN):,}",
+             f"{lab.tiles(tokens) / lab.tiles(tokens, lab.PATTERN):.1f}"] for tokens in (512, 2048, 5120, 32768)]
+    page.table(f"Tiles of 64 × 64 that are computed, causal and under {lab.PATTERN}",
+               ["tokens", "causal", "pattern", "times fewer"], rows,
+               note="operations are 4 · 64² · D a tile forward, 10 · 64² · D backward, so in the same proportion")
+    measured = {(way, tokens): lab.forward_and_backward(way, tokens)
+                for way, tokens in ((way, tokens) for tokens in (lab.SHORT, lab.TEN) for way in lab.WAYS)
+                if (way, tokens) != ("every score kept", lab.TEN)}
+    page.table("One head of 64 columns, float32, NumPy, forward and backward: measured",
+               ["", "tokens", "peak bytes", "processor time"],
+               [[way, f"{tokens:,}", size_text(nbytes), f"{1000 * seconds:.0f} ms"]
+                for (way, tokens), (seconds, nbytes) in measured.items()])
+    kept, dense, sparse = (measured[key] for key in (("every score kept", lab.SHORT), ("tiled, dense", lab.TEN),
+                                                     (lab.PATTERN, lab.TEN)))
+    page.say(f"    {lab.TEN // lab.SHORT} times as many tokens under the pattern take {sparse[1] / kept[1]:.1f} times "
+             f"the bytes of {lab.SHORT} with every score kept, and {sparse[1] / dense[1]:.1f} times those of tiled "
+             f"attention; the time of tiled attention is {dense[0] / sparse[0]:.1f} times that of the pattern.")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it

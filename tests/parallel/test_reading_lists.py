@@ -13,7 +13,7 @@ CHAPTERS = {
     "step.single": "00", "data.data_parallel": "05", "data.parameter_server": "06", "data.ddp": "07",
     "data.accumulation": "08", "precision.mixed_precision": "09", "pipeline.model_parallel": "10",
     "pipeline.pipeline": "11", "tensor.tensor_parallel": "12", "context.sequence_parallel": "13",
-    "context.ring_attention": "13", "context.ulysses": "13", "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
+    "context.ring_attention": "13", "context.sparse_ring_attention": "13", "context.ulysses": "13", "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
     "hybrid.hybrid": "17", "experts.expert_parallel": "18", "memory.activations": "19", "memory.offload": "20",
     "memory.offload_disk": "20", "compress.compress": "21",
     "compress.local_steps": "21", "compress.streaming": "21",

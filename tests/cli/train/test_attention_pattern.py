@@ -21,7 +21,8 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_from_a_file_through_a_checkpoint_to_a_text(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    """A ring of two ranks equals one process and sends what the formula says; the file may go when the run has begun."""
+    """A ring of two ranks equals one process and sends what the formula says; the file may go once the run has begun.
+    """
     monkeypatch.chdir(tmp_path)
     Path("mask").write_text("1\n11\n101\n")
     words = ["train", *TINY, "--data", str(book), "--out", "run", "--save-every", "2", "--quiet"]
