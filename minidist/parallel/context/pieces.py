@@ -1,6 +1,6 @@
 """Pieces of a divided sequence: which keys one rank needs of another under a pattern, and how they travel.
 
-Both follow from the pattern (nn/attention_pattern.py) and the zigzag (ring_attention.py), which every rank knows.
+Both follow from the pattern (nn/attention_pattern.py) and the zigzag (token_shard.py), which every rank knows.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.nn.attention_pattern import SIDE, pattern_blocks
-from minidist.parallel.context.ring_attention import own_blocks, zigzag
+from minidist.parallel.context.token_shard import own_blocks, zigzag
 
 # ------------------------------------------------------------------------------------------------- who needs what
 
-class Piece(NamedTuple):
+class NeededTokens(NamedTuple):
     """What one rank needs of another's tokens: their places among the source's own ones, as runs, `count` in all.
 
     tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: they are the same tokens.
     """
 
-    needed: tuple[slice, ...]
+    runs: tuple[slice, ...]
     count: int
     tiles: tuple[tuple[slice, slice, bool], ...]
 
 
 @lru_cache(maxsize=4096)
-def piece(pattern: str, length: int, rank: int, source: int, size: int) -> Piece:
+def needed(pattern: str, length: int, rank: int, source: int, size: int) -> NeededTokens:
     """What the queries of `rank` see of the keys of rank `source`, in a sequence of `length` tokens cut by `zigzag`.
 
     Of its own tokens a rank has all.
@@ -39,11 +39,11 @@ def piece(pattern: str, length: int, rank: int, source: int, size: int) -> Piece
     seen = [(queries, first, blocks[first // SIDE, keys // SIDE] & (keys < first))   # from `first` on: own, or ahead
             for queries, first in query_blocks(length, rank, size)]
     here = source == rank
-    needed = np.any([shown for *_, shown in seen], axis=0) if seen and not here else np.full(len(keys), here)
-    tiles = [(queries, run, False) for queries, _, shown in seen for run in runs(shown[needed])]
+    any_row = np.any([shown for *_, shown in seen], axis=0) if seen and not here else np.full(len(keys), here)
+    tiles = [(queries, run, False) for queries, _, shown in seen for run in runs(shown[any_row])]
     if here:
         tiles += [(queries, queries, True) for queries, first, _ in seen if blocks[first // SIDE, first // SIDE]]
-    return Piece(tuple(runs(needed)), int(needed.sum()), tuple(tiles))
+    return NeededTokens(tuple(runs(any_row)), int(any_row.sum()), tuple(tiles))
 
 
 def query_blocks(length: int, rank: int, size: int) -> list[tuple[slice, int]]:
@@ -67,7 +67,7 @@ def runs(shown: np.ndarray) -> list[slice]:
 
 def tokens_sent(pattern: str, length: int, size: int) -> int:
     """M of the cost above: tokens that ranks need of each other, once for each rank that needs one."""
-    return sum(piece(pattern, length, rank, source, size).count
+    return sum(needed(pattern, length, rank, source, size).count
                for rank in range(size) for source in range(size) if source != rank)
 
 
@@ -85,7 +85,7 @@ class PieceExchange:
 
     def __init__(self, group: Group, kv: Array, pattern: str, length: int) -> None:
         self.group, self.kv = group, kv
-        self.piece = partial(piece, pattern, length, size=group.size)
+        self.needed = partial(needed, pattern, length, size=group.size)
         near = range(1, group.size // 2 + 1)
         self.hops = list(dict.fromkeys(hop for distance in near for hop in (distance, group.size - distance)))
         self._leaving: list[Pending] = []
@@ -120,9 +120,9 @@ class PieceExchange:
         if gradients is not None:
             self._leaving.append(self.group.start_send(gradients, self.source(hop)))
         back = (self.group.rank + hop) % self.group.size
-        mine = self.piece(back, self.group.rank)
+        mine = self.needed(back, self.group.rank)
         if mine.count:
-            self._home = self.group.start_recv(back, out=self._room(total, mine.count)), mine.needed
+            self._home = self.group.start_recv(back, out=self._room(total, mine.count)), mine.runs
 
     def finish(self, total: Array | None = None) -> None:
         """Wait until all that this rank sends has left; in backward add what came home last to `total`."""
@@ -135,9 +135,9 @@ class PieceExchange:
         """Start a hop's messages, those that are not empty. Returns: that of the piece to come."""
         self._leaving = [pending for pending in self._leaving if not _left(pending)]
         dst = (self.group.rank + hop) % self.group.size
-        theirs, mine = self.piece(dst, self.group.rank), self.piece(self.group.rank, self.source(hop))
+        theirs, mine = self.needed(dst, self.group.rank), self.needed(self.group.rank, self.source(hop))
         if theirs.count:
-            part = array_module(self.kv).concatenate([self.kv[..., run, :] for run in theirs.needed], axis=-2)
+            part = array_module(self.kv).concatenate([self.kv[..., run, :] for run in theirs.runs], axis=-2)
             self._leaving.append(self.group.start_send(account.current().hold(part, "communication"), dst))
         return self.group.start_recv(self.source(hop), out=self._room(self.kv, mine.count)) if mine.count else None
 

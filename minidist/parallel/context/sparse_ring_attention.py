@@ -33,7 +33,13 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes, fits_kernel
-from minidist.autograd.ops.online_attention import FusedGradients, FusedSoftmax, OnlineGradients, OnlineSoftmax
+from minidist.autograd.ops.online_attention import (
+    FusedGradients,
+    FusedSoftmax,
+    OnlineGradients,
+    OnlineSoftmax,
+    scaled_queries,
+)
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
@@ -42,9 +48,8 @@ from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.context.pieces import PieceExchange, tokens_sent
-from minidist.parallel.context.ring_attention import packed, scaled_queries, zigzag
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
-from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
+from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens, zigzag
 
 
 def plain_window_attention(q: Array, k: Array, v: Array, positions: Array, length: int, window: int,
@@ -93,11 +98,11 @@ def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length:
     fused = fits_kernel(q)
     scaled = q if fused else scaled_queries(q)
     running = FusedSoftmax(q) if fused else OnlineSoftmax(scaled)
-    exchange = PieceExchange(group, packed(k, v), pattern, length)
+    exchange = PieceExchange(group, _packed(k, v), pattern, length)
     for hop, kv in exchange.pieces():
         if kv is not None:
             keys_all, values_all = kv if fused else widen(kv)
-            for queries, keys, causal in exchange.piece(group.rank, exchange.source(hop)).tiles:
+            for queries, keys, causal in exchange.needed(group.rank, exchange.source(hop)).tiles:
                 running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
     exchange.finish()
     y, log_total = running.finish()
@@ -111,14 +116,14 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     group, fused, xp = node.options["group"], fits_kernel(node.q), array_module(dy)
     backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
         scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
-    exchange = PieceExchange(group, packed(node.k, node.v), node.options["pattern"], node.options["length"])
+    exchange = PieceExchange(group, _packed(node.k, node.v), node.options["pattern"], node.options["length"])
     total = None
     for hop, kv in exchange.pieces():
         gradients = None
         if kv is not None:
             keys_all, values_all = kv if fused else widen(kv)
             gradients = account.current().hold(xp.zeros(kv.shape, backward.dq.dtype), "communication")
-            for queries, keys, causal in exchange.piece(group.rank, exchange.source(hop)).tiles:
+            for queries, keys, causal in exchange.needed(group.rank, exchange.source(hop)).tiles:
                 dk, dv = gradients[:, :, :, keys]
                 backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)
         if hop == 0:
@@ -128,6 +133,11 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     exchange.finish(total)
     dk, dv = total
     return narrow(backward.finish(), dy.dtype), narrow(dk, dy.dtype), narrow(dv, dy.dtype)
+
+
+def _packed(k: Array, v: Array) -> Array:
+    """Keys and values as one array: (2, B, H_kv, own, D)."""
+    return account.current().hold(array_module(k).stack([k, v]), "communication")
 
 
 # ------------------------------------------------------------------------------------------------------------- GPT

@@ -22,7 +22,7 @@ from minidist.errors import ConfigError, PlanError, ShapeError
 from minidist.nn import GPT
 from minidist.nn.attention_pattern import SIDE, pattern_blocks
 from minidist.parallel.context import pieces
-from minidist.parallel.context.pieces import PieceExchange, piece, tokens_sent
+from minidist.parallel.context.pieces import PieceExchange, needed, tokens_sent
 from minidist.parallel.context.ring_attention import context_parallel, zigzag
 from minidist.parallel.context.sparse_ring_attention import (
     ContextParallel,
@@ -90,13 +90,13 @@ def check_attention(size: int, pattern: str, length: int, kv_heads: int = 2, eac
     for own, arrays, _, _ in ranks:
         for ours, target in zip(arrays, expected, strict=True):
             assert np.all(np.abs(ours.astype("float64") - target[:, :, own]) < bound * max(1.0, np.abs(target).max()))
-    needed = needed_by_tokens(pattern, length, size)
-    assert tokens_sent(pattern, length, size) == sum(needed.values())
+    each = needed_by_tokens(pattern, length, size)
+    assert tokens_sent(pattern, length, size) == sum(each.values())
     if dtype == "float64":
         token = 8 * 2 * 2 * kv_heads * 4
-        assert sum(sent[0] for *_, sent, _ in ranks) == token * sum(needed.values())
-        assert sum(sent[1] for *_, sent, _ in ranks) == 3 * token * sum(needed.values())
-    assert sum(messages for *_, messages in ranks) == 3 * sum(count > 0 for count in needed.values())
+        assert sum(sent[0] for *_, sent, _ in ranks) == token * sum(each.values())
+        assert sum(sent[1] for *_, sent, _ in ranks) == 3 * token * sum(each.values())
+    assert sum(messages for *_, messages in ranks) == 3 * sum(count > 0 for count in each.values())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -147,7 +147,7 @@ def test_the_bytes_of_a_window() -> None:
             assert tokens_sent(f"local:{window}", length, size) == (2 * size - 2) * (window - 64)
             for rank in range(size):
                 talks = [source for source in range(size) if source != rank
-                         and piece(f"local:{window}", length, rank, source, size).count]
+                         and needed(f"local:{window}", length, rank, source, size).count]
                 assert set(talks) <= {rank - 1, rank + 1}
 
 
@@ -157,7 +157,7 @@ def test_every_rank_computes_the_same_tiles() -> None:
 
     def scores(rank: int) -> int:
         return sum((queries.stop - queries.start) * (keys.stop - keys.start) for source in range(size)
-                   for queries, keys, _ in piece("local:256", length, rank, source, size).tiles)
+                   for queries, keys, _ in needed("local:256", length, rank, source, size).tiles)
 
     each = [scores(rank) for rank in range(size)]
     assert sum(each) == 64 * 64 * int(pattern_blocks("local:256", length).sum())
@@ -259,12 +259,12 @@ def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """A rank that leaves out the first run of what it needs; hops that differ between ranks end in an error, not a wait
     without end."""
     if bug == "too few keys":
-        original = pieces.piece
+        original = pieces.needed
 
         def fewer(*args: Any, **options: Any) -> Any:
             found = original(*args, **options)
             return found._replace(tiles=found.tiles[1:])
-        monkeypatch.setattr(pieces, "piece", fewer)
+        monkeypatch.setattr(pieces, "needed", fewer)
         with pytest.raises(AssertionError):
             check_attention(2, "local:128", 300)
         return
