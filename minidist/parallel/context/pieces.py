@@ -74,6 +74,7 @@ def tokens_sent(pattern: str, length: int, size: int) -> int:
 # ------------------------------------------------------------------------------------------------------- exchange
 
 AHEAD = 2                   # pieces on their way while one is computed with: those of both neighbours
+UNSENT = 2 * AHEAD          # messages that may wait to leave before a hop starts: pieces, and gradients of pieces
 
 
 class PieceExchange:
@@ -134,6 +135,8 @@ class PieceExchange:
     def _start(self, hop: int) -> Pending | None:
         """Start a hop's messages, those that are not empty. Returns: that of the piece to come."""
         self._leaving = [pending for pending in self._leaving if not _left(pending)]
+        while len(self._leaving) > UNSENT:
+            self._leaving.pop(0).wait()
         dst = (self.group.rank + hop) % self.group.size
         theirs, mine = self.needed(dst, self.group.rank), self.needed(self.group.rank, self.source(hop))
         if theirs.count:

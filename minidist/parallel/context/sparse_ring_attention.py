@@ -70,9 +70,9 @@ def plain_window_attention(q: Array, k: Array, v: Array, positions: Array, lengt
 
 
 # The real one takes any pattern, in blocks of 64 tokens, and multiplies only the tiles that the pattern shows. It adds
-# backward, sends nothing where nothing is needed (not even an empty message), computes while pieces travel, and never
-# holds more than three pieces of others: the softmax is taken piece by piece, as in ring_attention.py. Which piece is
-# whose, and how pieces travel, stands in pieces.py.
+# backward, sends nothing where nothing is needed (not even an empty message), computes while pieces travel, and holds
+# a few pieces at a time: the softmax is taken piece by piece, as in ring_attention.py. Which piece is whose, and how
+# pieces travel, stands in pieces.py.
 
 # --------------------------------------------------------------------------------------------- forward and backward
 
@@ -85,8 +85,8 @@ def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length:
              length: T, tokens of the whole sequence. pattern: as attention_pattern.py spells it; each query sees a key.
     Returns: (B, H, own, D), in q's dtype.
     Cost:    over all ranks, in units of 2·B·H_kv·D numbers: tokens_sent forward, twice as many backward. Memory:
-             B·H·own numbers beside q, k, v and the result; while it runs three pieces of other ranks, in backward
-             also the gradients of two.
+             B·H·own numbers beside q, k, v and the result; while it runs the own keys and values, three pieces of
+             other ranks and at most five that leave; backward holds gradients of all of these but two more pieces.
     Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
     check_shapes("sparse_ring_attention", q, k, v)
