@@ -121,6 +121,12 @@ def scores_computed(pattern: str, tokens: int) -> int:
     return int(sizes @ blocks @ sizes)
 
 
+def shown_pattern(pattern: str) -> str:
+    """A pattern for people: rows are counted, not listed: "rows (512)+global:2"."""
+    return "+".join(f"rows ({term.count('/') + 1})" if term.startswith("rows:") else term
+                    for term in pattern.split("+"))
+
+
 def read_pattern(text: str) -> str:
     """The pattern that the command line names: `block:FILE` becomes `rows:…`, all else stays.
 

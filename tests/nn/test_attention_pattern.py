@@ -13,7 +13,7 @@ from minidist.autograd import ops
 from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, GPTConfig
-from minidist.nn.attention_pattern import check_pattern, pattern_blocks, read_pattern, scores_computed
+from minidist.nn.attention_pattern import check_pattern, pattern_blocks, read_pattern, scores_computed, shown_pattern
 
 
 def pictures(pattern: str, tokens: int) -> list[str]:
@@ -132,6 +132,10 @@ def test_text_from_a_model_with_a_pattern() -> None:
         model.initialize(0)
         texts.append(model.generate([1], 4, seed=1).tolist())
     assert texts[0] == texts[1] and len(texts[0]) == 5
+
+
+def test_for_people_rows_are_counted() -> None:
+    assert shown_pattern("rows:1/3/5+global:1") == "rows (3)+global:1"
 
 
 def test_a_config_goes_through_its_dict() -> None:

@@ -66,6 +66,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
+from minidist.nn.attention_pattern import shown_pattern
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 from minidist.parallel.context.token_shard import own_blocks as own_blocks
@@ -199,8 +200,8 @@ class RingSelfAttention(CausalSelfAttention):
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
         vars(self).update(vars(attention))
         if self.pattern is not None:
-            raise ConfigError(f"ring_attention: the model has the attention pattern {self.pattern}, and keys would go "
-                              f"where no query sees them; cut it by sparse_ring_attention.py")
+            raise ConfigError(f"ring_attention: the model has the attention pattern {shown_pattern(self.pattern)}, and "
+                              f"keys would go where no query sees them; cut it by sparse_ring_attention.py")
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

@@ -25,9 +25,10 @@ def test_from_a_file_through_a_checkpoint_to_a_text(book: Path, tmp_path: Path, 
     """
     monkeypatch.chdir(tmp_path)
     Path("mask").write_text("1\n11\n101\n")
-    words = ["train", *TINY, "--data", str(book), "--out", "run", "--save-every", "2", "--quiet"]
+    words = ["train", *TINY, "--data", str(book), "--out", "run", "--save-every", "2"]
     assert main([*words, "--steps", "2", "-n", "2", "--transport", "threads", "--plan", "cp=2", "--verify",
                  "--attention-pattern", "block:mask"]) == 0
+    assert ", attention rows (3), " in capsys.readouterr().out
     metrics = json.loads(Path("run/metrics.json").read_text())
     assert metrics["config"]["attention_pattern"] == "rows:1/3/5"
     assert metrics["verify"]["compared"] < 1e-10
