@@ -209,8 +209,8 @@ def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
     attention = "" if pattern is None else f", attention {shown_pattern(pattern)}"
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
                   f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}"
-                  f"{attention}, {settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
-                  f"{world.transport.name}", markup=False, soft_wrap=True)
+                  f"{attention}, {settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} "
+                  f"over {world.transport.name}", markup=False, soft_wrap=True)
     if settings.resume is not None:
         console.print(f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
                       f"{settings.resume.how_saved} saved it in {settings.resume.run}", markup=False, soft_wrap=True)
