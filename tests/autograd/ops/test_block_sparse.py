@@ -60,6 +60,11 @@ def test_any_blocks(t: int, side: int, kv: int, group: int, share: float, togeth
         check(drawn(seed, t, kv, group), blocks, side, rtol=1e-9, atol=1e-11)
 
 
+def test_queries_that_do_not_see_their_own_block() -> None:
+    """They see all keys of the blocks before, without the mask of a diagonal."""
+    check(drawn(2, 11), np.array([[1, 0, 0], [1, 0, 0], [1, 1, 0]], bool), 4, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("t", [64, 130, 300])
 def test_blocks_of_64_in_both_precisions(t: int) -> None:
     count = -(-t // SIDE)

@@ -16,6 +16,7 @@ from training import tiny
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_uniform
 from minidist.errors import ConfigError, PlanError, ShapeError
@@ -197,6 +198,17 @@ def test_a_few_pieces_are_held_at_a_time() -> None:
         assert max(md.run(job, length, "local:128", size=size)) <= 7 * 64 * token      # from and to two neighbours
     for size in (4, 13):
         assert max(md.run(job, 128 * size, "strided:64", size=size)) <= 10 * 128 * token
+
+
+def test_what_a_rank_sends_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message has left when attention returns, and when its gradient does."""
+    started, start = [], Group.start_send
+    monkeypatch.setattr(Group, "start_send", lambda *args: started.append(start(*args)) or started[-1])
+    for size in (2, 5):
+        md.run(attend, "strided:64", 300, 1, 1, "float64", size=size)
+        assert len(started) == 3 * size * (size - 1)
+        assert all(message.delivered for message in started)
+        started.clear()
 
 
 # ------------------------------------------------------------------------------------------------------------ training
