@@ -160,7 +160,7 @@ def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, ca
 # ------------------------------------------------------------------------------------------------------- patterns
 
 PATTERN = "local:256+global:1"      # four blocks of 64 and the first: five tiles a row
-SHORT, TEN = 512, 5120              # tokens, and ten times as many
+SHORT, LONGER, TEN = 1024, 4096, 10240      # tokens
 
 
 def tiles(tokens: int, pattern: str = "") -> int:

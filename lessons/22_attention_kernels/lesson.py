@@ -192,22 +192,22 @@ def heads_over_ranks(group: Group, page: Page) -> None:
 def patterns(page: Page) -> None:
     """Tiles by the pattern's definition; bytes and processor time of one head, forward and backward, as measured."""
     rows = [[f"{tokens:,}", f"{lab.tiles(tokens):,}", f"{lab.tiles(tokens, lab.PATTERN):,}",
-             f"{lab.tiles(tokens) / lab.tiles(tokens, lab.PATTERN):.1f}"] for tokens in (512, 2048, 5120, 32768)]
+             f"{lab.tiles(tokens) / lab.tiles(tokens, lab.PATTERN):.1f}"] for tokens in (512, 1024, 4096, 32768)]
     page.table(f"Tiles of 64 × 64 that are computed, causal and under {lab.PATTERN}",
                ["tokens", "causal", "pattern", "times fewer"], rows,
                note="operations are 4 · 64² · D a tile forward, 10 · 64² · D backward, so in the same proportion")
-    measured = {(way, tokens): lab.forward_and_backward(way, tokens)
-                for way, tokens in ((way, tokens) for tokens in (lab.SHORT, lab.TEN) for way in lab.WAYS)
-                if (way, tokens) != ("every score kept", lab.TEN)}
+    kept, dense, sparse = lab.WAYS
+    measured = {(way, tokens): lab.forward_and_backward(way, tokens) for way, tokens in (
+        *((way, lab.SHORT) for way in lab.WAYS), (dense, lab.LONGER), (sparse, lab.LONGER), (sparse, lab.TEN))}
     page.table("One head of 64 columns, float32, NumPy, forward and backward: measured",
                ["", "tokens", "peak bytes", "processor time"],
                [[way, f"{tokens:,}", size_text(nbytes), f"{1000 * seconds:.0f} ms"]
                 for (way, tokens), (seconds, nbytes) in measured.items()])
-    kept, dense, sparse = (measured[key] for key in (("every score kept", lab.SHORT), ("tiled, dense", lab.TEN),
-                                                     (lab.PATTERN, lab.TEN)))
-    page.say(f"    {lab.TEN // lab.SHORT} times as many tokens under the pattern take {sparse[1] / kept[1]:.1f} times "
-             f"the bytes of {lab.SHORT} with every score kept, and {sparse[1] / dense[1]:.1f} times those of tiled "
-             f"attention; the time of tiled attention is {dense[0] / sparse[0]:.1f} times that of the pattern.")
+    page.say(f"    {lab.TEN:,} tokens under the pattern take "
+             f"{measured[sparse, lab.TEN][1] / measured[kept, lab.SHORT][1]:.2f} times the bytes of {lab.SHORT:,} with "
+             f"every score kept. At {lab.LONGER:,} tokens the time of dense tiled attention is "
+             f"{measured[dense, lab.LONGER][0] / measured[sparse, lab.LONGER][0]:.1f} times that of the pattern, and "
+             f"its bytes are {measured[dense, lab.LONGER][1] / measured[sparse, lab.LONGER][1]:.1f} times as many.")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it
