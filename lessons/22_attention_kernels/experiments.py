@@ -16,9 +16,10 @@ from minidist.kernels.loader import Source, launch
 from minidist.kernels.matmul import matmul, read_bytes
 
 from minidist.autograd import ops
+from minidist.autograd.ops.block_sparse import SIDE
 from minidist.autograd.tensor import tensor
 from minidist.files import scratch
-from minidist.nn.attention_pattern import SIDE, pattern_blocks
+from minidist.nn.attention_pattern import pattern_blocks
 
 HERE = Path(__file__).resolve().parent
 ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
@@ -181,7 +182,7 @@ def under_pattern(q: Any, k: Any, v: Any) -> Any:
     return ops.sparse_attention(q, k, v, blocks=pattern_blocks(PATTERN, q.shape[2]))
 
 
-WAYS = {"every score kept": by_the_book, "tiled, dense": ops.causal_attention, PATTERN: under_pattern}
+WAYS: dict[str, Any] = {"every score kept": by_the_book, "tiled, dense": ops.causal_attention, PATTERN: under_pattern}
 
 
 def forward_and_backward(way: str, tokens: int) -> tuple[float, int]:

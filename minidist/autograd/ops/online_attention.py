@@ -33,7 +33,7 @@ from minidist.device.dispatch import launcher
 def scaled_queries(q: Array) -> Array:
     """q / sqrt(D), widened: (…, D) -> (…, D)."""
     wide = widen(q)
-    return wide * wide.dtype.type(q.shape[-1] ** -0.5)      # type: ignore[no-any-return]
+    return wide * wide.dtype.type(q.shape[-1] ** -0.5)
 
 
 class OnlineSoftmax:

@@ -9,23 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.autograd.ops.block_sparse import SIDE
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module
-from minidist.nn.attention_pattern import SIDE, pattern_blocks
+from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context.token_shard import own_blocks, zigzag
 
 # ------------------------------------------------------------------------------------------------- who needs what
 
 class NeededTokens(NamedTuple):
-    """What one rank needs of another's tokens: their places among the source's own ones, as runs, `count` in all.
+    """What one rank needs of another's tokens: their places among the source's own ones, as runs, `total` in all.
 
     tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: they are the same tokens.
     """
 
     runs: tuple[slice, ...]
-    count: int
+    total: int
     tiles: tuple[tuple[slice, slice, bool], ...]
 
 
@@ -67,7 +68,7 @@ def runs(shown: np.ndarray) -> list[slice]:
 
 def tokens_sent(pattern: str, length: int, size: int) -> int:
     """M of the cost above: tokens that ranks need of each other, once for each rank that needs one."""
-    return sum(needed(pattern, length, rank, source, size).count
+    return sum(needed(pattern, length, rank, source, size).total
                for rank in range(size) for source in range(size) if source != rank)
 
 
@@ -122,8 +123,8 @@ class PieceExchange:
             self._leaving.append(self.group.start_send(gradients, self.source(hop)))
         back = (self.group.rank + hop) % self.group.size
         mine = self.needed(back, self.group.rank)
-        if mine.count:
-            self._home = self.group.start_recv(back, out=self._room(total, mine.count)), mine.runs
+        if mine.total:
+            self._home = self.group.start_recv(back, out=self._room(total, mine.total)), mine.runs
 
     def finish(self, total: Array | None = None) -> None:
         """Wait until all that this rank sends has left; in backward add what came home last to `total`."""
@@ -139,10 +140,10 @@ class PieceExchange:
             self._leaving.pop(0).wait()
         dst = (self.group.rank + hop) % self.group.size
         theirs, mine = self.needed(dst, self.group.rank), self.needed(self.group.rank, self.source(hop))
-        if theirs.count:
+        if theirs.total:
             part = array_module(self.kv).concatenate([self.kv[..., run, :] for run in theirs.runs], axis=-2)
             self._leaving.append(self.group.start_send(account.current().hold(part, "communication"), dst))
-        return self.group.start_recv(self.source(hop), out=self._room(self.kv, mine.count)) if mine.count else None
+        return self.group.start_recv(self.source(hop), out=self._room(self.kv, mine.total)) if mine.total else None
 
     def _add_home(self, total: Array) -> None:
         if self._home is not None:

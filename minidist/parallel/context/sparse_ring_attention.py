@@ -86,7 +86,8 @@ def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length:
     Returns: (B, H, own, D), in q's dtype.
     Cost:    over all ranks, in units of 2·B·H_kv·D numbers: tokens_sent forward, twice as many backward. Memory:
              B·H·own numbers beside q, k, v and the result; while it runs the own keys and values, three pieces of
-             other ranks and at most five that leave; backward holds gradients of all of these but two more pieces.
+             other ranks and at most five that leave, in backward their gradients among them.
+             On a GPU each tile is a launch of the attention kernel, so this is made for the host.
     Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
     check_shapes("sparse_ring_attention", q, k, v)
@@ -117,7 +118,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
         scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
     exchange = PieceExchange(group, _packed(node.k, node.v), node.options["pattern"], node.options["length"])
-    total = None
+    total: Array = None
     for hop, kv in exchange.pieces():
         gradients = None
         if kv is not None:

@@ -6,6 +6,7 @@ from minidist.nn import GPTConfig
 from minidist.nn.shares import even_slices, head_shares
 from minidist.parallel.context import ring_attention, sparse_ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
+from minidist.parallel.context.pieces import tokens_sent
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.tensor import tensor_parallel as tensor
 from minidist.parallel.tensor.tensor_layers import shared_numbers
@@ -45,7 +46,7 @@ def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
                        tensor.gates_sent(config, ranks=plan.tp, tokens=sequences * config.context))
     if plan.cp > 1 and plan.attention == "ring":
         tokens = (plan.cp * config.context if config.attention_pattern is None else
-                  sparse_ring_attention.tokens_sent(config.attention_pattern, config.context, plan.cp))
+                  tokens_sent(config.attention_pattern, config.context, plan.cp))
         wide["cp"] = sum(2 * tokens * config.layers * sequences * part.key_heads * part.head_width
                          for part in _heads_divided(config, plan.tp))
     return wide

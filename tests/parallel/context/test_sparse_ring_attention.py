@@ -15,13 +15,14 @@ from training import tiny
 
 import minidist as md
 from minidist.autograd import ops
+from minidist.autograd.ops.block_sparse import SIDE
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_uniform
 from minidist.errors import ConfigError, PlanError, ShapeError
 from minidist.nn import GPT
-from minidist.nn.attention_pattern import SIDE, pattern_blocks
+from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context import pieces
 from minidist.parallel.context.pieces import PieceExchange, needed, tokens_sent
 from minidist.parallel.context.ring_attention import context_parallel, zigzag
@@ -148,7 +149,7 @@ def test_the_bytes_of_a_window() -> None:
             assert tokens_sent(f"local:{window}", length, size) == (2 * size - 2) * (window - 64)
             for rank in range(size):
                 talks = [source for source in range(size) if source != rank
-                         and needed(f"local:{window}", length, rank, source, size).count]
+                         and needed(f"local:{window}", length, rank, source, size).total]
                 assert set(talks) <= {rank - 1, rank + 1}
 
 
