@@ -20,7 +20,7 @@ from minidist.grading import load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 TOKENS, LONG, HEADS = 64, 128, 4
-NO_COMPILER = ("No C++ compiler here, so this ends after section 1: the others build kernels for the CPU by g++ (apt "
+NO_COMPILER = ("No C++ compiler here, so sections 2 to 6 are left out: they build kernels for the CPU by g++ (apt "
                "install g++; minidist doctor looks for it).")
 
 
