@@ -11,7 +11,7 @@ from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel.context import ring_attention, sequence_parallel, ulysses
+from minidist.parallel.context import ring_attention, sequence_parallel, sparse_ring_attention, ulysses
 from minidist.parallel.memory.activations import forget_scores
 from minidist.parallel.step.single import Single
 
@@ -19,7 +19,9 @@ NAMES = ("sequence", "ring", "all-to-all")
 TITLES = {"sequence": "sequence (Megatron's)", "ring": "ring attention", "all-to-all": "all-to-all attention"}
 CUTS: dict[str, Any] = {"sequence": (sequence_parallel.sequence_parallel, sequence_parallel.SequenceParallel),
                         "ring": (ring_attention.context_parallel, ring_attention.ContextParallel),
-                        "all-to-all": (ulysses.ulysses, ulysses.ContextParallel)}
+                        "all-to-all": (ulysses.ulysses, ulysses.ContextParallel),
+                        "pieces": (sparse_ring_attention.sparse_context_parallel,
+                                   sparse_ring_attention.ContextParallel)}
 SEQUENCES = 2
 
 
@@ -73,9 +75,8 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
     """Numbers that all ranks send in a step, by the module's own formula."""
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
-    module: Any = ring_attention if name == "ring" else ulysses
-    return module.elements_sent(config, parameters, ranks=group.size,
-                                sequences=SEQUENCES)
+    module: Any = {"ring": ring_attention, "pieces": sparse_ring_attention, "all-to-all": ulysses}[name]
+    return module.elements_sent(config, parameters, ranks=group.size, sequences=SEQUENCES)
 
 
 # ------------------------------------------------------------------------------------------------- the ring by hand

@@ -5,6 +5,7 @@
     python lessons/13_sequence_parallel/lesson.py --break no-offset   # see README.md, section 7
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from minidist.nn import GPT
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.context.ring_attention import plain_ring_attention, zigzag
 from minidist.parallel.context.sequence_parallel import plain_sequence_mlp
+from minidist.parallel.context.sparse_ring_attention import plain_window_attention
 from minidist.parallel.context.ulysses import plain_ulysses
 from minidist.parallel.tensor.tensor_parallel import plain_tensor_mlp
 
@@ -44,6 +46,8 @@ def tour(group: Group, page: Page) -> None:
     memory(group, page)
     page.heading("6  The notes' drawing (N2:315)")
     half_the_scores(group, page)
+    page.heading("7  Under a window")
+    under_a_window(group, page)
 
 
 # ----------------------------------------------------------------------------------------------------------- 1 equality
@@ -200,6 +204,41 @@ def half_the_scores(group: Group, page: Page) -> None:
                      f"{1 - drawn.mean():.0%}", f"{1 - p[drawn].sum() / length:.0%}"])
     page.table(f"L = {length} tokens", ["", "scores as drawn", "L × L", "lost", "attention lost, causal"], rows,
                note="attention lost: the probability that the missing scores had, a mean over the queries")
+
+
+# ------------------------------------------------------------------------------------------------------------ 7 window
+
+def under_a_window(group: Group, page: Page) -> None:
+    """The plain loop beside all scores; bytes of a step, a dense ring and pieces under two patterns, beside formulas.
+    """
+    length, window = 12 * group.size + 1, 7
+    own = zigzag(length, group.rank, group.size)
+    q, k, v = (lab.numbers(part, length)[0, 0] for part in "qkv")
+    away = np.arange(length)[:, None] - np.arange(length)
+    p = np.exp(np.where((away >= 0) & (away < window), q @ k.T / 2, -np.inf))
+    y = plain_window_attention(q[own], k[own], v[own], own, length, window, group)
+    off = np.abs(y - (p / p.sum(axis=1, keepdims=True) @ v)[own]).max()
+    page.say(f"    The plain loop, a window of {window} of {length} tokens: off all scores under the same mask by "
+             f"{largest(group, off):.0e}.")
+    rows = []
+    for context in (128 * group.size, 256 * group.size):
+        config = replace(lab.config_for(group.size, context), width=16, heads=2)
+        for pattern in (None, "local:128", "local:64+global:1"):
+            rows.append([f"{context:,}", pattern or "dense ring",
+                         *sent_beside(group, replace(config, attention_pattern=pattern))])
+    page.table(f"Bytes a step over {group.size} ranks, without the weights' gradients: B = {lab.SEQUENCES}, h = 16, 2 "
+               f"blocks", ["tokens", "", "sent", "formula", ""], rows)
+
+
+def sent_beside(group: Group, config: Any) -> list[str]:
+    """Bytes of keys, values and their gradients in a step, of all ranks; the formula's."""
+    name, phase = "ring" if config.attention_pattern is None else "pieces", f"lesson 13, {config}"
+    lab.train(group, config, name, 1, phase=phase)
+    verb = "exchange" if name == "ring" else "send"
+    with group.ledger.control():
+        sent = int(group.all_reduce(np.array([group.ledger.sent_bytes(phase).get(group.axis, {}).get(verb, 0)]))[0])
+    target = 8 * lab.formula(group, config, name, 0)
+    return [f"{sent:,}", f"{target:,}", "ok" if sent == target else "off"]
 
 
 # ------------------------------------------------------------------------------------------------------------ Break it

@@ -1,6 +1,8 @@
 """Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a stated GPU allows."""
 
 import shutil
+import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,11 @@ from minidist.kernels.attention import SOURCE, attention
 from minidist.kernels.loader import Source, launch
 from minidist.kernels.matmul import matmul, read_bytes
 
+from minidist.autograd import ops
+from minidist.autograd.ops.block_sparse import SIDE
+from minidist.autograd.tensor import tensor
 from minidist.files import scratch
+from minidist.nn.attention_pattern import pattern_blocks
 
 HERE = Path(__file__).resolve().parent
 ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
@@ -150,3 +156,49 @@ def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, ca
     launch(source, source.kernels[0], grid=-(-tokens // 32), block=128, shared=32 * (3 * HEAD + 1 + 32) * 4,
            args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD ** -0.5, causal, None))
     return y
+
+
+# ------------------------------------------------------------------------------------------------------- patterns
+
+PATTERN = "local:256+global:1"      # four blocks of 64 and the first: five tiles a row
+SHORT, LONGER, TEN = 1024, 4096, 10240      # tokens
+
+
+def tiles(tokens: int, pattern: str = "") -> int:
+    """Tiles of 64 × 64 that a pattern shows, or that causal attention computes."""
+    blocks = -(-tokens // SIDE)
+    return int(pattern_blocks(pattern, tokens).sum()) if pattern else blocks * (blocks + 1) // 2
+
+
+def by_the_book(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention that keeps every score: what sparse attention was compared with in 2020."""
+    ahead = np.triu(np.ones((q.shape[2], q.shape[2]), bool), 1)
+    scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * HEAD ** -0.5
+    return ops.matmul(ops.softmax(ops.where(ahead, -np.inf, scores)), v)
+
+
+def under_pattern(q: Any, k: Any, v: Any) -> Any:
+    """Block-sparse attention under PATTERN."""
+    return ops.sparse_attention(q, k, v, blocks=pattern_blocks(PATTERN, q.shape[2]))
+
+
+WAYS: dict[str, Any] = {"every score kept": by_the_book, "tiled, dense": ops.causal_attention, PATTERN: under_pattern}
+
+
+def forward_and_backward(way: str, tokens: int) -> tuple[float, int]:
+    """Seconds of the processor (the best of three), and the peak of bytes, of one head forward and backward."""
+    def once() -> None:
+        leaves = [tensor(array, requires_grad=True) for array in drawn(tokens)]
+        WAYS[way](*leaves).backward(np.ones((1, 1, tokens, HEAD), np.float32))
+
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        once()
+        seconds.append(time.process_time() - start)
+    tracemalloc.start()
+    try:
+        once()
+        return min(seconds), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -20,7 +20,7 @@ from minidist.grading import load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 TOKENS, LONG, HEADS = 64, 128, 4
-NO_COMPILER = ("No C++ compiler here, so this ends after section 1: the others build kernels for the CPU by g++ (apt "
+NO_COMPILER = ("No C++ compiler here, so sections 2 to 6 are left out: they build kernels for the CPU by g++ (apt "
                "install g++; minidist doctor looks for it).")
 
 
@@ -59,6 +59,9 @@ def tour(group: Group, page: Page) -> None:
     if all(group.all_gather(np.array([compiler]))):
         page.heading("6  Heads over ranks")
         heads_over_ranks(group, page)
+    if group.rank == 0:
+        page.heading("7  A pattern in a model: the notes' 6 times and 10 times (N3:52)")
+        patterns(page)
 
 
 # --------------------------------------------------------------------------------------------------------- 1 online
@@ -182,6 +185,29 @@ def heads_over_ranks(group: Group, page: Page) -> None:
                [[f"heads a rank: {-(-HEADS // group.size)} at most", read, formula, verdict(read, formula),
                  f"{abs(together - right).max():.0e}"]],
                note="heads are independent: that is why tensor parallelism (lesson 12) cuts attention there")
+
+
+# ------------------------------------------------------------------------------------------------------- 7 patterns
+
+def patterns(page: Page) -> None:
+    """Tiles by the pattern's definition; bytes and processor time of one head, forward and backward, as measured."""
+    rows = [[f"{tokens:,}", f"{lab.tiles(tokens):,}", f"{lab.tiles(tokens, lab.PATTERN):,}",
+             f"{lab.tiles(tokens) / lab.tiles(tokens, lab.PATTERN):.1f}"] for tokens in (512, 1024, 4096, 32768)]
+    page.table(f"Tiles of 64 × 64 that are computed, causal and under {lab.PATTERN}",
+               ["tokens", "causal", "pattern", "times fewer"], rows,
+               note="operations are 4 · 64² · D a tile forward, 10 · 64² · D backward, so in the same proportion")
+    kept, dense, sparse = lab.WAYS
+    measured = {(way, tokens): lab.forward_and_backward(way, tokens) for way, tokens in (
+        *((way, lab.SHORT) for way in lab.WAYS), (dense, lab.LONGER), (sparse, lab.LONGER), (sparse, lab.TEN))}
+    page.table("One head of 64 columns, float32, NumPy, forward and backward: measured",
+               ["", "tokens", "peak bytes", "processor time"],
+               [[way, f"{tokens:,}", size_text(nbytes), f"{1000 * seconds:.0f} ms"]
+                for (way, tokens), (seconds, nbytes) in measured.items()])
+    page.say(f"    {lab.TEN:,} tokens under the pattern take "
+             f"{measured[sparse, lab.TEN][1] / measured[kept, lab.SHORT][1]:.2f} times the bytes of {lab.SHORT:,} with "
+             f"every score kept. At {lab.LONGER:,} tokens the time of dense tiled attention is "
+             f"{measured[dense, lab.LONGER][0] / measured[sparse, lab.LONGER][0]:.1f} times that of the pattern, and "
+             f"its bytes are {measured[dense, lab.LONGER][1] / measured[sparse, lab.LONGER][1]:.1f} times as many.")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it

@@ -1,8 +1,9 @@
-"""Causal self-attention: each token attends to itself and to the tokens before it."""
+"""Causal self-attention: each token attends to itself and to the tokens before it, or to those that a pattern shows."""
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array
+from minidist.nn.attention_pattern import pattern_blocks
 from minidist.nn.config import GPTConfig
 from minidist.nn.layers import Linear
 from minidist.nn.module import Module
@@ -20,14 +21,14 @@ class CausalSelfAttention(Module):
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
-        self.rotary = config.positions == "rotary"
+        self.rotary, self.pattern = config.positions == "rotary", config.attention_pattern
         outputs = (self.heads + 2 * self.key_heads) * self.head_width
         self.qkv = Linear(config.width, outputs, std=0.02, dtype=config.dtype)
         self.out = Linear(config.width, config.width, std=out_std, dtype=config.dtype)
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
         qkv = self.qkv(x)
-        if self.takes_packed and self.key_heads == self.heads and not self.rotary:
+        if self.takes_packed and self.key_heads == self.heads and not self.rotary and self.pattern is None:
             return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
@@ -38,7 +39,13 @@ class CausalSelfAttention(Module):
         """q (B, H, T, D), k and v (B, H_kv, T, D), global positions (T,) -> (B, H, T, D)."""
         if self.rotary:
             q, k = ops.rotary(q, positions), ops.rotary(k, positions)
-        return ops.causal_attention(q, k, v, keep=self.keeps_scores)
+        return self.see(q, k, v)
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of whole sequences, to all keys up to a query or to those that the pattern shows; as attend."""
+        if self.pattern is None:
+            return ops.causal_attention(q, k, v, keep=self.keeps_scores)
+        return ops.sparse_attention(q, k, v, blocks=pattern_blocks(self.pattern, q.shape[2]))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(B, T, heads·D) -> (B, heads, T, D)"""

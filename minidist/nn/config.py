@@ -9,6 +9,7 @@ import numpy as np
 from minidist.comm.chunks import bounds
 from minidist.device import backend
 from minidist.errors import ConfigError
+from minidist.nn.attention_pattern import check_pattern
 
 STD = 0.02
 """The standard deviation of initial weights (gpt.py)."""
@@ -115,6 +116,7 @@ class GPTConfig:
     dtype: str = "float32"
     mixture: MixtureConfig | None = None    # experts in place of each block's MLP
     mlp_width: int | None = None    # width inside an MLP; None: see `hidden`
+    attention_pattern: str | None = None    # which keys a query sees (attention_pattern.py); None: all up to itself
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, dict):
@@ -144,6 +146,8 @@ class GPTConfig:
         if backend.dtype(self.dtype) not in backend.FLOATS:
             raise ConfigError(f"GPT: weights of dtype {self.dtype} cannot learn; "
                               f"use float64, float32, bfloat16 or float16")
+        if self.attention_pattern is not None:
+            check_pattern(self.attention_pattern, self.context)
 
     @property
     def head_width(self) -> int:

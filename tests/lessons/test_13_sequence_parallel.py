@@ -1,7 +1,10 @@
 """Exercise 13: filled rightly it passes, and each wrong filling fails under its name; the lesson's own ring is right.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,3 +82,16 @@ def test_broken_rings_are_off_and_the_right_one_is_not(capsys: pytest.CaptureFix
            if "off one process by" in line]
     assert [value < 1e-10 for value in off] == [True, False, True, False]
     assert min(off[1], off[3]) > 1e-3
+
+
+def test_the_bytes_of_the_window_table_are_the_formulas(lab: Any) -> None:
+    """Each row of the story's table; section 7 of the lesson holds the formula against the ledger."""
+    rows = re.findall(r"^\| ([\d,]+) \| (dense ring|`local:\S+`) \| ([\d,]+) \| ([\d,]+) \|$",
+                      lessons.find("13").part("README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 5
+    for tokens, name, sent, formula in rows:
+        pattern = None if name == "dense ring" else name.strip("`")
+        config = replace(lab.config_for(4, int(tokens.replace(",", ""))), width=16, heads=2, attention_pattern=pattern)
+        group = SimpleNamespace(size=4)
+        target = 8 * lab.formula(group, config, "ring" if pattern is None else "pieces", 0)
+        assert (sent, formula) == (f"{target:,}", f"{target:,}")

@@ -127,3 +127,23 @@ def test_numbers_of_the_story(lab) -> None:
     ridges = {rate: round(peak / lab.H100.memory) for rate, peak in lab.H100.rates.items()}
     assert ridges == {"float32": 20, "tensor cores": 295}
     assert round(lab.H100.shared / (0.09375 / 2) / lab.H100.rates["tensor cores"], 2) == 0.72
+
+
+def test_the_tiles_of_the_notes_table_are_counted(lab):
+    """Each row of the story's table of the 6 and 10 times (N3:52)."""
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|",
+                      (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        tokens, causal, pattern = (int(cell.replace(",", "")) for cell in row[:3])
+        assert (causal, pattern) == (lab.tiles(tokens), lab.tiles(tokens, lab.PATTERN))
+        assert row[3] == f"{causal / pattern:.1f}"
+
+
+def test_a_pattern_takes_less_of_everything_and_is_attention(lab):
+    """Bytes as measured: under the pattern 10 times the tokens take about the bytes of every score; no seconds."""
+    nbytes = {key: lab.forward_and_backward(*key)[1] for key in (
+        ("every score kept", lab.SHORT), ("tiled, dense", lab.SHORT), (lab.PATTERN, lab.SHORT), (lab.PATTERN, lab.TEN))}
+    assert nbytes[lab.PATTERN, lab.TEN] < 1.15 * nbytes["every score kept", lab.SHORT]
+    assert nbytes[lab.PATTERN, lab.SHORT] < nbytes["tiled, dense", lab.SHORT]
+    assert nbytes["tiled, dense", lab.SHORT] < nbytes["every score kept", lab.SHORT] / 5

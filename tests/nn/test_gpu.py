@@ -19,10 +19,12 @@ def gpu() -> None:
         pytest.skip("needs a GPU that CuPy can use")
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_gpt(positions: str) -> None:
-    config = GPTConfig(vocabulary=7, context=5, layers=2, width=8, heads=2, positions=positions, dtype="float64")
-    ids = np.random.default_rng(0).integers(0, 7, (3, 5))
+@pytest.mark.parametrize(("positions", "context", "pattern"), [
+    ("learned", 5, None), ("rotary", 5, None), ("rotary", 150, "local:64+global:1")])
+def test_gpt(positions: str, context: int, pattern: str | None) -> None:
+    config = GPTConfig(vocabulary=7, context=context, layers=2, width=8, heads=2, positions=positions, dtype="float64",
+                       attention_pattern=pattern)
+    ids = np.random.default_rng(0).integers(0, 7, (3, context))
     ours, theirs = GPT(config), GPT(config)
     ours.initialize(0, device="cuda")
     theirs.initialize(0)

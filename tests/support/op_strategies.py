@@ -318,6 +318,17 @@ def _(draw: Any) -> Case:
                 [normal(draw, (draw(st.integers(1, 2)), draw(sizes), 3 * heads * d))])
 
 
+@case("sparse_attention")
+def _(draw: Any) -> Case:
+    kv_heads, group, t, d = draw(st.integers(1, 2)), draw(sizes), draw(st.integers(1, 7)), draw(sizes)
+    side = draw(st.integers(1, 4))
+    count = -(-t // side)
+    blocks = np.random.default_rng(draw(seeds)).random((count, count)) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+    kv = (2, kv_heads, t, d)
+    return Case(lambda q, k, v: ops.sparse_attention(q, k, v, blocks=blocks, side=side),
+                [normal(draw, (2, kv_heads * group, t, d)), normal(draw, kv), normal(draw, kv)])
+
+
 @case("cross_entropy")
 def _(draw: Any) -> Case:
     lead, vocabulary = draw(shapes), draw(st.integers(1, 4))

@@ -30,6 +30,12 @@ from minidist.device.backend import Array, array_module, matmul, on_host, widen
 from minidist.device.dispatch import launcher
 
 
+def scaled_queries(q: Array) -> Array:
+    """q / sqrt(D), widened: (…, D) -> (…, D)."""
+    wide = widen(q)
+    return wide * wide.dtype.type(q.shape[-1] ** -0.5)
+
+
 class OnlineSoftmax:
     """The state of all queries q (B, H, T, D) after some blocks of keys: y (B, H, T, D), top and total (B, H, 1, T)."""
 

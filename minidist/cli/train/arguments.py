@@ -19,7 +19,9 @@ from minidist.console import (
     seed_number,
     whole_number,
 )
+from minidist.errors import ConfigError
 from minidist.launch.transports import PROCESSES, THREADS
+from minidist.nn.attention_pattern import read_pattern
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
 from minidist.observe.rank_records import DIGEST_EVERY
@@ -81,6 +83,14 @@ def bucket_size(text: str) -> int | str:
     if not size:
         raise argparse.ArgumentTypeError("a bucket holds at least one byte; write 1MiB, or auto")
     return size
+
+
+def attention_pattern(text: str) -> str:
+    """The value of --attention-pattern, with a file's contents in place of its name. Raises: ArgumentTypeError."""
+    try:
+        return read_pattern(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -251,6 +261,11 @@ def _model(add: Add) -> None:
         help="embedding rows, at least one for each symbol of the data (default: as many)")
     add("--positions", choices=["learned", "rotary"], default="rotary",
         help="how positions enter the model (default: rotary)")
+    add("--attention-pattern", type=attention_pattern, metavar="PATTERN",
+        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: local:N, the query's "
+             "block and those before it, N tokens in all; global:G, the first G blocks; strided:N, the query's block "
+             "and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of queries; joined by "
+             "+, as local:256+global:2 (default: all keys up to the query)")
     add("--tied", action="store_true", help="one matrix for embedding and output")
     add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of activations dropped (default: 0)")
     add("--dtype", choices=["float64", "float32"], default="float32",

@@ -41,6 +41,7 @@ from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.launch.which_mpi import find_launch
 from minidist.nn import GPT
+from minidist.nn.attention_pattern import shown_pattern
 from minidist.observe.foresight import foresight
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
@@ -206,10 +207,12 @@ def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
     """Print the data, the model and the ranks, and from which step a resumed run goes on."""
     config, text, world, stages = settings.config, settings.text, trainer.world, stage_layers(trainer)
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
+    pattern = config.attention_pattern
+    attention = "" if pattern is None else f", attention {shown_pattern(pattern)}"
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
-                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}, "
-                  f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
-                  f"{world.transport.name}", markup=False, soft_wrap=True)
+                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}"
+                  f"{attention}, {settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} "
+                  f"over {world.transport.name}", markup=False, soft_wrap=True)
     if settings.resume is not None:
         console.print(f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
                       f"{settings.resume.how_saved} saved it in {settings.resume.run}", markup=False, soft_wrap=True)

@@ -145,7 +145,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     data.check(context=args.context, vocabulary=args.vocab)
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
-                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args, resume))
+                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args, resume),
+                       attention_pattern=args.attention_pattern)
     check_batch(args)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)

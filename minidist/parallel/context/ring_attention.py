@@ -51,18 +51,26 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes, fits_kernel
-from minidist.autograd.ops.online_attention import FusedGradients, FusedSoftmax, OnlineGradients, OnlineSoftmax
+from minidist.autograd.ops.online_attention import (
+    FusedGradients,
+    FusedSoftmax,
+    OnlineGradients,
+    OnlineSoftmax,
+    scaled_queries,
+)
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
-from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
-from minidist.errors import ShapeError
+from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
+from minidist.nn.attention_pattern import shown_pattern
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
+from minidist.parallel.context.token_shard import own_blocks as own_blocks
+from minidist.parallel.context.token_shard import zigzag as zigzag
 
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
@@ -86,19 +94,7 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 # computing it, and works in tiles, on a GPU by the kernel of chapter 22.
 
 # ------------------------------------------------------------------------------------------------------- partition
-
-def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the own tokens)."""
-    edges, first, last = bounds(length, 2 * size), rank, 2 * size - 1 - rank
-    middle = edges[first + 1] - edges[first]
-    return [(first, slice(0, middle)), (last, slice(middle, middle + edges[last + 1] - edges[last]))]
-
-
-def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
-    edges = bounds(length, 2 * size)
-    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number, _ in own_blocks(length, rank, size)])
-
+# zigzag and own_blocks, in token_shard.py, say which tokens a rank has.
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
     """Which of a rank's query blocks see which key blocks of rank `source`, as slices of the ranks' tokens.
@@ -155,7 +151,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     fused = fits_kernel(q)
-    scaled = q if fused else _scaled(q)
+    scaled = q if fused else scaled_queries(q)
     running = FusedSoftmax(q) if fused else OnlineSoftmax(scaled)
     for source, kv in around(group, _packed(k, v), length):
         keys_all, values_all = kv if fused else widen(kv)
@@ -171,7 +167,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
     group, length, fused = node.options["group"], node.options["length"], fits_kernel(node.q)
     backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
-        _scaled(node.q), widen(node.y), node.log_total, widen(dy))
+        scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, kv in around(group, _packed(node.k, node.v), length):
         keys_all, values_all = kv if fused else widen(kv)
@@ -189,12 +185,6 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     return narrow(backward.finish(), dy.dtype), narrow(dk, dy.dtype), narrow(dv, dy.dtype)
 
 
-def _scaled(q: Array) -> Array:
-    """q / sqrt(D), widened."""
-    wide = widen(q)
-    return wide * wide.dtype.type(q.shape[-1] ** -0.5)
-
-
 def _packed(k: Array, v: Array) -> Array:
     """Keys and values as one message: (2, B, H_kv, own, D)."""
     return account.current().hold(array_module(k).stack([k, v]), "communication")
@@ -209,6 +199,9 @@ class RingSelfAttention(CausalSelfAttention):
 
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
         vars(self).update(vars(attention))
+        if self.pattern is not None:
+            raise ConfigError(f"ring_attention: the model has the attention pattern {shown_pattern(self.pattern)}, and "
+                              f"keys would go where no query sees them; cut it by sparse_ring_attention.py")
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

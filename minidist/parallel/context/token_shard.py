@@ -12,6 +12,7 @@ import numpy as np
 
 from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import Tensor, tensor
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
@@ -21,6 +22,19 @@ from minidist.parallel.tensor.split_model import SplitModel
 TOKENS = 1      # the dim of (B, T, width) that is cut
 OwnTokens = Callable[[int], Any]
 """length of a sequence -> the places of this rank's tokens in it: a slice, or integers in ascending order."""
+
+
+def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
+    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the own tokens)."""
+    edges, first, last = bounds(length, 2 * size), rank, 2 * size - 1 - rank
+    middle = edges[first + 1] - edges[first]
+    return [(first, slice(0, middle)), (last, slice(middle, middle + edges[last + 1] - edges[last]))]
+
+
+def zigzag(length: int, rank: int, size: int) -> np.ndarray:
+    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
+    edges = bounds(length, 2 * size)
+    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number, _ in own_blocks(length, rank, size)])
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:

@@ -82,7 +82,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
         shares = head_shares(self.heads, self.key_heads, self.group.size)
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))
-        y = ops.causal_attention(q, k, v, keep=self.keeps_scores)               # (B, own heads, T, D)
+        y = self.see(q, k, v)                                                   # (B, own heads, T, D)
         return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:

@@ -237,6 +237,7 @@ def refuse(trainer: Trainer) -> None:
         "inputs that are put away, and a choice of blocks by time, are the host's to order":
             bool(plan.ways) or plan.activation_memory is not None,
         "experts: the host reads the routing": config.mixture is not None,
+        "an attention pattern: its mask is copied from the host": config.attention_pattern is not None,
         "the optimizer counts its steps on the host; take adamw or adam": not isinstance(trainer.optimizer, Adam),
         f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width > 128}
     for reason, holds in reasons.items():

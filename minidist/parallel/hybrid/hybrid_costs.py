@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from minidist.nn import GPTConfig
 from minidist.nn.shares import even_slices, head_shares
-from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.context import ring_attention, sparse_ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
+from minidist.parallel.context.pieces import tokens_sent
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.tensor import tensor_parallel as tensor
 from minidist.parallel.tensor.tensor_layers import shared_numbers
@@ -20,7 +21,8 @@ def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
     if plan.tp > 1:
         sent["tp"] = _along_tp(config, plan, sequences, recomputed)
     if plan.cp > 1:
-        kind = ring_attention if plan.attention == "ring" else ulysses
+        ring = ring_attention if config.attention_pattern is None else sparse_ring_attention
+        kind = ring if plan.attention == "ring" else ulysses
         sent["cp"] = sum(kind.elements_sent(part, 0, ranks=plan.cp, sequences=sequences, recomputed=recomputed)
                          for part in _heads_divided(config, plan.tp))
     if plan.pp > 1:
@@ -43,7 +45,9 @@ def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
                        if plan.sequence_parallel else
                        tensor.gates_sent(config, ranks=plan.tp, tokens=sequences * config.context))
     if plan.cp > 1 and plan.attention == "ring":
-        wide["cp"] = sum(2 * plan.cp * config.layers * sequences * config.context * part.key_heads * part.head_width
+        tokens = (plan.cp * config.context if config.attention_pattern is None else
+                  tokens_sent(config.attention_pattern, config.context, plan.cp))
+        wide["cp"] = sum(2 * tokens * config.layers * sequences * part.key_heads * part.head_width
                          for part in _heads_divided(config, plan.tp))
     return wide
 

@@ -68,7 +68,8 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
             parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
     tokens: OwnTokens = all_tokens
     if plan.cp > 1:
-        tokens = load(plan.attention)(model, mesh["cp"])
+        pieces = plan.attention == "ring" and model.config.attention_pattern is not None
+        tokens = load("pieces" if pieces else plan.attention)(model, mesh["cp"])
         divide_positions(model, mesh["cp"], tokens)
         model.assign_names()
     return tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens

@@ -28,7 +28,7 @@ PLACES = {
     "zero=0": "data.ddp.DDP", "zero=1": "zero.zero1.Zero1", "zero=2": "zero.zero2.Zero2", "zero=3": "zero.zero3.Zero3",
     "tensor": "tensor.tensor_parallel.tensor_parallel", "sequence": "context.sequence_parallel.sequence_parallel",
     "experts": "experts.expert_parallel.expert_parallel", "nodes": "experts.node_experts.settle_nodes",
-    "ring": "context.ring_attention.attend_by_ring",
+    "ring": "context.ring_attention.attend_by_ring", "pieces": "context.sparse_ring_attention.attend_by_pieces",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
     "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",

@@ -130,6 +130,7 @@ def test_a_host_read_ends_the_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch
     ({}, {"precision": "fp32"}, "precision fp32"),
     ({}, {"optimizer": "sgd"}, "take adamw or adam"),
     ({"width": 258, "heads": 2}, {}, "heads of 129 columns"),
+    ({"context": 128, "attention_pattern": "local:64"}, {}, "an attention pattern: its mask is copied"),
     ({"mixture": MixtureConfig(experts=2, top_k=1)}, {}, "experts: the host reads")], ids=lambda value: str(value)[:12])
 def test_what_cannot_be_captured_is_refused(changes: dict[str, Any], options: dict[str, Any], why: str,
                                             cupy: Any) -> None:

@@ -20,7 +20,8 @@ from minidist.parallel.step.late_loss import LateLoss
 
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt": {}, "dropout": {"dropout": 0.2, "tied": True},
-    "llama": {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}}
+    "llama": {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1},
+    "window": {"context": 130, "attention_pattern": "local:64+global:1", "positions": "rotary"}}
 
 
 @pytest.fixture
