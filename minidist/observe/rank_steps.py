@@ -31,7 +31,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,21 +187,40 @@ def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
     Args:    run: the run folder, or FOLDER in it.
     """
     folder = Path(run) / FOLDER if (Path(run) / FOLDER).is_dir() else Path(run)
-    found = {}
+    found = []
     for path in sorted(folder.glob("[0-9]*.jsonl")):
         about, steps = dict[str, Any](), dict[int, dict[str, Any]]()
-        for line in path.read_bytes().splitlines():
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                steps[values["step"]] = values
-            elif isinstance(values, dict) and isinstance(values.get("rank"), int):
-                about = values
-        if about:
-            found[about["rank"]] = RankSteps(about["rank"], about["size"], about["host"], about["clock"],
-                                             about["time"], about["alike"],
-                                             [steps[step] for step in sorted(steps)])
-    size = max(found.values(), key=lambda rank: rank.since).size if found else 0    # an elastic job's newest
-    return {rank: each for rank, each in found.items() if rank < size}
+        take_lines(path.read_bytes().splitlines(), about, steps)
+        found.append((about, steps))
+    return of_newest_job(found)
+
+
+def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]) -> None:
+    """Read further lines of a rank's file into what is known of it: its newest first line, and its steps by number.
+
+    A step that is made again, after a resumption, replaces the earlier one and those after it.
+    """
+    last = max(steps, default=-1)
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:          # torn
+            continue
+        if isinstance(values, dict) and isinstance(step := values.get("step"), int):
+            if step <= last:
+                for later in [number for number in steps if number >= step]:
+                    del steps[later]
+            steps[step] = values
+            last = step
+        elif isinstance(values, dict) and isinstance(values.get("rank"), int):
+            about.clear()
+            about.update(values)
+
+
+def of_newest_job(found: Iterable[tuple[dict[str, Any], dict[int, dict[str, Any]]]]) -> dict[int, RankSteps]:
+    """{rank: its steps in order}, of what take_lines has read; of an elastic job the ranks of its newest size."""
+    ranks = {about["rank"]: RankSteps(about["rank"], about["size"], about["host"], about["clock"], about["time"],
+                                      about["alike"], [steps[step] for step in sorted(steps)])
+             for about, steps in found if about}
+    size = max(ranks.values(), key=lambda rank: rank.since).size if ranks else 0
+    return {rank: each for rank, each in ranks.items() if rank < size}

@@ -84,7 +84,8 @@ def _waits_least(streak: Streak) -> str:
 def _late_reader(streak: Streak) -> Fault:
     return Fault("late reader", (streak.rank,), "", f"rank {streak.rank} waits for its data {_steps(streak)}",
                  (_compared(streak, _input, "its wait for data"), _waits_least(streak)), _sure(streak),
-                 "look at its disk, at its share of the files and at its preprocessing; read ahead in a thread")
+                 "look at its disk, at its share of the files and at its preprocessing; read ahead in a thread",
+                 streak.steps)
 
 
 def _uneven_data(streak: Streak) -> Fault | None:
@@ -95,7 +96,7 @@ def _uneven_data(streak: Streak) -> Fault | None:
                  f"rank {streak.rank} has {mine / max(1.0, theirs):.2f} times the others' targets {_steps(streak)}",
                  (f"its targets: {mine:,.0f} a step, the others' {theirs:,.0f}",
                   _compared(streak, _cpu, "its processor time"), _waits_least(streak)), _sure(streak),
-                 "divide the batch by targets, not by sequences or files; sort by length within a batch")
+                 "divide the batch by targets, not by sequences or files; sort by length within a batch", streak.steps)
 
 
 def _slow(streak: Streak) -> Fault | None:
@@ -105,7 +106,8 @@ def _slow(streak: Streak) -> Fault | None:
     return Fault("slow compute", (streak.rank,), "",
                  f"rank {streak.rank} computes {times:.2f} times as long as the others {_steps(streak)}",
                  (_compared(streak, _cpu, "its own processor time"), _waits_least(streak)), _sure(streak),
-                 f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at its BLAS")
+                 f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at its BLAS",
+                 streak.steps)
 
 
 def _hog(streak: Streak) -> Fault:
@@ -115,7 +117,7 @@ def _hog(streak: Streak) -> Fault:
                  f"other threads of rank {streak.rank}'s process take its processor time {_steps(streak)}",
                  (_compared(streak, _other, "processor time of its other threads"),
                   _compared(streak, _seconds, "seconds")), _sure(streak),
-                 "move that thread's work to another process: threads of Python share one interpreter")
+                 "move that thread's work to another process: threads of Python share one interpreter", streak.steps)
 
 
 def _all_read(table: StepTable) -> list[Fault]:
@@ -131,4 +133,5 @@ def _all_read(table: StepTable) -> list[Fault]:
         return []
     return [Fault("late reader", tuple(ranks), "", "all ranks wait for their data " + _steps(streaks[0]),
                   tuple(f"rank {s.rank}: {span(s.median(_input))} of a step of {span(s.median(_seconds))}"
-                        for s in streaks[:4]), _sure(streaks[0]), "read ahead in a thread; look at the shared disk")]
+                        for s in streaks[:4]), _sure(streaks[0]), "read ahead in a thread; look at the shared disk",
+                  streaks[0].steps)]

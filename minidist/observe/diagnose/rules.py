@@ -50,8 +50,16 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
     broken = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
         broken_links(flights) or hangs(flights, stuck)
     numbers, grown = wrong_numbers(table), leaks(table)
-    late = [] if broken else laggards(table) or slow_links(table) or ([] if numbers or grown else slow(flights))
+    late = [] if broken else held_up(flights, table, explained=bool(numbers or grown))
     return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], summary(flights))
+
+
+def held_up(flights: Sequence[RankFlight], table: StepTable, *, explained: bool) -> list[Fault]:
+    """What the ranks of a job that goes on wait for: a rank and why, or a slow link, or a rank that comes late.
+
+    Args:    explained: wrong numbers or a leak were found: then a rank that comes late, of unknown cause, is not told.
+    """
+    return laggards(table) or slow_links(table) or ([] if explained else slow(flights))
 
 
 def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:

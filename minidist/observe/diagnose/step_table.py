@@ -36,6 +36,11 @@ class Streak:
     def first(self) -> int:
         return next(iter(self.rows))
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last."""
+        return self.first, next(reversed(self.rows))
+
     def median(self, value: Callable[[Line], float], *, of_others: bool = False) -> float:
         """The median over its steps of a rank's value, or of the others' median."""
         return statistics.median(others(row, self.rank, value) if of_others else value(row[self.rank])
