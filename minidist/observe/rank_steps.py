@@ -47,6 +47,7 @@ from minidist.observe.step_log import StepLog
 
 FOLDER = "steps"
 MOST_BYTES = 1000
+ABOUT = {"time", "rank", "size", "host", "clock", "alike"}      # of the first line; what a reader needs
 MUCH = 0.02         # of a step: other threads that are busy for longer, and longer than this one, are looked at
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -206,13 +207,15 @@ def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, d
             values = json.loads(line)
         except ValueError:          # torn
             continue
-        if isinstance(values, dict) and isinstance(step := values.get("step"), int):
+        if not isinstance(values, dict):
+            continue
+        if isinstance(step := values.get("step"), int) and isinstance(values.get("seconds"), (int, float)):
             if step <= last:
                 for later in [number for number in steps if number >= step]:
                     del steps[later]
             steps[step] = values
             last = step
-        elif isinstance(values, dict) and isinstance(values.get("rank"), int):
+        elif values.keys() >= ABOUT:
             about.clear()
             about.update(values)
 

@@ -39,7 +39,7 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
              stuck: float = STUCK) -> Diagnosis:
     """Find what is wrong with a job.
 
-    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps), if there are some.
+    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps). One may be empty.
              stuck: seconds after which an open call of a job that runs is a hang.
     Returns: the findings of the first rule that finds something, in the order: an exception, calls that do not fit, a
              stopped or killed rank, a broken link, a hang; a rank that makes the others wait and why, a slow link, a
@@ -47,11 +47,17 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
              without a recorder.
     """
     table = StepTable(steps or {})
-    broken = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
-        broken_links(flights) or hangs(flights, stuck)
+    broken = _broken(flights, stuck) if flights else []
     numbers, grown = wrong_numbers(table), leaks(table)
     late = [] if broken else held_up(flights, table, explained=bool(numbers or grown))
-    return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], summary(flights))
+    told = summary(flights) if flights else f"{ranks_text(table.ranks)}, steps alone: no flight recorder is there"
+    return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], told)
+
+
+def _broken(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
+    """Why the job does not go on, if so."""
+    return failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
+        broken_links(flights) or hangs(flights, stuck)
 
 
 def held_up(flights: Sequence[RankFlight], table: StepTable, *, explained: bool) -> list[Fault]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from minidist.observe.overlap import Overlap, measure, together
-from minidist.observe.report.run_files import TRACE, RunFiles
+from minidist.observe.report.run_files import RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded
-from minidist.observe.report.steps import REMEDY, RecordedStep
+from minidist.observe.report.steps import RecordedStep, no_step
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import CAUSES, exposed_of
@@ -26,8 +26,7 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
     """Args: recorded: all steps of the trace; steps: those that the page keeps."""
     found = Section("overlap", "Overlap, and what exposed communication waits for")
     if not steps:
-        found.missing.append(run.lacks(TRACE, "overlap", REMEDY) if TRACE in run.missing else
-                             f"No overlap: {TRACE} has no step that all ranks recorded whole.")
+        found.missing.append(no_step(run, "overlap"))
         return found
     explains = any("group" in span.details for step in steps for spans in step.spans for span in spans
                    if span.row == "communication")
