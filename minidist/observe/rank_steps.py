@@ -15,7 +15,7 @@ the time of day. Then a line of at most MOST_BYTES a step; what is left out is n
     cpu         processor seconds of the program's thread outside of calls: its own computation
     others      processor seconds of all other threads of the process; not of ranks that are threads
     input       seconds in which the program waited for its data
-    calls       seconds in which the program was in calls, or waited for calls
+    calls       seconds in which the program was in calls, or waited for calls (wait_state.spent_in_calls)
     rss         bytes of memory that the process holds; not of ranks that are threads
     tokens      targets that this rank worked on; loss: their mean loss
     digest      {group: digest of the weights that its ranks hold alike}, every few steps
