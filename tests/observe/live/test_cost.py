@@ -1,4 +1,4 @@
-"""What it costs the ranks that they can be watched and diagnosed: their records, in number, seconds and bytes a step."""
+"""What it costs the ranks that they can be watched and diagnosed: their records, as seconds and bytes of a step."""
 
 import json
 import statistics

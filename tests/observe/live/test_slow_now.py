@@ -1,10 +1,12 @@
 """What holds a run up now: watch names the rank or link that diagnose names, for the same cause, and since when."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from flights import VirtualJob
+from sick_jobs import Fault, judge, sick_job
 from step_records import MIB, linked, table, write_records
 from watched import WatchedRun
 
@@ -146,6 +148,32 @@ def test_of_a_run_that_hangs_the_cause_of_the_hang_is_told(tmp_path: Path) -> No
     WatchedRun(tmp_path, steps=30, slow=2, quiet=30.0)
     now = Looking(tmp_path).look()
     assert now.state == "stalled" and now.slow is None
+
+
+# ------------------------------------------------------------------------------------------------- jobs that really ran
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["slow compute", "late reader", "uneven data", "hog", "slow link"])
+def test_of_a_sick_job_watch_names_whom_diagnose_names(kind: str, tmp_path: Path) -> None:
+    fault = Fault(kind, 1, 4, at=6, seed=3, steps=36)
+    found = sick_job(tmp_path, fault).found
+    assert judge(fault, found) == (True, True)
+    now = slow_now(read_flights(tmp_path), read_rank_steps(tmp_path))
+    assert now is not None and (now.ranks, now.cause) == (found[0].ranks, found[0].cause)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_a_clean_job_is_never_called_slow(seed: int, tmp_path: Path) -> None:
+    """Looked at after every second step; ranks share their cores."""
+    assert sick_job(tmp_path, Fault("none", 0, (4, 8, 3)[seed], seed=40 + seed, steps=300)).found == []
+    records = read_rank_steps(tmp_path)
+    told = {}
+    for end in range(2, 300, 2):
+        known = {rank: replace(each, steps=each.steps[:end]) for rank, each in records.items()}
+        if (now := slow_now([], known)) is not None:
+            told[end] = now
+    assert told == {}
 
 
 # ---------------------------------------------------------------------------------- recorders without records of steps
