@@ -89,7 +89,9 @@ class Looking:
             now = replace(now, step_seconds=sum(line["seconds"] for line in newest) / len(newest),
                           tokens_per_second=sum(line["tokens_per_second"] for line in newest) / len(newest))
         links = [follower.header.get("link") for follower in self._followers.values() if follower.header]
-        return with_ranks(now, flights, self.steps.poll(), link=next(filter(None, links), "one host"))
+        records = self.steps.poll()
+        return with_ranks(now, flights, {} if state == NOT_BEGUN else records,      # they may be of an earlier run
+                          link=next(filter(None, links), "one host"))
 
     def _flights(self) -> list[RankFlight]:
         """The ranks' newest records; those of the newest generation."""

@@ -144,6 +144,13 @@ def test_a_look_reads_the_records_of_steps(tmp_path: Path) -> None:
     assert looking.look().slow is None
 
 
+def test_records_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    write_records(tmp_path, table(4, 30, rss=lambda step, line: 80 * MIB + 2 * MIB * step, **SLOW))
+    WatchedRun(tmp_path, steps=0, log=False)
+    now = Looking(tmp_path).look()
+    assert (now.state, now.slow, now.wrong) == ("not begun", None, ())
+
+
 def test_of_a_run_that_hangs_the_cause_of_the_hang_is_told(tmp_path: Path) -> None:
     WatchedRun(tmp_path, steps=30, slow=2, quiet=30.0)
     now = Looking(tmp_path).look()

@@ -72,6 +72,8 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(tmp_path: Path) -> Non
     assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & {tag for tag, _ in parts.elements}
     (policy,) = [attributes["content"] for tag, attributes in parts.elements if "http-equiv" in attributes]
     assert policy and policy.startswith("default-src 'none'")
+    assert {*PROGRAM} == {path.name for path in REPORT.glob("*.js")}
+    assert all((REPORT / file).read_text() in parts.scripts[2] for file in PROGRAM)
     for file in (*PROGRAM, "report.css", "page.html"):
         assert not OUTSIDE.search(re.sub(r"(^|\s)// .*", "", (REPORT / file).read_text())), file
 
