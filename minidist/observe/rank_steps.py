@@ -1,6 +1,6 @@
 """Chapter 25 · RUN/steps/00003.jsonl: a line of JSON a step from every rank, from which diagnosis names the culprit.
 
-    recorder = StepRecorder(world, run, steps_before=0)     # on every rank, before the first step
+    recorder = StepRecorder(world, run, first_step=0)     # on every rank, before the first step
     with recorder.input(): batch = next(batches)            # the wait for data
     trainer.step(batch)
     recorder.step_done(tokens=batch_tokens_of_this_rank)

@@ -43,7 +43,7 @@ def sections_of(run: RunFiles, ledger: Sequence[PlainTable], ledger_lines: Seque
     steps = one_step.kept(recorded)
     findings = diagnosis.findings_of(run)
     culprits = {rank for found in findings or () for rank in found.ranks}
-    return [diagnosis.section(run, findings), losses.section(run), one_step.section(run, recorded, steps),
+    return [diagnosis.section(run, findings, recorded), losses.section(run), one_step.section(run, recorded, steps),
             exposed.section(run, recorded, steps), ranks.section(run, culprits), stragglers.section(run),
             memory.section(run, steps, account), traffic.section(run),
             traffic.ledger_section(run, ledger, ledger_lines), links.section(run), joules.section(run),

@@ -1,10 +1,11 @@
 """What diagnose finds, the steps of each rank, and the links, as the report shows them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import write_run
+from report_runs import two_ranks, write_run
 from step_records import MIB, linked, table, write_records
 from watched import WatchedRun
 
@@ -13,6 +14,7 @@ from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.report import diagnosis, links, ranks
 from minidist.observe.report.run_files import RunFiles, read_run
 from minidist.observe.report.section import Section
+from minidist.observe.report.steps import recorded_steps
 
 
 def run_of(records: Any) -> RunFiles:
@@ -48,6 +50,20 @@ def test_what_recorders_and_records_tell_is_told_once(tmp_path: Path, capsys: py
     assert main(["diagnose", str(tmp_path)]) == 1 and found[0].what in capsys.readouterr().out
     section = diagnosis.section(read_run(tmp_path), found)
     assert "in flight/ and steps/" in section.lines[0]
+
+
+def test_what_a_slow_rank_costs_is_replayed() -> None:
+    """In each recorded step rank 1 computes 3 ms longer than rank 0."""
+    sick = table(2, 20, victim=1, at=5, cpu=1.5)
+    run = RunFiles(Path("run"), timelines=two_ranks(12), records=sick.ranks)
+    found = diagnosis.findings_of(run)
+    (line,) = diagnosis.section(run, found, recorded_steps(run.timelines)).lines[1:]
+    assert line.endswith("would take 7 ms in place of 10 ms, by a replay of its events.") and "work of rank 1" in line
+    (number,) = re.findall(r"step (\d+) would", line)
+    assert 5 < int(number) < 12
+    for timelines in ([], two_ranks(5), two_ranks(12, waits=False)):        # none, none of its steps, no waits
+        run.timelines = timelines
+        assert len(diagnosis.section(run, found, recorded_steps(timelines)).lines) == 1
 
 
 def test_a_clean_run_and_one_without_records() -> None:
