@@ -7,6 +7,7 @@ from typing import Any
 
 from step_records import table, write_records
 
+from minidist.observe.report.section import Section
 from minidist.observe.timeline import Span, Timeline
 
 MODEL_OF_A_VILLAIN = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
@@ -112,3 +113,9 @@ def many_ranks(ranks: int, *, steps: int = 30, calls: int = 40) -> list[Timeline
             timeline.add(Span("step", "compute", begin, begin + 99.9 * MS, {"step": step}))
         timeline.memory = timeline.memory[:1000]
     return timelines
+
+
+def texts(section: Section) -> str:
+    """All that a section shows."""
+    cells = [cell for found in section.tables for row in (found.head, *found.rows) for cell in row]
+    return "\n".join([*section.lines, *section.missing, *cells])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from minidist.observe.diagnose.step_table import StepTable
 from minidist.observe.rank_steps import RankSteps, steps_file
+from minidist.observe.report.run_files import RunFiles
 
 MIB = 1 << 20
 STEP = {"seconds": 0.1, "cpu": 0.05, "others": 0.002, "input": 0.001, "calls": 0.04, "rss": 80 * MIB, "tokens": 512}
@@ -61,3 +62,8 @@ def write_records(folder: Path, records: StepTable, *, ends_at: float | None = N
         lines = [about, *({**line, "time": line["time"] + shift} for line in each.steps)]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def run_of(records: StepTable) -> RunFiles:
+    """A run folder, as the report reads it, of which nothing is there but these records."""
+    return RunFiles(Path("run"), records=records.ranks)
