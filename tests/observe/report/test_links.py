@@ -1,6 +1,5 @@
 """The links as a run has measured them, the slowest first."""
 
-
 from step_records import linked, run_of, table
 
 from minidist.observe.report import links

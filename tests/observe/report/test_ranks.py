@@ -1,6 +1,5 @@
 """The steps of each rank, as the report shows them: what it did, its memory, its digests."""
 
-
 from report_runs import texts
 from step_records import MIB, run_of, table
 
