@@ -13,7 +13,7 @@ All in STREAK steps on end (step_table.py). The others wait for such a rank insi
 from collections.abc import Callable, Sequence
 
 from minidist.observe.diagnose.fault import CERTAIN, LIKELY, Fault, span
-from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, Streak, column, known, others
+from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, Streak, beside, column, known
 
 READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
 COSTS = 1.1         # times the others' processor time: from here on uneven data costs something
@@ -37,22 +37,24 @@ def laggards(table: StepTable) -> list[Fault]:
 
 
 def _reads(row: Row) -> list[int]:
+    theirs = beside(row, _input)
     return [rank for rank, line in row.items()
-            if _input(line) - 2 * others(row, rank, _input) >= max(LEAST, READS * _seconds(line))]
+            if _input(line) - 2 * theirs[rank] >= max(LEAST, READS * _seconds(line))]
 
 
 def _has_more(row: Row) -> list[int]:
     if not known(row, ["tokens"]):
         return []
-    return [rank for rank, line in row.items()
-            if _tokens(line) >= MORE * others(row, rank, _tokens)]
+    theirs = beside(row, _tokens)
+    return [rank for rank, line in row.items() if _tokens(line) >= MORE * theirs[rank]]
 
 
 def _computes(row: Row) -> list[int]:
     per = _per_token if known(row, ["tokens"]) else _cpu
+    theirs, whole = beside(row, per), beside(row, _cpu)
     return [rank for rank, line in row.items()
-            if per(line) >= SLOW * others(row, rank, per)
-            and _cpu(line) - others(row, rank, _cpu) >= max(LEAST, PART * _seconds(line))]
+            if per(line) >= SLOW * theirs[rank]
+            and _cpu(line) - whole[rank] >= max(LEAST, PART * _seconds(line))]
 
 
 def _per_token(line: Line) -> float:
@@ -60,8 +62,9 @@ def _per_token(line: Line) -> float:
 
 
 def _hogs(row: Row) -> list[int]:
+    theirs = beside(row, _other)
     return [rank for rank, line in row.items()
-            if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * others(row, rank, _other) + LEAST)]
+            if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * theirs[rank] + LEAST)]
 
 
 def _sure(streak: Streak) -> str:

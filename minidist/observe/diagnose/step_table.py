@@ -8,6 +8,7 @@ now and then, too, the streak must be so long that it comes about by chance in R
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,19 @@ def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> f
 def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:
     """The median of the other ranks' value."""
     return statistics.median([value(line) for other, line in row.items() if other != rank])
+
+
+def beside(row: Row, value: Callable[[Line], float]) -> dict[int, float]:
+    """{rank: the median of the other ranks' value}, of two ranks or more. Cost: one sort, however many ranks."""
+    mine = {rank: value(line) for rank, line in row.items()}
+    ordered, count = sorted(mine.values()), len(row) - 1
+
+    def without(place: int, at: int) -> float:
+        """The value at a place of the sorted others: `at` is left out."""
+        return ordered[place + (place >= at)]
+
+    places = {rank: bisect_left(ordered, own) for rank, own in mine.items()}
+    return {rank: (without((count - 1) // 2, at) + without(count // 2, at)) / 2 for rank, at in places.items()}
 
 
 def column(name: str) -> Callable[[Line], float]:

@@ -1,12 +1,15 @@
 """What the records of steps tell: made-up records, one fault each, at the size from which it is named and below it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from step_records import MIB, linked, table
 
 from minidist.observe.diagnose.laggards import laggards
 from minidist.observe.diagnose.numbers import leaks, wrong_numbers
 from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.diagnose.slow_links import slow_links
+from minidist.observe.diagnose.step_table import beside, column, others
 
 
 def only(found):
@@ -43,6 +46,13 @@ def test_a_laggard_is_named_with_its_cause(size, changed, cause):
     ids=["a little slower", "reads a little", "a little more", "more, at no cost", "a little beside", "not on end"])
 def test_less_names_nobody(changed):
     assert laggards(table(**changed)) == []
+
+
+@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.5, 7.0]) | st.floats(0, 10), min_size=2, max_size=9))
+def test_the_median_of_the_others(values):
+    row = {3 * rank: {"cpu": value} for rank, value in enumerate(values)}
+    cpu = column("cpu")
+    assert beside(row, cpu) == {rank: pytest.approx(others(row, rank, cpu)) for rank in row}
 
 
 def test_five_steps_are_enough_and_four_are_not():
