@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from minidist.observe.diagnose.fault import ranks_text
-from minidist.observe.diagnose.numbers import MIB, WARM, memory_growth
+from minidist.observe.diagnose.numbers import GROWTH, MIB, WARM, memory_growth
 from minidist.observe.rank_steps import RankSteps
 from minidist.observe.report.run_files import STEPS, RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded, thinned
@@ -100,15 +100,20 @@ def _memory(found: Section, records: Mapping[int, RankSteps], culprits: Collecti
                        "diagnosis calls it a leak from 1 MiB a step. Memory by category has a section of its own.")
     if len(most) < len(held):
         found.lines.append(f"The chart of memory has the {MOST_LINES} ranks whose memory grew most.")
-    lines = [{"rank": rank, "bytes": thinned([step for step, _ in held[rank]], [size for _, size in held[rank]])}
-             for rank in sorted(most)]
-    found.charts.append(Chart("rank_memory", "bytes that the process of each rank holds, by step; the table has the "
-                              "growth", {"lines": lines}))
-    growth = {rank: memory_growth(records[rank])[0] / MIB for rank in held}
-    rows = [[str(rank), f"{sizes[-1][1] / MIB:,.1f}", f"{gained[rank] / MIB:+,.1f}", f"{growth[rank]:,.3f}"]
+    lines = [{"rank": rank, "mib": thinned([step for step, _ in held[rank]],
+                                           [rounded(size / MIB) for _, size in held[rank]])} for rank in sorted(most)]
+    found.charts.append(Chart("rank_memory", "MiB that the process of each rank holds, by step; the table has the growth",
+                              {"lines": lines}))
+    rows = [[str(rank), f"{sizes[-1][1] / MIB:,.1f}", f"{gained[rank] / MIB:+,.1f}", _growth(records[rank])]
             for rank, sizes in held.items()]
     head = ["rank", "MiB at the end", f"gained since the first {WARM} steps", "a step, where it grew most steadily"]
     found.tables.append(PlainTable("Memory of each rank's process, in MiB", head, rows, range(4)))
+
+
+def _growth(each: RankSteps) -> str:
+    """MiB a step; of a few steps nothing is known."""
+    growth, sizes = memory_growth(each)
+    return f"{growth / MIB:,.3f}" if len(sizes) >= GROWTH else "not known"
 
 
 def _digests(found: Section, records: Mapping[int, RankSteps]) -> None:

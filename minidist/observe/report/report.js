@@ -130,11 +130,9 @@ function rankSteps(view, data) {
 /** A line a rank, with its name at its end. */
 function rankMemory(view, data) {
   const series = data.lines.map((one, place) => ({
-    ...band(`rank ${one.rank}`, one.bytes, css(`c${place}`), { width: 1.8, type: DASHES[place % 3] })[0],
+    ...band(`rank ${one.rank}`, one.mib, css(`c${place}`), { width: 1.8, type: DASHES[place % 3] })[0],
     endLabel: { show: true, formatter: "{a}", color: css("ink") }, labelLayout: { moveOverlap: "shiftY" } }));
-  overSteps(view, "", series, {
-    grid: { right: 66 }, tooltip: { trigger: "axis", valueFormatter: bytesText },
-    yAxis: axis("value", "", { scale: true, axisLabel: { color: css("soft"), formatter: bytesText } }) });
+  overSteps(view, "MiB", series, { grid: { right: 66 } });
 }
 
 const draw = {
