@@ -102,8 +102,8 @@ def _memory(found: Section, records: Mapping[int, RankSteps], culprits: Collecti
         found.lines.append(f"The chart of memory has the {MOST_LINES} ranks whose memory grew most.")
     lines = [{"rank": rank, "mib": thinned([step for step, _ in held[rank]],
                                            [rounded(size / MIB) for _, size in held[rank]])} for rank in sorted(most)]
-    found.charts.append(Chart("rank_memory", "MiB that the process of each rank holds, by step; the table has the growth",
-                              {"lines": lines}))
+    found.charts.append(Chart("rank_memory", "MiB that the process of each rank holds, by step; the table has the "
+                              "growth", {"lines": lines}))
     rows = [[str(rank), f"{sizes[-1][1] / MIB:,.1f}", f"{gained[rank] / MIB:+,.1f}", _growth(records[rank])]
             for rank, sizes in held.items()]
     head = ["rank", "MiB at the end", f"gained since the first {WARM} steps", "a step, where it grew most steadily"]
