@@ -45,8 +45,8 @@ class RunFiles:
     @property
     def ranks(self) -> int:
         """How many ranks the run had, as far as the folder tells."""
-        return int(self.metrics.get("size", 0)) or len(self.timelines) or max(
-            (each.size for each in (*self.flights, *self.records.values())), default=0)
+        sizes = [flight.size for flight in self.flights] + [each.size for each in self.records.values()]
+        return int(self.metrics.get("size", 0)) or len(self.timelines) or max(sizes, default=0)
 
 
 def read_run(folder: str | Path) -> RunFiles:
