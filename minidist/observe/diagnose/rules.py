@@ -50,7 +50,8 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
     broken = _broken(flights, stuck) if flights else []
     numbers, grown = wrong_numbers(table), leaks(table)
     late = [] if broken else held_up(flights, table, explained=bool(numbers or grown))
-    told = summary(flights) if flights else f"{ranks_text(table.ranks)}, steps alone: no flight recorder is there"
+    told = summary(flights) if flights else \
+        f"{ranks_text(table.ranks)}, by the records of their steps alone: no flight recorder is here"
     return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], told)
 
 

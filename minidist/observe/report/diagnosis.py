@@ -13,7 +13,7 @@ from minidist.observe.what_if import Change, predict
 
 SLOW = ("slow compute", "uneven data", "hogs the interpreter", "slow")
 """Causes that lie inside a step of the trace; a rank reads its data before it."""
-HEAD = ("culprit", "cause", "where", "what", "how sure", "what to do")
+HEAD = ("culprit", "cause", "how sure", "where")
 
 
 def section(run: RunFiles, found: list[Fault] | None, recorded: Sequence[RecordedStep] = ()) -> Section:
@@ -31,7 +31,8 @@ def section(run: RunFiles, found: list[Fault] | None, recorded: Sequence[Recorde
         part.lines.append(f"minidist diagnose finds nothing wrong in {' and '.join(read)}.")
         return part
     part.lines.append(f"minidist diagnose finds this in {' and '.join(read)}; the cause stands first.")
-    rows = [[_culprit(one), one.cause, one.where, one.what, one.sure, one.advice] for one in found]
+    part.lines += [f"{one.what[0].upper()}{one.what[1:]}. What to do: {one.advice}." for one in found]
+    rows = [[_culprit(one), one.cause, one.sure, one.where] for one in found]
     evidence = [[_culprit(one), one.cause, line] for one in found for line in one.evidence]
     part.tables.append(PlainTable("What minidist diagnose finds", HEAD, rows))
     if evidence:

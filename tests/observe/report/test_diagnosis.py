@@ -25,7 +25,8 @@ def test_the_report_shows_what_diagnose_finds_with_its_evidence(records: Any) ->
     assert found == diagnose([], records.ranks).findings and len(found) == 1
     section = diagnosis.section(run, found)
     what, evidence = section.tables
-    assert what.rows[0][1] == found[0].cause and what.rows[0][3] == found[0].what
+    assert what.rows[0][1:3] == [found[0].cause, found[0].sure]
+    assert section.lines[1].lower() == f"{found[0].what}. what to do: {found[0].advice}.".lower()
     assert [row[2] for row in evidence.rows] == [*found[0].evidence] != []
     assert found[0].advice in texts(section) and "in steps/" in section.lines[0]
 
@@ -46,13 +47,13 @@ def test_what_a_slow_rank_costs_is_replayed() -> None:
     sick = table(2, 20, victim=1, at=5, cpu=1.5)
     run = RunFiles(Path("run"), timelines=two_ranks(12), records=sick.ranks)
     found = diagnosis.findings_of(run)
-    (line,) = diagnosis.section(run, found, recorded_steps(run.timelines)).lines[1:]
+    (line,) = diagnosis.section(run, found, recorded_steps(run.timelines)).lines[2:]
     assert line.endswith("would take 7 ms in place of 10 ms, by a replay of its events.") and "work of rank 1" in line
     (number,) = re.findall(r"step (\d+) would", line)
     assert 5 < int(number) < 12
     for timelines in ([], two_ranks(5), two_ranks(12, waits=False)):        # none, none of its steps, no waits
         run.timelines = timelines
-        assert len(diagnosis.section(run, found, recorded_steps(timelines)).lines) == 1
+        assert len(diagnosis.section(run, found, recorded_steps(timelines)).lines) == 2
 
 
 def test_a_clean_run_and_one_without_records() -> None:
@@ -76,7 +77,8 @@ def test_a_run_that_keeps_no_recorders_is_diagnosed_from_its_records(tmp_path: P
     """So is one that was told to stop."""
     assert main(["diagnose", str(write_records(tmp_path, table(cpu=1.5)))]) == 1
     told = capsys.readouterr().out
-    assert "rank 2 computes" in told and told.startswith("ranks 0-3, steps alone: no flight recorder is there")
+    assert "rank 2 computes" in told
+    assert told.startswith("ranks 0-3, by the records of their steps alone: no flight recorder is here")
 
 
 def test_a_folder_of_records_alone_is_a_run(tmp_path: Path) -> None:
@@ -84,5 +86,5 @@ def test_a_folder_of_records_alone_is_a_run(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks == 3 and sorted(run.records) == [0, 1, 2]
     assert main(["report", str(tmp_path)]) == 0
-    assert "rank 2 computes 1.5" in (tmp_path / "report.html").read_text()
+    assert "Rank 2 computes 1.5" in (tmp_path / "report.html").read_text()
     assert sorted(read_run(write_run(tmp_path / "whole")).records) == [0, 1]
