@@ -13,9 +13,10 @@ from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
-from minidist.parallel.data.bounded_staleness import Update, replay
+from minidist.parallel.data.bounded_staleness import Update
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.data.replay_updates import replay
 from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")

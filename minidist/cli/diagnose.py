@@ -1,4 +1,4 @@
-"""`minidist diagnose RUN`: which rank broke a job, where and why, from its flight recorders; status 1 if one did.
+"""`minidist diagnose RUN`: which rank broke a job or holds it up, where and why, from its records; status 1 if any.
 
     minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still runs
     minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps (SIGUSR2)
@@ -13,12 +13,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist.console import positive_number, write_json
+from minidist.errors import ConfigError
 from minidist.files import check_writable
 from minidist.observe.diagnose.fault import Fault, ranks_text
-from minidist.observe.diagnose.flights import read_flights
+from minidist.observe.diagnose.flights import RankFlight, read_flights
 from minidist.observe.diagnose.hangs import STUCK
 from minidist.observe.diagnose.rules import diagnose
-from minidist.observe.rank_steps import read_rank_steps
+from minidist.observe.rank_steps import RankSteps, read_rank_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if there is no recorder."""
+    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing was recorded."""
     check_writable("--json", args.json)
-    found = diagnose(read_flights(args.run), read_rank_steps(args.run), stuck=args.stuck)
+    found = diagnose(*_records(args.run), stuck=args.stuck)
     console = Console(highlight=False, soft_wrap=True)
     console.print(found.summary, markup=False)
     if not found.findings:
@@ -45,6 +46,17 @@ def run(args: argparse.Namespace) -> int:
         findings: list[dict[str, Any]] = [asdict(finding) for finding in found.findings]
         write_json(args.json, {"healthy": not findings, "summary": found.summary, "findings": findings})
     return 1 if found.findings else 0
+
+
+def _records(place: str) -> tuple[list[RankFlight], dict[int, RankSteps]]:
+    """Flight recorders and records of steps; one of them is enough: a run that was told to stop keeps no recorders."""
+    steps = read_rank_steps(place)
+    try:
+        return read_flights(place), steps
+    except ConfigError:
+        if not steps:
+            raise
+        return [], steps
 
 
 def _table(findings: list[Fault]) -> Table:

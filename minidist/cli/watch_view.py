@@ -61,7 +61,7 @@ def lines_of(now: RunNow, *, width: int, height: int | None = None, signs: Signs
 
     Args:    width: columns, of which no line takes more; height: lines, of which ranks take what is left.
     """
-    head = [*_head(now, width, signs), *_slow(now)]
+    head = [*_head(now, width, signs), *_faults(now, width)]
     foot = [*_axes(now, width), *_memory(now, width, signs), *_power(now, width)]
     room = ROWS if height is None else max(4, height - len(head) - len(foot) - 3)
     lines = [*head, *_ranks(now, width, room, signs), *foot]
@@ -84,7 +84,8 @@ def one_line(now: RunNow) -> str:
     if now.watts is not None and now.state == RUNNING:
         parts.append(power_text(now))
     if now.slow is not None:
-        parts.append(f"rank {now.slow.rank} is slow since step {now.slow.since}")
+        parts.append(f"{now.slow.cause}: {now.slow.who} since step {now.slow.since}")
+    parts += now.wrong
     return "  ".join(parts)
 
 
@@ -123,10 +124,15 @@ def _head(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
         yield Text.assemble("     ", (sparkline(now.losses, width - 5, signs.line), "magenta"))
 
 
-def _slow(now: RunNow) -> Iterator[Text]:
-    if now.slow is not None:
-        yield Text(f"slow: rank {now.slow.rank} since step {now.slow.since} ({span(now.slow.seconds)} ago)", "bold red")
-        yield Text(f"  the others wait {span(now.slow.delay)} of a step for it, at {now.slow.where}")
+def _faults(now: RunNow, width: int) -> Iterator[Text]:
+    """What holds the run up, and what else is wrong."""
+    if (slow := now.slow) is not None:
+        since = f"{slow.cause}: {slow.who} since step {slow.since} ({span(slow.seconds)} ago)"
+        yield from (Text(line, "bold red") for line in _folded(since, width))
+        what = f"{slow.what}, at {slow.where}" if slow.where else slow.what
+        yield from (Text(f"  {line}") for line in _folded(f"{what} ({slow.sure})", width - 2))
+    for line in now.wrong:
+        yield from (Text(part, "bold red") for part in _folded(f"wrong: {line}", width))
 
 
 def _ranks(now: RunNow, width: int, room: int, signs: Signs) -> Iterator[Text]:
@@ -155,14 +161,14 @@ def shown_ranks(now: RunNow, room: int) -> list[RankNow]:
     ordered = sorted(now.ranks, key=lambda rank: rank.parts.waiting if rank.parts else math.inf)
     least = max(1, (room - 1) // 2)
     chosen = {rank.rank for rank in (*ordered[:least], *ordered[-max(1, room - 1 - least):])}
-    chosen |= {now.slow.rank} if now.slow else set()
+    chosen |= {*now.slow.slow_ranks[:1]} if now.slow else set()
     return [rank for rank in now.ranks if rank.rank in chosen]
 
 
 def _tail(rank: RankNow, now: RunNow) -> str:
     """What is said of a rank behind its bar."""
     state = "" if rank.process in ("runs", "unknown") or now.state in OVER else f"  {rank.process}"
-    return f"{state}{'  slow' if now.slow and now.slow.rank == rank.rank else ''}"
+    return f"{state}{'  slow' if now.slow and rank.rank in now.slow.slow_ranks else ''}"
 
 
 def _bar(rank: RankNow, tail: str, width: int, longest: float, signs: Signs, *, wide: bool) -> Text:

@@ -1,6 +1,6 @@
 """Chapter 25 · RUN/steps/00003.jsonl: a line of JSON a step from every rank, from which diagnosis names the culprit.
 
-    recorder = StepRecorder(world, run, steps_before=0)     # on every rank, before the first step
+    recorder = StepRecorder(world, run, first_step=0)     # on every rank, before the first step
     with recorder.input(): batch = next(batches)            # the wait for data
     trainer.step(batch)
     recorder.step_done(tokens=batch_tokens_of_this_rank)
@@ -15,7 +15,7 @@ the time of day. Then a line of at most MOST_BYTES a step; what is left out is n
     cpu         processor seconds of the program's thread outside of calls: its own computation
     others      processor seconds of all other threads of the process; not of ranks that are threads
     input       seconds in which the program waited for its data
-    calls       seconds in which the program was in calls, or waited for calls
+    calls       seconds in which the program was in calls, or waited for calls (wait_state.spent_in_calls)
     rss         bytes of memory that the process holds; not of ranks that are threads
     tokens      targets that this rank worked on; loss: their mean loss
     digest      {group: digest of the weights that its ranks hold alike}, every few steps
@@ -31,7 +31,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ from minidist.observe.step_log import StepLog
 
 FOLDER = "steps"
 MOST_BYTES = 1000
+ABOUT = {"time", "rank", "size", "host", "clock", "alike"}      # of the first line; what a reader needs
 MUCH = 0.02         # of a step: other threads that are busy for longer, and longer than this one, are looked at
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -187,21 +188,42 @@ def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
     Args:    run: the run folder, or FOLDER in it.
     """
     folder = Path(run) / FOLDER if (Path(run) / FOLDER).is_dir() else Path(run)
-    found = {}
+    found = []
     for path in sorted(folder.glob("[0-9]*.jsonl")):
         about, steps = dict[str, Any](), dict[int, dict[str, Any]]()
-        for line in path.read_bytes().splitlines():
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                steps[values["step"]] = values
-            elif isinstance(values, dict) and isinstance(values.get("rank"), int):
-                about = values
-        if about:
-            found[about["rank"]] = RankSteps(about["rank"], about["size"], about["host"], about["clock"],
-                                             about["time"], about["alike"],
-                                             [steps[step] for step in sorted(steps)])
-    size = max(found.values(), key=lambda rank: rank.since).size if found else 0    # an elastic job's newest
-    return {rank: each for rank, each in found.items() if rank < size}
+        take_lines(path.read_bytes().splitlines(), about, steps)
+        found.append((about, steps))
+    return of_newest_job(found)
+
+
+def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]) -> None:
+    """Read further lines of a rank's file into what is known of it: its newest first line, and its steps by number.
+
+    A step that is made again, after a resumption, replaces the earlier one and those after it.
+    """
+    last = max(steps, default=-1)
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:          # torn
+            continue
+        if not isinstance(values, dict):
+            continue
+        if isinstance(step := values.get("step"), int) and isinstance(values.get("seconds"), (int, float)):
+            if step <= last:
+                for later in [number for number in steps if number >= step]:
+                    del steps[later]
+            steps[step] = values
+            last = step
+        elif values.keys() >= ABOUT:
+            about.clear()
+            about.update(values)
+
+
+def of_newest_job(found: Iterable[tuple[dict[str, Any], dict[int, dict[str, Any]]]]) -> dict[int, RankSteps]:
+    """{rank: its steps in order}, of what take_lines has read; of an elastic job the ranks of its newest size."""
+    ranks = {about["rank"]: RankSteps(about["rank"], about["size"], about["host"], about["clock"], about["time"],
+                                      about["alike"], [steps[step] for step in sorted(steps)])
+             for about, steps in found if about}
+    size = max(ranks.values(), key=lambda rank: rank.since).size if ranks else 0
+    return {rank: each for rank, each in ranks.items() if rank < size}

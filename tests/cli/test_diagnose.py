@@ -68,7 +68,7 @@ def test_a_job_that_ended(fault, tmp_path, capsys):
     (finding,) = found["findings"]
     assert (finding["cause"], finding["ranks"]) == (fault, [1])
     assert "job.py:" in finding["where"] and "what to do:" in said and "rank 1" in said
-    assert sorted(finding) == ["advice", "cause", "evidence", "ranks", "sure", "what", "where"]
+    assert sorted(finding) == ["advice", "cause", "evidence", "ranks", "steps", "sure", "what", "where"]
 
 
 def test_a_job_that_hangs_is_diagnosed_while_it_runs(tmp_path, capsys):

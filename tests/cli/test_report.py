@@ -35,8 +35,8 @@ def test_a_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert missing(page) == []
     text = page.read_text(encoding="utf-8")
     assert all(f'data-chart="{key}"' in text for key in (
-        "losses", "seconds", "timeline", "overlap", "causes", "memory", "memory_step", "traffic", "stragglers",
-        "watts"))
+        "losses", "seconds", "timeline", "overlap", "causes", "rank_steps", "memory", "memory_step", "traffic",
+        "stragglers", "watts"))
     _causes_are_those_of_the_terminal(run, text)
     assert "minidist train -n 3 " in text and "2(P-1)/P × " in text and "have no one receiver" not in text
 

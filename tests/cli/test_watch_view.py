@@ -9,6 +9,7 @@ from watched import WatchedRun
 from minidist.cli.watch_view import ASCII, FULL, fill, lines_of, one_line, shown_ranks, signs_for, sparkline
 from minidist.observe.live.looking import Looking
 from minidist.observe.live.run_now import AxisNow, RunNow
+from minidist.observe.live.slow_now import SlowNow
 from minidist.observe.live.step_parts import StepParts
 
 
@@ -35,7 +36,8 @@ def test_the_view_at_80_columns(now: RunNow) -> None:
                          "loss 3.0000  5,120 tokens/s  200 ms a step  0:00:06 left", "█" * 29 + "·" * 43 + "  40.0%"]
     assert lines[3] == "     " + sparkline(now.losses, 75, FULL.line) and len(lines[3]) == 25
     assert lines[4] == "slow: rank 2 since step 6 (3 s ago)"
-    assert lines[5] == "  the others wait 0.08 s of a step for it, at train.py:40"
+    assert lines[5:7] == ["  rank 2 is slow: the others wait 0.08 s of a step of 0.2 s for it, at",
+                          "  train.py:40 (certain)"]
     first = lines.index("rank  step  █ compute ▒ exposed communication ░ waiting") + 1
     columns = 80 - len("   0    21  ") - len("  35%  25%  40%") - len("  slow")
     compute, exposed, waiting = fill([0.35, 0.25, 0.4], columns)
@@ -47,6 +49,18 @@ def test_the_view_at_80_columns(now: RunNow) -> None:
     assert any(line.startswith("world         4  one host") and line.endswith(" ms") for line in lines)
     assert any(line.startswith("memory of rank 3: ") and line.endswith(" of 64 MiB") for line in lines)
     assert any(line == "power: 40 W, an estimate; 8 J a step (busy seconds times watts)" for line in lines)
+
+
+def test_a_slow_link_and_what_else_is_wrong_have_lines_of_their_own(now: RunNow) -> None:
+    link = SlowNow((1, 2), "slow link", 9, 3.0, "the link is 3.0 times as slow as the others", "", "likely")
+    sick = replace(now, slow=link, wrong=("the memory of rank 3 grows in every step",))
+    lines = [line.plain for line in lines_of(sick, width=80)]
+    assert lines[4:7] == ["slow link: the link from rank 1 to rank 2 since step 9 (3 s ago)",
+                          "  the link is 3.0 times as slow as the others (likely)",
+                          "wrong: the memory of rank 3 grows in every step"]
+    assert not any(line.endswith("  slow") for line in lines)
+    assert one_line(sick).endswith("  slow link: the link from rank 1 to rank 2 since step 9  the memory of rank 3 "
+                                   "grows in every step")
 
 
 def test_bars_have_the_length_of_their_parts(now: RunNow) -> None:
@@ -87,7 +101,7 @@ def test_axes_of_several_links_and_ranks_without_a_whole_step(now: RunNow) -> No
 def test_one_line_for_a_log(now: RunNow) -> None:
     line = one_line(now)
     assert line.startswith("running: step 20 of 50  loss 3.0000  5,120 tokens/s  compute ") and "\n" not in line
-    assert line.endswith("  40 W, an estimate  rank 2 is slow since step 6")
+    assert line.endswith("  40 W, an estimate  slow: rank 2 since step 6")
     bare = replace(now, losses=(), tokens_per_second=None, ranks=(), watts=None, slow=None)
     assert one_line(bare) == "running: step 20 of 50"
 

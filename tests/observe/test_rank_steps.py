@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import minidist as md
+from minidist.comm.flight.slots import CALL, MESSAGE
 from minidist.observe import rank_steps
 from minidist.observe.rank_steps import FOLDER, MOST_BYTES, StepRecorder, read_rank_steps, steps_file
 
@@ -58,6 +59,31 @@ def test_the_waits_of_a_call_are_not_computation(tmp_path):
     md.run(job, size=2, transport="tcp")
     first, last = (read_rank_steps(tmp_path)[rank].steps[0] for rank in range(2))
     assert first["calls"] > 0.15 > last["calls"] and first["cpu"] < 0.1
+
+
+@pytest.mark.parametrize("way", ["blocking", "started", "message"])
+def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
+    """The records of steps have the sum of what the flight recorder has call by call. Rank 1 is late."""
+    def job(world):
+        recorder = StepRecorder(world, tmp_path)
+        for step in range(3):
+            world.tell_step(step)
+            time.sleep(0.1 * world.rank)
+            if way == "message":
+                world.send(np.ones(5), dst=0) if world.rank else world.recv(src=1)
+            elif way == "started":
+                world.start_all_reduce(np.ones(5)).wait()
+            else:
+                world.all_reduce(np.ones(5))
+            recorder.step_done()
+        recorder.close()
+        return [entry for entry in world.ledger.flight.entries() if entry["kind"] in (CALL, MESSAGE)]
+
+    entries = md.run(job, size=2, transport="tcp")
+    for rank, each in read_rank_steps(tmp_path).items():
+        for line in each.steps:
+            stood = sum(entry["stood"] for entry in entries[rank] if entry["step"] == line["step"])
+            assert stood == pytest.approx(line["calls"], abs=0.03) and (rank == 1 or stood > 0.05)
 
 
 def test_a_thread_within_the_library_is_where_the_program_called_it(monkeypatch):

@@ -1,9 +1,13 @@
 """Run folders for the tests of the report: timelines made by hand, whose times are known."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from step_records import table, write_records
+
+from minidist.observe.report.section import Section
 from minidist.observe.timeline import Span, Timeline
 
 MODEL_OF_A_VILLAIN = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
@@ -78,15 +82,19 @@ def step_lines(steps: int = 3) -> str:
 
 
 def write_run(folder: Path, steps: int = 3, *, waits: bool = True, without: tuple[str, ...] = ()) -> Path:
-    """A run folder without flight recorders, and without the files named."""
+    """A run folder without flight recorders, and without the files named. Its records of steps are of a clean job."""
     from minidist.observe.timeline import write_perfetto
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.json").write_text(json.dumps(metrics(steps)))
     (folder / "metrics.jsonl").write_text(step_lines(steps))
     write_perfetto(folder / "trace.json", two_ranks(steps, waits=waits))
+    write_records(folder, table(2, steps))
     for name in without:
-        (folder / name).unlink()
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink()
     return folder
 
 
@@ -105,3 +113,9 @@ def many_ranks(ranks: int, *, steps: int = 30, calls: int = 40) -> list[Timeline
             timeline.add(Span("step", "compute", begin, begin + 99.9 * MS, {"step": step}))
         timeline.memory = timeline.memory[:1000]
     return timelines
+
+
+def texts(section: Section) -> str:
+    """All that a section shows."""
+    cells = [cell for found in section.tables for row in (found.head, *found.rows) for cell in row]
+    return "\n".join([*section.lines, *section.missing, *cells])

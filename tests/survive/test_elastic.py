@@ -17,7 +17,7 @@ from seldom import replay as replay_seldom
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.parallel.data.bounded_staleness import Update
-from minidist.parallel.data.bounded_staleness import replay as replay_updates
+from minidist.parallel.data.replay_updates import replay as replay_updates
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")

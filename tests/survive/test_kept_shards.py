@@ -9,7 +9,8 @@ from training import global_batch, tiny
 import minidist as md
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.data.bounded_staleness import ShardState, Update, replay
+from minidist.parallel.data.bounded_staleness import ShardState, Update
+from minidist.parallel.data.replay_updates import replay
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.survive import kept_shards
 from minidist.survive.kept_shards import KeptShards

@@ -53,7 +53,8 @@ def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
              day), groups {id: [axis, world ranks]}
     entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not yet), and the
              FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes, messages and
-             stood: the last seconds before it ended in which the program did nothing but wait for its end
+             stood: the last seconds before it ended in which the program did nothing but wait for its end; their sum
+             over a step is that of health/wait_state.spent_in_calls, which says why there are two
     Raises:  ConfigError if there is no such file, or it is no ring.
     """
     ring, later = _read_twice(Path(path))

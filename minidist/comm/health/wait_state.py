@@ -67,7 +67,13 @@ class RunningCall:
 
 
 def spent_in_calls() -> tuple[float, float]:
-    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for calls, so far."""
+    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for calls, so far.
+
+    The flight recorder measures the same standing still (`stood`, flight/slots.py), call by call: so `minidist watch`
+    divides a wait among the ranks and groups that it is for. Here it is one sum for a thread, which no ring forgets,
+    with the processor seconds that own computation is without: so the records of steps (observe/rank_steps.py) tell a
+    rank that computes longer from one that waits. Neither gives the other; a test holds that they agree.
+    """
     return _here.spent
 
 

@@ -20,6 +20,7 @@ class Fault:
                 evidence  what the recorders say, a line each
                 sure      CERTAIN, LIKELY or POSSIBLE
                 advice    what to do
+                steps     the first and the last step in which it shows, from 0; None: it is not tied to steps
     """
 
     cause: str
@@ -29,6 +30,7 @@ class Fault:
     evidence: tuple[str, ...]
     sure: str
     advice: str
+    steps: tuple[int, int] | None = None
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

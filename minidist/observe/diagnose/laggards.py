@@ -13,7 +13,7 @@ All in STREAK steps in a row (step_table.py). The others wait for such a rank in
 from collections.abc import Callable, Sequence
 
 from minidist.observe.diagnose.fault import CERTAIN, LIKELY, Fault, span
-from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, Streak, column, known, others
+from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, Streak, beside, column, known
 
 READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
 COSTS = 1.1         # times the others' processor time: from here on uneven data costs something
@@ -37,22 +37,24 @@ def laggards(table: StepTable) -> list[Fault]:
 
 
 def _reads(row: Row) -> list[int]:
+    theirs = beside(row, _input)
     return [rank for rank, line in row.items()
-            if _input(line) - 2 * others(row, rank, _input) >= max(LEAST, READS * _seconds(line))]
+            if _input(line) - 2 * theirs[rank] >= max(LEAST, READS * _seconds(line))]
 
 
 def _has_more(row: Row) -> list[int]:
     if not known(row, ["tokens"]):
         return []
-    return [rank for rank, line in row.items()
-            if _tokens(line) >= MORE * others(row, rank, _tokens)]
+    theirs = beside(row, _tokens)
+    return [rank for rank, line in row.items() if _tokens(line) >= MORE * theirs[rank]]
 
 
 def _computes(row: Row) -> list[int]:
     per = _per_token if known(row, ["tokens"]) else _cpu
+    theirs, whole = beside(row, per), beside(row, _cpu)
     return [rank for rank, line in row.items()
-            if per(line) >= SLOW * others(row, rank, per)
-            and _cpu(line) - others(row, rank, _cpu) >= max(LEAST, PART * _seconds(line))]
+            if per(line) >= SLOW * theirs[rank]
+            and _cpu(line) - whole[rank] >= max(LEAST, PART * _seconds(line))]
 
 
 def _per_token(line: Line) -> float:
@@ -60,8 +62,9 @@ def _per_token(line: Line) -> float:
 
 
 def _hogs(row: Row) -> list[int]:
+    theirs = beside(row, _other)
     return [rank for rank, line in row.items()
-            if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * others(row, rank, _other) + LEAST)]
+            if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * theirs[rank] + LEAST)]
 
 
 def _sure(streak: Streak) -> str:
@@ -84,7 +87,8 @@ def _waits_least(streak: Streak) -> str:
 def _late_reader(streak: Streak) -> Fault:
     return Fault("late reader", (streak.rank,), "", f"rank {streak.rank} waits for its data {_steps(streak)}",
                  (_compared(streak, _input, "its wait for data"), _waits_least(streak)), _sure(streak),
-                 "look at its disk, at its share of the files and at its preprocessing; read ahead in a thread")
+                 "look at its disk, at its share of the files and at its preprocessing; read ahead in a thread",
+                 streak.steps)
 
 
 def _uneven_data(streak: Streak) -> Fault | None:
@@ -95,7 +99,7 @@ def _uneven_data(streak: Streak) -> Fault | None:
                  f"rank {streak.rank} has {mine / max(1.0, theirs):.2f} times the others' targets {_steps(streak)}",
                  (f"its targets: {mine:,.0f} a step, the others' {theirs:,.0f}",
                   _compared(streak, _cpu, "its processor time"), _waits_least(streak)), _sure(streak),
-                 "divide the batch by targets, not by sequences or files; sort by length within a batch")
+                 "divide the batch by targets, not by sequences or files; sort by length within a batch", streak.steps)
 
 
 def _slow(streak: Streak) -> Fault | None:
@@ -105,7 +109,8 @@ def _slow(streak: Streak) -> Fault | None:
     return Fault("slow compute", (streak.rank,), "",
                  f"rank {streak.rank} computes {times:.2f} times as long as the others {_steps(streak)}",
                  (_compared(streak, _cpu, "its own processor time"), _waits_least(streak)), _sure(streak),
-                 f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at its BLAS")
+                 f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at its BLAS",
+                 streak.steps)
 
 
 def _hog(streak: Streak) -> Fault:
@@ -115,7 +120,7 @@ def _hog(streak: Streak) -> Fault:
                  f"other threads of rank {streak.rank}'s process take its processor time {_steps(streak)}",
                  (_compared(streak, _other, "processor time of its other threads"),
                   _compared(streak, _seconds, "seconds")), _sure(streak),
-                 "move that thread's work to another process: threads of Python share one interpreter")
+                 "move that thread's work to another process: threads of Python share one interpreter", streak.steps)
 
 
 def _all_read(table: StepTable) -> list[Fault]:
@@ -131,4 +136,5 @@ def _all_read(table: StepTable) -> list[Fault]:
         return []
     return [Fault("late reader", tuple(ranks), "", "all ranks wait for their data " + _steps(streaks[0]),
                   tuple(f"rank {s.rank}: {span(s.median(_input))} of a step of {span(s.median(_seconds))}"
-                        for s in streaks[:4]), _sure(streaks[0]), "read ahead in a thread; look at the shared disk")]
+                        for s in streaks[:4]), _sure(streaks[0]), "read ahead in a thread; look at the shared disk",
+                  streaks[0].steps)]

@@ -14,6 +14,7 @@ from typing import Any
 
 from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ranks_text
 from minidist.observe.diagnose.step_table import StepTable
+from minidist.observe.rank_steps import RankSteps
 
 JUMP, SPREADS, BEFORE = 0.5, 8.0, 6
 MIB = 1 << 20
@@ -130,9 +131,7 @@ def leaks(table: StepTable) -> list[Fault]:
     """Ranks whose memory grows step by step: the median growth over half of the steps, so one jump is no leak."""
     found: list[tuple[int, float, float, list[Any]]] = []
     for rank, each in table.ranks.items():
-        sizes = [(line["step"], line["rss"]) for line in each.steps[WARM:] if line.get("rss")]
-        best = max((_growth(sizes[at:at + 2 * GROWTH]) for at in range(0, max(1, len(sizes) - GROWTH), GROWTH)),
-                   default=0.0)
+        best, sizes = memory_growth(each)
         if best >= LEAK:
             found.append((rank, best, sizes[-1][1] - sizes[0][1], sizes))
     if not found:
@@ -143,6 +142,17 @@ def leaks(table: StepTable) -> list[Fault]:
                         for rank, growth, total, sizes in found[:4]),
                   CERTAIN if min(growth for _, growth, *_ in found) > 2 * LEAK else LIKELY,
                   "look for lists, caches and graphs that hold arrays of earlier steps: tracemalloc shows their lines")]
+
+
+def memory_growth(each: RankSteps) -> tuple[float, list[tuple[int, float]]]:
+    """How steadily a rank's memory grows.
+
+    Returns: (bytes a step in the 2 GROWTH steps in which it grows most, [(step, bytes after it)]), without the first
+             WARM steps.
+    """
+    sizes = [(line["step"], line["rss"]) for line in each.steps[WARM:] if line.get("rss")]
+    return max((_growth(sizes[at:at + 2 * GROWTH]) for at in range(0, max(1, len(sizes) - GROWTH), GROWTH)),
+               default=0.0), sizes
 
 
 def _growth(sizes: list[tuple[int, float]]) -> float:

@@ -39,7 +39,7 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
              stuck: float = STUCK) -> Diagnosis:
     """Find what is wrong with a job.
 
-    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps), if there are some.
+    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps). One may be empty.
              stuck: seconds after which an open call of a job that runs is a hang.
     Returns: the findings of the first rule that finds something, in the order: an exception, calls that do not fit, a
              stopped or killed rank, a broken link, a hang; a rank that makes the others wait and why, a slow link, a
@@ -47,11 +47,26 @@ def diagnose(flights: Sequence[RankFlight], steps: Mapping[int, RankSteps] | Non
              without a recorder.
     """
     table = StepTable(steps or {})
-    broken = failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
-        broken_links(flights) or hangs(flights, stuck)
+    broken = _broken(flights, stuck) if flights else []
     numbers, grown = wrong_numbers(table), leaks(table)
-    late = [] if broken else laggards(table) or slow_links(table) or ([] if numbers or grown else slow(flights))
-    return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], summary(flights))
+    late = [] if broken else held_up(flights, table, explained=bool(numbers or grown))
+    told = summary(flights) if flights else \
+        f"{ranks_text(table.ranks)}, by the records of their steps alone: no flight recorder is here"
+    return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], told)
+
+
+def _broken(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
+    """Why the job does not go on, if so."""
+    return failed_by_itself(flights) or mismatches(flights) or stopped(flights) or _lost(flights, stuck) or \
+        broken_links(flights) or hangs(flights, stuck)
+
+
+def held_up(flights: Sequence[RankFlight], table: StepTable, *, explained: bool) -> list[Fault]:
+    """What the ranks of a job that goes on wait for: a rank and why, or a slow link, or a rank that comes late.
+
+    Args:    explained: wrong numbers or a leak were found: then a rank that comes late, of unknown cause, is not told.
+    """
+    return laggards(table) or slow_links(table) or ([] if explained else slow(flights))
 
 
 def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:

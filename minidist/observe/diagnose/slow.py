@@ -22,6 +22,7 @@ from minidist.observe.diagnose.fault import (
 from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
+CAUSE = "slow"
 SHARE, MOST = 0.2, 0.7
 LEAST_STEPS, ALL_OF = 5, 10     # fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
 LEAST_DELAY = 0.005             # seconds
@@ -119,12 +120,13 @@ def _slow(flights: Sequence[RankFlight], rank: int, late: dict[int, tuple[float,
     waited = {flight.rank: _in_calls(flight) for flight in flights}
     others = [share for other, share in waited.items() if other != rank]
     least = waited[rank] <= min(others)
-    return Fault("slow", (rank,), where,
+    return Fault(CAUSE, (rank,), where,
                    f"rank {rank} is slow: the others wait {span(delay)} of a step of {span(usual)} for it",
                    (f"it was the last to arrive in {len(late)} of {count} steps, first in step {min(late)}",
                     f"it spent {waited[rank]:.0%} of its time in calls, the others {statistics.median(others):.0%}"),
                    CERTAIN if least and len(late) >= ALL_OF else LIKELY if least else POSSIBLE,
-                   f"look at what rank {rank} computes before {where}, at its data, and at what else runs on its core")
+                   f"look at what rank {rank} computes before {where}, at its data, and at what else runs on its core",
+                   (min(late), max(late)))
 
 
 def _in_calls(flight: RankFlight) -> float:

@@ -13,6 +13,7 @@ from minidist.observe.diagnose.fault import CERTAIN, LIKELY, Fault, span
 from minidist.observe.diagnose.step_table import StepTable
 from minidist.observe.link_times import Link, Message, link_profiles, messages_of, quartile
 
+CAUSE = "slow link"
 TIMES, LEAST = 2.0, 0.002
 BESIDE = 1.7        # times the quick messages of the slowest other sender
 LATE = 1.2          # times the middle message of the others
@@ -92,7 +93,8 @@ def _fault(table: StepTable, link: Link, found: dict[Link, list[Message]], by_li
         evidence.append(f"measured: alpha {profile.alpha * 1e6:,.0f} µs, "
                         + (f"{1e-6 / profile.beta:,.1f} MB/s, " if profile.beta else "") + f"drift {profile.drift:.2f}")
     times = seconds / max(1e-9, usual[_class(largest)])
-    return Fault("slow link", link, "", f"the link from rank {src} to rank {dst} is {times:.1f} times as slow as the "
+    return Fault(CAUSE, link, "", f"the link from rank {src} to rank {dst} is {times:.1f} times as slow as the "
                  "others", tuple(evidence), CERTAIN if len(slow) >= SURE else LIKELY,
                  f"look at cable, port and switch between the hosts of ranks {src} and {dst}, and at what else they "
-                 "carry; a placement that keeps this link out of the busiest axis helps until then")
+                 "carry; a placement that keeps this link out of the busiest axis helps until then",
+                 (slow[0].step, max(message.step for message in slow)))

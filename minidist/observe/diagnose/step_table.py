@@ -8,6 +8,7 @@ stand out now and then, too, the streak must be so long that it comes about by c
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Streak:
     @property
     def first(self) -> int:
         return next(iter(self.rows))
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last."""
+        return self.first, next(reversed(self.rows))
 
     def median(self, value: Callable[[Line], float], *, of_others: bool = False) -> float:
         """The median over its steps of a rank's value, or of the others' median."""
@@ -106,6 +112,19 @@ def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> f
 def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:
     """The median of the other ranks' value."""
     return statistics.median([value(line) for other, line in row.items() if other != rank])
+
+
+def beside(row: Row, value: Callable[[Line], float]) -> dict[int, float]:
+    """{rank: the median of the other ranks' value}, of two ranks or more. Cost: one sort, however many ranks."""
+    mine = {rank: value(line) for rank, line in row.items()}
+    ordered, count = sorted(mine.values()), len(row) - 1
+
+    def without(place: int, at: int) -> float:
+        """The value at a place of the sorted others: `at` is left out."""
+        return ordered[place + (place >= at)]
+
+    places = {rank: bisect_left(ordered, own) for rank, own in mine.items()}
+    return {rank: (without((count - 1) // 2, at) + without(count // 2, at)) / 2 for rank, at in places.items()}
 
 
 def column(name: str) -> Callable[[Line], float]:

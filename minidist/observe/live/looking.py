@@ -39,6 +39,8 @@ from minidist.observe.live.run_now import (
     RunNow,
     with_ranks,
 )
+from minidist.observe.live.steps_follower import StepsFollower
+from minidist.observe.rank_steps import read_rank_steps
 from minidist.observe.step_log import STEP_LOG, LogFollower
 
 STALL = 5.0                 # seconds
@@ -60,7 +62,7 @@ class Looking:
         if not self.run.is_dir():
             raise ConfigError(f"{run}: there is no such folder; name a run folder of minidist train")
         self.rest = 0.0
-        self.log = LogFollower(self.run / STEP_LOG)
+        self.log, self.steps = LogFollower(self.run / STEP_LOG), StepsFollower(self.run)
         self._followers: dict[Path, RingFollower] = {}
         self._thorough = (0.0, "", "")                  # when whole rings were read, for which state, the cause
 
@@ -80,13 +82,16 @@ class Looking:
         state, what = self._state(flights, lines, kept)
         step = lines[-1]["step"] if lines else 0
         now = RunNow(str(self.run), state, what, step, lines[-1].get("steps") if lines else None,
-                     tuple(line["loss"] for line in lines[-200:]), None, None, (), (), None, None, False, time.time())
+                     tuple(line["loss"] for line in lines[-200:]), None, None, (), (), None, (), None, False,
+                     time.time())
         if lines:
             newest = lines[-WINDOW:]
             now = replace(now, step_seconds=sum(line["seconds"] for line in newest) / len(newest),
                           tokens_per_second=sum(line["tokens_per_second"] for line in newest) / len(newest))
         links = [follower.header.get("link") for follower in self._followers.values() if follower.header]
-        return with_ranks(now, flights, link=next(filter(None, links), "one host"))
+        records = self.steps.poll()
+        return with_ranks(now, flights, {} if state == NOT_BEGUN else records,      # they may be of an earlier run
+                          link=next(filter(None, links), "one host"))
 
     def _flights(self) -> list[RankFlight]:
         """The ranks' newest records; those of the newest generation."""
@@ -158,7 +163,7 @@ class Looking:
         if known != state or time.monotonic() - since > 2.0:
             found: Sequence[Any] = []
             with suppress(ConfigError):
-                found = diagnose(read_flights(self.run), stuck=STALL).findings
+                found = diagnose(read_flights(self.run), read_rank_steps(self.run), stuck=STALL).findings
             what = found[0].what if found else ""
             self._thorough = time.monotonic(), state, what
         return what or otherwise

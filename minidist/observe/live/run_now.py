@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from minidist.comm.flight.slots import STATE_OF_STEP
 from minidist.device.account import CATEGORIES
 from minidist.observe.diagnose.flights import RankFlight
-from minidist.observe.diagnose.slow import LEAST_DELAY, SHARE, slow
-from minidist.observe.live.step_parts import StepParts, last_to_arrive, mean, step_parts
+from minidist.observe.live.slow_now import Records, SlowNow, slow_now, wrong_now
+from minidist.observe.live.step_parts import StepParts, mean, step_parts
 
 NOT_BEGUN, RUNNING, STALLED, STOPPED_RUN, DIED, ENDED, FINISHED = STATES = (
     "not begun", "running", "stalled", "stopped", "died", "ended", "finished")
 OVER = (DIED, ENDED, FINISHED)
+HANGS = (STALLED, STOPPED_RUN, DIED)        # `what` says for which rank
 WINDOW = 10         # steps whose mean is shown
 
 
@@ -59,22 +60,12 @@ class AxisNow:
 
 
 @dataclass(frozen=True)
-class SlowNow:
-    """The rank that the others wait for. since: the step, from 1; seconds: since then; delay: of a step, seconds."""
-
-    rank: int
-    since: int
-    seconds: float
-    delay: float
-    where: str
-
-
-@dataclass(frozen=True)
 class RunNow:
     """A run at one moment.
 
-    Attributes: what: one line about the state; losses: of the newest steps, None where not finite; watts: of all
-                ranks, and estimate: whether they, or a part of them, are an estimate; at: the time of day.
+    Attributes: what: one line about the state; losses: of the newest steps, None where not finite; slow: what holds the
+                run up; wrong: what else is wrong, a sentence each; watts: of all ranks, and estimate: whether they, or
+                a part of them, are an estimate; at: the time of day.
     """
 
     run: str
@@ -88,13 +79,17 @@ class RunNow:
     ranks: tuple[RankNow, ...]
     axes: tuple[AxisNow, ...]
     slow: SlowNow | None
+    wrong: tuple[str, ...]
     watts: float | None
     estimate: bool
     at: float
 
 
-def with_ranks(now: RunNow, flights: Sequence[RankFlight], *, link: str) -> RunNow:
-    """The same with what the flight recorders say. Args: link: the link class inside a host."""
+def with_ranks(now: RunNow, flights: Sequence[RankFlight], records: Records | None = None, *, link: str) -> RunNow:
+    """The same with what the flight recorders say.
+
+    Args:    records: of the newest steps of all ranks. link: the link class inside a host.
+    """
     if not flights:
         return now
     newest = newest_parts(step_parts(flights))
@@ -102,7 +97,8 @@ def with_ranks(now: RunNow, flights: Sequence[RankFlight], *, link: str) -> RunN
     seconds = max((each.seconds for each in newest.values() if each is not None), default=None)
     watts, estimate = watts_of(ranks)
     return replace(now, ranks=ranks, axes=_axes(flights, newest, seconds, link), watts=watts, estimate=estimate,
-                   slow=slow_now(flights), step_seconds=now.step_seconds or seconds)
+                   slow=None if now.state in HANGS else slow_now(flights, records), wrong=wrong_now(records or {}),
+                   step_seconds=now.step_seconds or seconds)
 
 
 def newest_parts(parts: dict[int, dict[int, StepParts]]) -> dict[int, StepParts | None]:
@@ -155,32 +151,3 @@ def _axes(flights: Sequence[RankFlight], newest: dict[int, StepParts | None],
                                         exposed=max(before.exposed, parts.stood.get(group, 0.0)))
     rated = (replace(axis, a_second=axis.a_step / seconds if seconds else 0.0) for axis in found.values())
     return tuple(sorted(rated, key=lambda axis: -axis.a_step))
-
-
-def slow_now(flights: Sequence[RankFlight]) -> SlowNow | None:
-    """The rank that is slow in the newest steps, and since when it has been the last to arrive."""
-    named = slow([_newest_steps(flight, WINDOW + 2) for flight in flights])
-    if not named or not named[0].ranks:
-        return None
-    rank, late = named[0].ranks[0], last_to_arrive(flights)
-    usual = mean(part for mine in step_parts(flights).values() for part in mine.values())
-    least = max(LEAST_DELAY, SHARE * (usual.seconds if usual else 0.0))
-    since = max(late, default=0)
-    for step in sorted(late, reverse=True):
-        if since - step > 2:                            # two steps one after another in which it was not late
-            break
-        if late[step][0] == rank and late[step][1] >= least:
-            since = step
-    newest = max(flight.newest for flight in flights)
-    begun = min((entry["made"] for flight in flights for entry in flight.entries if entry["step"] == since),
-                default=newest)
-    delays = sorted(delay for step, (last, delay) in late.items() if last == rank and step >= since)
-    return SlowNow(rank, since + 1, newest - begun, delays[len(delays) // 2] if delays else 0.0,
-                   named[0].where)
-
-
-def _newest_steps(flight: RankFlight, count: int) -> RankFlight:
-    """The flight with the records of its newest steps alone."""
-    steps = [entry["step"] for entry in flight.entries if entry["step"] is not None]
-    first = max(steps, default=0) - count
-    return replace(flight, entries=[entry for entry in flight.entries if (entry["step"] or 0) > first])

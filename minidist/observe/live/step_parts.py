@@ -3,9 +3,10 @@
     rank 0      compute ............ | waiting ....... | exposed |
     rank 1      compute .............................. | exposed |      the last to arrive: it waits least
 
-The recorder says for each call how long the program stood still before its end. Up to the moment at which the last rank
-arrived that is waiting, and from then on exposed communication. All else of a step is compute: also reading data, and
-whatever else the program does. Communication behind computation is in none of the three, because it costs no time.
+The recorder says for each call how long the program stood still before its end (the records of steps have the sum
+alone: wait_state.spent_in_calls). Up to the moment at which the last rank arrived that is waiting, and from then on
+exposed communication. All else of a step is compute: also reading data, and whatever else the program does.
+Communication behind computation is in none of the three, because it costs no time.
 """
 
 from collections import defaultdict

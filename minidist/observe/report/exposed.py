@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from minidist.observe.overlap import Overlap, measure, together
-from minidist.observe.report.run_files import TRACE, RunFiles
+from minidist.observe.report.run_files import RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded
-from minidist.observe.report.steps import REMEDY, RecordedStep
-from minidist.observe.step_record import record_step
+from minidist.observe.report.steps import RecordedStep, no_step
+from minidist.observe.step_record import StepRecord, record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import CAUSES, exposed_of
 from minidist.observe.why_report import causes_line, foresight_line, headline, place
@@ -26,11 +26,9 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
     """Args: recorded: all steps of the trace; steps: those that the page keeps."""
     found = Section("overlap", "Overlap, and what exposed communication waits for")
     if not steps:
-        found.missing.append(run.lacks(TRACE, "overlap", REMEDY) if TRACE in run.missing else
-                             f"No overlap: {TRACE} has no step that all ranks recorded whole.")
+        found.missing.append(no_step(run, "overlap"))
         return found
-    explains = any("group" in span.details for step in steps for spans in step.spans for span in spans
-                   if span.row == "communication")
+    explains = has_waits(steps)
     if not explains and len(run.timelines) > 1:
         found.missing.append("No causes of exposed milliseconds: the run did not record its waits; train with --why.")
     if "why" in run.metrics:
@@ -50,15 +48,14 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
     return found
 
 
-def _of_step(timeline: Timeline, step: RecordedStep, place_of: int) -> Timeline:
-    """The part of a timeline that lies in a step."""
-    part = Timeline(timeline.rank)
-    part.spans = step.spans[place_of]
-    return part
+def has_waits(steps: Sequence[RecordedStep]) -> bool:
+    """Whether the run recorded its waits."""
+    return any("group" in span.details for step in steps for spans in step.spans for span in spans
+               if span.row == "communication")
 
 
-def _causes(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> list[dict[str, Any]]:
-    """Where the ranks stood still in a step, the longest first. The steps around it tell what held its link."""
+def record_of(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> StepRecord:
+    """What a step with waits was made of. The steps around it tell what held its link."""
     at = recorded.index(step)
     around = recorded[max(0, at - 1):at + 2]
     timelines = []
@@ -68,8 +65,20 @@ def _causes(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep)
         part.spans = [replace(span, details={"blocking": False, "messages": 0, **span.details})
                       if span.row == "communication" else span for span in part.spans]
         timelines.append(part)
+    return record_step(timelines, step.step)
+
+
+def _of_step(timeline: Timeline, step: RecordedStep, place_of: int) -> Timeline:
+    """The part of a timeline that lies in a step."""
+    part = Timeline(timeline.rank)
+    part.spans = step.spans[place_of]
+    return part
+
+
+def _causes(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> list[dict[str, Any]]:
+    """Where the ranks stood still in a step, the longest first."""
     sums: dict[tuple[Any, ...], float] = defaultdict(float)
-    for row in exposed_of(record_step(timelines, step.step)):
+    for row in exposed_of(record_of(run, recorded, step)):
         sums[row.rank, row.call, CAUSES.index(row.cause), row.by, place(row.where)] += row.seconds
     rows = sorted(sums.items(), key=lambda item: -item[1])
     return [{"rank": rank, "call": call, "cause": cause, "by": by, "where": where, "ms": rounded(1e3 * seconds)}

@@ -12,11 +12,23 @@ from importlib.resources import files
 from typing import Any
 
 from minidist.device.account import CATEGORIES
-from minidist.observe.report import environment, exposed, joules, losses, memory, stragglers, traffic
+from minidist.observe.report import (
+    diagnosis,
+    environment,
+    exposed,
+    joules,
+    links,
+    losses,
+    memory,
+    ranks,
+    stragglers,
+    traffic,
+)
 from minidist.observe.report import steps as one_step
 from minidist.observe.report.run_files import RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section
 
+PROGRAM = ("drawing.js", "timeline.js", "report.js")
 LONG = 44
 """Letters of a cell from which its text may wrap."""
 
@@ -29,9 +41,12 @@ def sections_of(run: RunFiles, ledger: Sequence[PlainTable], ledger_lines: Seque
     """
     recorded = one_step.recorded_steps(run.timelines)
     steps = one_step.kept(recorded)
-    return [losses.section(run), one_step.section(run, recorded, steps), exposed.section(run, recorded, steps),
+    findings = diagnosis.findings_of(run)
+    culprits = {rank for found in findings or () for rank in found.ranks}
+    return [diagnosis.section(run, findings, recorded), losses.section(run), one_step.section(run, recorded, steps),
+            exposed.section(run, recorded, steps), ranks.section(run, culprits), stragglers.section(run),
             memory.section(run, steps, account), traffic.section(run),
-            traffic.ledger_section(run, ledger, ledger_lines), stragglers.section(run), joules.section(run),
+            traffic.ledger_section(run, ledger, ledger_lines), links.section(run), joules.section(run),
             environment.section(run)]
 
 
@@ -42,7 +57,8 @@ def page(run: RunFiles, sections: Sequence[Section]) -> str:
              "contents": "".join(f'<li><a href="#{section.key}">{escape(section.title)}</a></li>'
                                  for section in sections),
              "sections": "".join(map(_section, sections)), "numbers": in_script(charts),
-             "style": _file("report.css"), "program": _file("report.js"), "library": _file("vendor/echarts.min.js")}
+             "style": _file("report.css"), "program": "".join(map(_file, PROGRAM)),
+             "library": _file("vendor/echarts.min.js")}
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
 
 

@@ -91,8 +91,7 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
     """The timeline of a chosen step: one band a rank, a lane each for compute, communication, messages, moves."""
     found = Section("timeline", "Timeline of a step")
     if not steps:
-        found.missing.append(run.lacks(TRACE, "timeline", REMEDY) if TRACE in run.missing else
-                             f"No timeline: {TRACE} has no step that all ranks recorded whole.")
+        found.missing.append(no_step(run, "timeline"))
         return found
     kinds: dict[tuple[Any, ...], int] = {}
     ranks = _ranks_with_room(middle(recorded))
@@ -109,6 +108,12 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
         "kinds": [dict(zip(("name", "row", "axis", "bytes", "peer", "where", "micro"), kind, strict=True))
                   for kind in kinds], "steps": data}))
     return found
+
+
+def no_step(run: RunFiles, what: str) -> str:
+    """One line: a part of the report is missing because no step was recorded whole. Args: what: the part."""
+    return run.lacks(TRACE, what, REMEDY) if TRACE in run.missing else \
+        f"No {what}: {TRACE} has no step that all ranks recorded whole."
 
 
 def _ranks_with_room(step: RecordedStep) -> int:

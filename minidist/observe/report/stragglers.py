@@ -1,4 +1,4 @@
-"""The section on slow ranks: whom the others waited for, by the flight recorders, and what `minidist diagnose` finds.
+"""The section on slow ranks: whom the others waited for, by the flight recorders.
 
     delay of a call     from the arrival of the last but one rank to the last one's
     blame of a rank     the sum of the delays of the calls in which it came last
@@ -8,11 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from minidist.errors import ConfigError
-from minidist.observe.diagnose.fault import ranks_text
 from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import group_calls
-from minidist.observe.diagnose.rules import diagnose
+from minidist.observe.diagnose.rules import summary
 from minidist.observe.report.run_files import FLIGHT, RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded
 
@@ -21,24 +19,13 @@ Delay: TypeAlias = tuple[int | None, int, float]
 
 
 def section(run: RunFiles) -> Section:
-    """Findings, a table by rank, and the delay that each rank caused in each step."""
+    """A table by rank, and the delay that each rank caused in each step."""
     found = Section("stragglers", "Slow ranks")
     if not run.flights:
         found.missing.append(run.lacks(FLIGHT, "slow ranks", "minidist train keeps the flight recorders there"))
         return found
-    try:
-        told = diagnose(run.flights)
-    except (ConfigError, KeyError, ValueError) as error:
-        found.missing.append(f"No diagnosis: {error}; run minidist diagnose on the folder.")
-    else:
-        found.lines.append(f"The flight recorders say: {told.summary}.")
-        found.lines += [] if told.findings else ["minidist diagnose finds nothing wrong."]
-        if told.findings:
-            rows = [[ranks_text(one.ranks) if one.ranks else "no rank", one.cause, one.what, one.sure, one.advice]
-                    for one in told.findings]
-            head = ["culprit", "cause", "what", "how sure", "what to do"]
-            found.tables.append(PlainTable("What minidist diagnose finds", head, rows))
     delays = _without_last_step(list(_delays(run.flights)))
+    found.lines.append(f"The flight recorders say: {summary(run.flights)}.")
     if len({flight.host for flight in run.flights}) > 1:
         found.lines.append("The ranks are on several hosts: a delay contains the difference of their clocks.")
     if delays:

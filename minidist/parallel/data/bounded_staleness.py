@@ -1,4 +1,4 @@
-"""An asynchronous server: a thread for each worker, how far one may be ahead, and the same updates in one process.
+"""An asynchronous server: a thread for each worker, and how far one may be ahead.
 
     thread of worker 0     recv | update | wait for its turn | copy | send        recv | ...
     thread of worker 1          recv     | update | copy | send     recv | ...
@@ -9,14 +9,13 @@
     slow worker        ################|  ################|
 
 The server makes an update of each gradient as it comes. What the weights then are depends on the order of the updates,
-and on which weights each gradient was made from: its record. `replay` makes the same updates again.
+and on which weights each gradient was made from: its record. data/replay_updates.py makes the same updates again.
 
 Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -31,7 +30,7 @@ from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.data.server_keys import Shard, assign
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Loss, loss_of, part_of, zero_unused
+from minidist.parallel.step.step import zero_unused
 
 NOBODY, PAUSE = -1.0, -2.0
 """Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on with other ranks.
@@ -247,58 +246,6 @@ def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
     return [[learning[key] for key in share] for share in assign([p.data.nbytes for p in learning], servers)]
 
 
-def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[int], Batch],
-           make_optimizer: Callable[[list[Piece]], Optimizer], *, workers: int, loss: Loss | None = None,
-           clip: float | None = None) -> None:
-    """Make an asynchronous run's updates again, in this process; `model` starts as the run's and ends as its servers.
-
-    Args:    records: of each server; batch(step): the global batch; make_optimizer: as each server made its own.
-             loss, clip: the run's.
-    Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
-    """
-    loss, shards = loss or loss_of(model), [Shard(keys) for keys in key_shards(model, len(records))]
-    pieces = [shard.pieces() for shard in shards]
-    optimizers = [make_optimizer(of_server) for of_server in pieces]
-    kept = [[copies_of(shard.weights)] for shard in shards]       # of each server, every version of its weights
-    gradients: dict[tuple[int, int, tuple[int, ...]], tuple[list[list[Array]], float]] = {}
-
-    def gradient(update: Update) -> tuple[list[list[Array]], float]:
-        """A worker's gradient by server, and what it is scaled by."""
-        for shard, versions, version in zip(shards, kept, update.versions, strict=True):
-            _restore(shard.weights, versions[version])
-        part = part_of(batch(update.step), size=workers, rank=update.worker)
-        model.zero_grad()
-        if len(part.inputs):
-            loss(part, part.targets.size).backward()
-        scale = own_scale([key for shard in shards for key in shard.keys], clip)
-        return [copies_of(shard.gradients) for shard in shards], scale
-
-    for server, update in _in_order(records):
-        if update[:3] not in gradients:
-            gradients[update[:3]] = gradient(update)
-        by_server, scale = gradients[update[:3]]
-        _restore(shards[server].weights, kept[server][-1])
-        shards[server].point(pieces[server], by_server[server])
-        optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
-        kept[server].append(copies_of(shards[server].weights))
-    for shard, versions in zip(shards, kept, strict=True):
-        _restore(shard.weights, versions[-1])
-
-
-def _in_order(records: Sequence[Sequence[Update]]) -> Iterator[tuple[int, Update]]:
-    """(server, update): every server's in its order, each when the weights that its gradient was made from exist."""
-    left, exist = [deque(record) for record in records], [1] * len(records)     # versions of each server's weights
-    while any(left):
-        ready = [server for server, record in enumerate(left) if record and all(
-            version < versions for version, versions in zip(record[0].versions, exist, strict=True))]
-        if not ready:
-            raise CommError(f"replay: {sum(map(len, left))} updates of the record were made from weights that it never "
-                            f"makes; the records of all servers belong together")
-        for server in ready:
-            yield server, left[server].popleft()
-            exist[server] += 1
-
-
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
     """The factor that scales a worker's own gradient to a norm of at most `clip`; missing gradients become zero."""
     zero_unused(keys)
@@ -307,8 +254,3 @@ def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
 
 def copies_of(vectors: Sequence[Array]) -> list[Array]:
     return [vector.copy() for vector in vectors]
-
-
-def _restore(vectors: Sequence[Array], values: Sequence[Array]) -> None:
-    for vector, value in zip(vectors, values, strict=True):
-        vector[...] = value

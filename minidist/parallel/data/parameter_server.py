@@ -31,7 +31,7 @@ Cost, a step, of keys of one dtype:
 Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
-(data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
+(data/bounded_staleness.py). Each server keeps a record of its updates; replay_updates.py makes them in one process.
 In an elastic job workers may pause and go on later, and servers send copies of their state (survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2

@@ -1,35 +1,15 @@
 """What the records of steps tell: made-up records, one fault each, at the size from which it is named and below it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from step_records import MIB, linked, table
 
 from minidist.observe.diagnose.laggards import laggards
 from minidist.observe.diagnose.numbers import leaks, wrong_numbers
 from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.diagnose.slow_links import slow_links
-from minidist.observe.diagnose.step_table import StepTable
-from minidist.observe.rank_steps import RankSteps
-
-MIB = 1 << 20
-STEP = {"seconds": 0.1, "cpu": 0.05, "others": 0.002, "input": 0.001, "calls": 0.04, "rss": 80 * MIB, "tokens": 512}
-
-
-def table(size=4, steps=20, *, alike=None, at=8, victim=2, hosts=None, **changed):
-    """Records of ranks that differ by a little, and from step `at` on the victim's in what is `changed`.
-
-    A change is a factor, or a function of (step, line) to the new value.
-    """
-    ranks = {}
-    for rank in range(size):
-        lines = []
-        for step in range(steps):
-            line = {"step": step, "time": 100.0 + step / 10, "loss": 3.0 - 0.05 * step, **STEP}
-            line["cpu"] *= 1 + 0.02 * ((rank + step) % 3)
-            for name, change in changed.items() if rank == victim and step >= at else ():
-                line[name] = change(step, line) if callable(change) else line[name] * change
-            lines.append(line)
-        ranks[rank] = RankSteps(rank, size, (hosts or {}).get(rank, "here"), 1e6, 100.0,
-                                (alike or {}).get(rank, ""), lines)
-    return StepTable(ranks)
+from minidist.observe.diagnose.step_table import beside, column, others
 
 
 def only(found):
@@ -66,6 +46,13 @@ def test_a_laggard_is_named_with_its_cause(size, changed, cause):
     ids=["a little slower", "reads a little", "a little more", "more, at no cost", "a little beside", "not on end"])
 def test_less_names_nobody(changed):
     assert laggards(table(**changed)) == []
+
+
+@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.5, 7.0]) | st.floats(0, 10), min_size=2, max_size=9))
+def test_the_median_of_the_others(values):
+    row = {3 * rank: {"cpu": value} for rank, value in enumerate(values)}
+    cpu = column("cpu")
+    assert beside(row, cpu) == {rank: pytest.approx(others(row, rank, cpu)) for rank in row}
 
 
 def test_five_steps_are_enough_and_four_are_not():
@@ -143,26 +130,6 @@ def test_a_loss_that_jumps_on_one_rank_and_on_all():
             line["loss"] += 1.0
     assert only(wrong_numbers(everyone)) == ("loss jumps", ())
     assert wrong_numbers(table(loss=lambda step, line: line["loss"] + (step == 12))) == []      # once
-
-
-def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30):
-    """Records of a ring of four ranks, a message a link and step of 10 ms; from 1 to 2 `slow` times as long.
-
-    Args:    late: rank 3's receive is posted so many seconds after the message was sent. ahead: rank 2's clock.
-    """
-    ring = table(4, steps, hosts=hosts)
-    shift = {rank: int(1e6 * ahead) if rank == 2 else 0 for rank in range(4)}
-    for rank, each in ring.ranks.items():
-        for line in each.steps:
-            at = 1_000_000 * line["step"]
-            source, takes = (rank - 1) % 4, 30_000 if rank == 2 and slow == 3.0 else 10_000
-            posted = at + int(1e6 * late) if rank == 3 else at - 5_000
-            line["out"] = [[(rank + 1) % 4, 7, line["step"], 50_000, at + shift[rank]]]
-            line["in"] = [[source, 7, line["step"], 50_000, posted + shift[rank],
-                           max(posted, at + takes) + shift[rank]],
-                          [(rank + 1) % 4, 8, line["step"], 50_000, at - 1 + shift[rank], at + 10_000 + shift[rank]]]
-            line["out"].append([source, 8, line["step"], 50_000, at + shift[rank]])
-    return ring
 
 
 def test_a_slow_link_is_named_one_way():

@@ -1,14 +1,12 @@
-"""What the recorders say of a run: time, bytes, memory, power, and the rank that is slow, since when."""
+"""What the recorders say of a run: time, bytes, memory, power."""
 
 from pathlib import Path
 
 import pytest
-from flights import VirtualJob
 from watched import WatchedRun
 
-from minidist.observe.diagnose.flights import read_flights
 from minidist.observe.live.looking import Looking
-from minidist.observe.live.run_now import RankNow, newest_parts, slow_now, watts_of
+from minidist.observe.live.run_now import RankNow, newest_parts, watts_of
 from minidist.observe.live.step_parts import StepParts
 
 
@@ -24,42 +22,6 @@ def test_time_bytes_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
     (axis,) = now.axes
     assert (axis.name, axis.ranks, axis.link, axis.a_step) == ("world", 3, "one host", 48)
     assert axis.a_second == pytest.approx(240.0, rel=1e-3) and axis.exposed == pytest.approx(0.05, abs=1e-4)
-
-
-@pytest.mark.parametrize(("since", "steps"), [(0, 12), (25, 40), (33, 40), (37, 40)])
-def test_a_slow_rank_is_named_with_the_step_from_which_it_is_slow(since: int, steps: int, tmp_path: Path) -> None:
-    """It waits least; the others wait 80 ms of 200 for it."""
-    now = Looking(WatchedRun(tmp_path, steps=steps, slow=2, since=since).folder).look()
-    if steps - since < 7:                               # in too few of the newest steps
-        assert now.slow is None
-        return
-    assert now.slow is not None and now.slow.rank == 2
-    assert now.slow.since == since + 1 and now.slow.delay == pytest.approx(0.08, abs=1e-3)
-    assert now.slow.seconds == pytest.approx(0.2 * (steps - since), abs=1e-3) and now.slow.where == "train.py:40"
-    waited = {rank.rank: rank.parts.waiting for rank in now.ranks if rank.parts is not None}
-    assert waited[2] < 0.001
-    assert [waited[rank] for rank in (0, 1, 3)] == pytest.approx([0.08 * min(10, steps - since) / 10] * 3, abs=1e-3)
-
-
-def test_since_when_is_the_newest_time_that_it_is_slow(tmp_path: Path) -> None:
-    """Rank 1 was slow in steps 3 to 9 and is again from 25 on, but for one step."""
-    job = VirtualJob(tmp_path, 3)
-    for step in range(40):
-        late = step in range(3, 10) or (step >= 25 and step != 30)
-        for rank in range(3):
-            job.step(rank, step, step)
-            job.call(rank, step + (0.5 if rank == 1 and late else 0.1), step + 0.6)
-    now = slow_now(read_flights(tmp_path))
-    assert now is not None and (now.rank, now.since) == (1, 26) and now.delay == pytest.approx(0.4, abs=1e-3)
-
-
-def test_ranks_that_are_late_in_turn_are_not_slow(tmp_path: Path) -> None:
-    job = VirtualJob(tmp_path, 3)
-    for step in range(30):
-        for rank in range(3):
-            job.step(rank, step, step)
-            job.call(rank, step + (0.5 if step % 3 == rank else 0.1), step + 0.6)
-    assert slow_now(read_flights(tmp_path)) is None
 
 
 def test_the_mean_is_over_steps_that_all_ranks_have_ended() -> None:

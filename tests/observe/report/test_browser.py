@@ -17,8 +17,8 @@ from report_runs import write_run
 from minidist.cli import main
 
 pytestmark = pytest.mark.browser
-CHARTS = ["losses", "seconds", "timeline", "overlap", "causes", "memory", "memory_step", "traffic", "stragglers",
-          "watts"]
+CHARTS = ["losses", "seconds", "timeline", "overlap", "causes", "rank_steps", "rank_memory", "stragglers", "memory",
+          "memory_step", "traffic", "watts"]
 TRAIN = ["train", "-n", "4", "--transport", "threads", "--steps", "8", "--batch", "8", "--context", "16", "--layers",
          "2", "--width", "16", "--heads", "2", "--plan", "dp=2,pp=2", "--why", "--quiet"]
 
@@ -26,8 +26,18 @@ TRAIN = ["train", "-n", "4", "--transport", "threads", "--steps", "8", "--batch"
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("browser") / "run"
-    assert main([*TRAIN, "--out", str(run)]) == 0 and main(["report", str(run)]) == 0
+    assert main([*TRAIN, "--out", str(run)]) == 0
+    _give_memory(run)
+    assert main(["report", str(run)]) == 0
     return run / "report.html"
+
+
+def _give_memory(run: Path) -> None:
+    """Made-up bytes: ranks that are threads record no memory of their own, and processes start slowly."""
+    for rank, file in enumerate(sorted((run / "steps").iterdir())):
+        about, *lines = map(json.loads, file.read_text().splitlines())
+        steps = [line | {"rss": (80 + rank * line["step"] << 20)} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in (about, *steps)))
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +176,14 @@ def test_every_control_is_reached_by_keyboard(driver: Any, page: Path) -> None:
     driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
     body = driver.find_element("css selector", "body")
     body.send_keys(Keys.TAB)
-    for _ in range(150):
+    for _ in range(220):
         found = driver.execute_script("const a = document.activeElement; return a === document.body ? '' : "
                                       "(a.closest('[data-chart]') || {dataset: {}}).dataset.chart + ' ' + a.tagName")
         reached.append(found)
         driver.switch_to.active_element.send_keys(Keys.TAB)
     assert {f"{key} DIV" for key in CHARTS} <= {*reached}
     assert {"timeline SELECT", "timeline INPUT", "timeline BUTTON", "timeline SUMMARY", "overlap SELECT",
-            "memory_step SELECT", "traffic SELECT"} <= {*reached}
+            "rank_steps SELECT", "memory_step SELECT", "traffic SELECT"} <= {*reached}
 
 
 def test_the_chosen_step_is_shown_by_timeline_and_causes(driver: Any, page: Path) -> None:
@@ -239,6 +249,19 @@ def test_memory_and_traffic_follow_their_controls(driver: Any, page: Path) -> No
         choose(driver, "traffic", "axis", axis)
         by_axis[axis] = sum(cell[2] for cell in driver.execute_script(cells))
     assert by_axis["all"] > by_axis["dp"] > by_axis["pp"] > 0
+
+
+def test_the_steps_of_each_rank_follow_their_control(driver: Any, page: Path) -> None:
+    opened(driver, page)
+    numbers = json.loads(driver.execute_script("return document.getElementById('numbers').textContent"))["rank_steps"]
+    for name, value in numbers["values"].items():
+        choose(driver, "rank_steps", "value", name)
+        cells = driver.execute_script(f"return {chart('rank_steps')}.getOption().series[0].data")
+        assert {(at, place): found for at, place, found in cells} == {
+            (at, place): found for place, row in enumerate(value["rows"]) for at, found in enumerate(row)}
+    assert {"own computation", "waiting for data", "in calls", "whole step"} <= {*numbers["values"]}
+    lines = driver.execute_script(f"return {chart('rank_memory')}.getOption().series.map((one) => one.name)")
+    assert lines == [f"rank {rank}" for rank in range(4)]
 
 
 def test_the_tooltip_shows_a_span_as_text(driver: Any, page: Path) -> None:

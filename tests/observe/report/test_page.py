@@ -11,11 +11,12 @@ from report_runs import MODEL_OF_A_VILLAIN, many_ranks, metrics, step_lines, wri
 
 from minidist.errors import ConfigError
 from minidist.observe.report.losses import _running_mean
-from minidist.observe.report.page import in_script, page, sections_of
+from minidist.observe.report.page import PROGRAM, in_script, page, sections_of
 from minidist.observe.report.run_files import RunFiles, read_run
 from minidist.observe.report.section import Chart, PlainTable, Section
 
-SECTIONS = ["losses", "timeline", "overlap", "memory", "traffic", "ledger", "stragglers", "energy", "environment"]
+SECTIONS = ["diagnosis", "losses", "timeline", "overlap", "ranks", "stragglers", "memory", "traffic", "ledger", "links",
+            "energy", "environment"]
 MOST_BYTES, MOST_LIBRARY = 3 << 20, 1_200_000
 REPORT = Path(__file__).parents[3] / "minidist" / "observe" / "report"
 OUTSIDE = re.compile(r"https?:|//|\burl\(|@import|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|import\(")
@@ -71,7 +72,9 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(tmp_path: Path) -> Non
     assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & {tag for tag, _ in parts.elements}
     (policy,) = [attributes["content"] for tag, attributes in parts.elements if "http-equiv" in attributes]
     assert policy and policy.startswith("default-src 'none'")
-    for file in ("report.js", "report.css", "page.html"):
+    assert {*PROGRAM} == {path.name for path in REPORT.glob("*.js")}
+    assert all((REPORT / file).read_text() in parts.scripts[2] for file in PROGRAM)
+    for file in (*PROGRAM, "report.css", "page.html"):
         assert not OUTSIDE.search(re.sub(r"(^|\s)// .*", "", (REPORT / file).read_text())), file
 
 
@@ -92,12 +95,13 @@ def test_an_installed_wheel_has_every_file_of_the_page() -> None:
 def test_every_section_is_there_and_in_the_contents(parts: Parts) -> None:
     assert [attributes["id"] for tag, attributes in parts.elements if tag == "section"] == SECTIONS
     links = [attributes["href"] for tag, attributes in parts.elements if tag == "a"]
-    assert links[1:] == [f"#{key}" for key in SECTIONS]
+    assert links == ["#diagnosis", *(f"#{key}" for key in SECTIONS)]
 
 
 def test_every_chart_has_numbers_a_name_and_a_function(parts: Parts) -> None:
     charts = [attributes["data-chart"] for tag, attributes in parts.elements if "data-chart" in attributes]
-    assert charts == ["losses", "seconds", "timeline", "overlap", "causes", "memory", "memory_step", "traffic", "watts"]
+    assert charts == ["losses", "seconds", "timeline", "overlap", "causes", "rank_steps", "rank_memory", "memory",
+                      "memory_step", "traffic", "watts"]
     assert set(charts) | {"categories"} == numbers(parts).keys()
     boxes = [attributes for _, attributes in parts.elements if attributes.get("class") == "chart"]
     assert all(box["aria-label"] and box["tabindex"] == "0" and box["role"] == "img" for box in boxes)
@@ -131,7 +135,7 @@ def test_numbers_in_a_script_cannot_end_it() -> None:
 
 
 @pytest.mark.parametrize(("file", "lines"), [
-    ("metrics.json", 7), ("metrics.jsonl", 3), ("trace.json", 3)])
+    ("metrics.json", 7), ("metrics.jsonl", 3), ("trace.json", 3), ("steps", 3)])
 def test_a_missing_file_gives_lines_that_say_how_to_get_it(file: str, lines: int, tmp_path: Path) -> None:
     found = [line for line in missing(write_run(tmp_path / "run", without=(file,))) if file in line]
     assert len(found) == lines and all(";" in line or ":" in line for line in found)
@@ -140,12 +144,15 @@ def test_a_missing_file_gives_lines_that_say_how_to_get_it(file: str, lines: int
 
 @pytest.mark.parametrize(("file", "text"), [
     ("metrics.json", "{"), ("metrics.json", "{}"), ("metrics.json", "[1]"), ("trace.json", "nothing"),
-    ("trace.json", '{"traceEvents": [{"ph": "X"}]}'), ("metrics.jsonl", '{"step": 1}\n{"step": "2"}\n7\n')])
+    ("steps/00000.jsonl", '[1]\n{"rank": 0}\n{"step": 1}\n{'), ("trace.json", '{"traceEvents": [{"ph": "X"}]}'),
+    ("metrics.jsonl", '{"step": 1}\n{"step": "2"}\n7\n')])
 def test_a_broken_file_is_as_good_as_none(file: str, text: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / file).write_text(text)
     if file == "metrics.jsonl":
         assert read_run(folder).steps == []
+    elif file.startswith("steps"):
+        assert sorted(read_run(folder).records) == [1] and not missing(folder)[1:]
     else:
         assert any(f"{file} cannot be read" in line for line in missing(folder))
 

@@ -20,8 +20,9 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW, RMSProp
 from minidist.parallel.data import server_keys
-from minidist.parallel.data.bounded_staleness import Clocks, Service, Update, replay
+from minidist.parallel.data.bounded_staleness import Clocks, Service, Update
 from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.data.replay_updates import replay
 from minidist.parallel.step.single import Single
 
 BOUND = 1e-10

@@ -1,0 +1,61 @@
+"""Follows the records of all ranks' steps (observe/rank_steps.py) while the ranks write them.
+
+    follower = StepsFollower(run)
+    follower.poll()             # again and again: as read_rank_steps, but only the newest KEPT steps of each rank
+
+A poll reads what is new in each file, and keeps of it only the newest steps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from minidist.observe.rank_steps import FOLDER, RankSteps, of_newest_job, take_lines
+
+KEPT = 240          # steps of a rank
+_STEP = b'{"step"'  # so begins the line of a step
+
+
+class StepsFollower:
+    """The newest steps of all ranks of a run."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run / FOLDER
+        self._files: dict[Path, _RankFile] = {}
+
+    def poll(self) -> dict[int, RankSteps]:
+        """The steps up to now; none if the run has no records."""
+        paths = sorted(self.folder.glob("[0-9]*.jsonl"))
+        self._files = {path: self._files.get(path) or _RankFile(path) for path in paths}
+        for file in self._files.values():
+            file.poll()
+        return of_newest_job((file.about, file.steps) for file in self._files.values())
+
+
+class _RankFile:
+    """What is known of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.about: dict[str, Any] = {}
+        self.steps: dict[int, dict[str, Any]] = {}
+        self._begin, self._read = b"", 0            # the file's first bytes, which tell when it was begun; bytes read
+
+    def poll(self) -> None:
+        try:
+            with open(self.path, "rb") as stream:
+                begin = stream.read(128)
+                if not self._begin or not begin.startswith(self._begin):        # of another run
+                    self._begin, self._read, self.about, self.steps = begin, 0, {}, {}
+                stream.seek(self._read)
+                new = stream.read()
+        except OSError:
+            return
+        whole = new[:new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.splitlines()
+        newest = [number for number, line in enumerate(lines) if line.startswith(_STEP)][-KEPT:]
+        first = newest[0] if newest else len(lines)
+        take_lines((line for number, line in enumerate(lines) if number >= first or not line.startswith(_STEP)),
+                   self.about, self.steps)
+        for step in sorted(self.steps)[:-KEPT]:
+            del self.steps[step]
