@@ -76,6 +76,7 @@ class Membership:
                 infos = joined.link.meet({"transport": name, "host": platform.node(),
                                           "node": launch.node_rank if launch.numbers_nodes else None,
                                           "local": (launch.local_rank, launch.local_size),
+                                          "monitor": (joined.link.address[0], joined.link.beside_monitor),
                                           "profile": profile and profile.as_json()})
             finally:
                 if joined.file is not None:
@@ -87,6 +88,9 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         nodes = nodes_of(infos)
+        if joined.link.beside_monitor:                      # ranks of other hosts know where this host is reached
+            joined.link.local_host = next((address for address, beside in (info["monitor"] for info in infos)
+                                           if not beside), joined.link.local_host)
         transport = transports.build(name, joined.link, joined.token, limit, node=nodes[launch.world_rank])
         joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
