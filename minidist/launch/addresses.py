@@ -31,7 +31,7 @@ def own_addresses() -> list[str]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect(("192.0.2.1", 9))     # RFC 5737, documentation: no packet is sent, the kernel only picks a route
         found.append(str(sock.getsockname()[0]))
-    import psutil                          # most ranks need it for nothing else
+    import psutil  # here: most ranks need it for nothing
 
     states = psutil.net_if_stats()
     found += [entry.address for card, entries in sorted(psutil.net_if_addrs().items()) for entry in entries
