@@ -108,8 +108,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=QUEUE)
     except OSError as error:
-        raise LaunchError(f"cannot listen on {host or 'any address'}:{port} ({error.strerror}); is another job using it? choose "
-                          "another port with --master-port or MASTER_PORT") from error
+        raise LaunchError(f"cannot listen on {host or 'any address'}:{port} ({error.strerror}); is another job using "
+                          "it? choose another port with --master-port or MASTER_PORT") from error
 
 
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
