@@ -40,6 +40,7 @@ from minidist.launch.spawning import noting_signals, start_thread
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 HELLO_LIMIT = 30.0      # seconds until every host must have said hello, and node 0 its port
 ENDING = 10.0           # seconds that other hosts get to end by themselves when one has failed, and again when told
+LAST_LINES = 2.0        # seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
 PASSED = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NCCL_", "XDG_", "MINIDIST_LOG", "LD_LIBRARY_PATH")
 """Beginnings of the variables that a rank gets from here; it has all others from its own host."""
 
@@ -238,19 +239,18 @@ class HostsJob:
                 passed_on += 1
                 for number in range(len(self.hosts)):
                     self._send(number, str(int(signal_number)))
-            if any(codes) and not failed:
-                failed = time.monotonic()
-                self._name_lost(codes)
+            failed = failed or (time.monotonic() if any(codes) else 0.0)
             if failed and time.monotonic() - failed > ENDING:
                 break
             time.sleep(0.01)
+        self._name_lost(codes)
         statuses = [1 if code is None or code < 0 or code == 255 else code for code in codes]
         if any(status == AGAIN for status in statuses) and set(statuses) <= {0, AGAIN}:
             return AGAIN
         return next((status for status in statuses if status > 1), max(statuses))
 
     def _name_lost(self, codes: Sequence[int | None]) -> None:
-        """Say which hosts ssh has lost."""
+        """Say which hosts were lost with their ssh."""
         for host, code in zip(self.hosts, codes, strict=True):
             if code == 255 or (code or 0) < 0:
                 say_line(f"minidist: the connection to host {host.name} ended ({self.ssh[0]}: {code})")
@@ -268,5 +268,6 @@ class HostsJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        deadline = time.monotonic() + LAST_LINES
         for reader in self.readers:
-            reader.join(max(0.0, deadline + 1.0 - time.monotonic()))
+            reader.join(max(0.0, deadline - time.monotonic()))
