@@ -23,11 +23,13 @@
 #     mtu=1400          its network card takes packets of so many bytes; the switch takes 1500, or --mtu of it
 #
 #     --mtu 1500        of the switch
-#     --sshd            start sshd on each host: `ssh -F DIR/ssh_config a`. Needs openssh-server
+#     --sshd            start sshd on each host: on any of them, DIR/ssh reaches the others. Needs openssh-server
+#     --slurm           start Slurm: `on.sh a env SLURM_CONF=DIR/slurm.conf srun -N 2 -n 7 hostname`. Needs slurmctld,
+#                       slurmd, slurm-client and munge
 set -euo pipefail
 
 NET=10.214.0 DEAD=10.215.0
-state=/tmp/minidist-cluster rate='' delay='' mtu=1500 sshd='' hosts=()
+state=/tmp/minidist-cluster rate='' delay='' mtu=1500 sshd='' slurm='' hosts=()
 here=$(cd "$(dirname "$0")" && pwd)
 
 fail() { echo "up.sh: $*" >&2; exit 2; }
@@ -39,6 +41,7 @@ while [ $# -gt 0 ]; do
         --delay) delay=$2; shift 2 ;;
         --mtu) mtu=$2; shift 2 ;;
         --sshd) sshd=yes; shift ;;
+        --slurm) slurm=yes; shift ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
         -*) fail "there is no option $1; see --help" ;;
         *) hosts+=("$1"); shift ;;
@@ -52,7 +55,9 @@ done
 for host in "${hosts[@]}"; do
     [[ $host =~ ^[a-z][a-z0-9-]*(:loopback|:dead|:mtu=[0-9]+)*$ ]] || fail "$host is no host; see --help"
 done
-[ -z "$sshd" ] || [ -x /usr/sbin/sshd ] || fail "--sshd needs openssh-server"
+[ -z "$sshd" ] || [ -x /usr/sbin/sshd ] || fail "--sshd needs openssh-server (\`apt-get install openssh-server\`)"
+[ -z "$slurm" ] || { for tool in slurmctld slurmd srun munged; do command -v $tool > /dev/null ||
+    fail "--slurm needs $tool (\`apt-get install slurmctld slurmd slurm-client munge\`)"; done; }
 mkdir -m 700 "$state" 2> /dev/null || fail "$state is there already: another cluster, or a killed one's; choose --state"
 
 end() { # the processes that hold the namespaces end, and with them all others inside, and all cables
@@ -132,6 +137,7 @@ for i in "${!hosts[@]}"; do
 done
 
 [ -z "$sshd" ] || "$here/sshd.sh" "$state"
+[ -z "$slurm" ] || "$here/slurm.sh" "$state"
 
 echo "up: $(cut -d ' ' -f 1,2 < "$state/hosts" | paste -sd , | sed 's/,/, /g')"
 echo "a command on a host: $here/on.sh --state $state ${hosts[0]%%:*} hostname"

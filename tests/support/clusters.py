@@ -36,8 +36,12 @@ class Cluster:
 
     @property
     def ssh(self) -> str:
-        """In ssh's place."""
-        return str(SCRIPTS / "ssh.sh")
+        """The ssh of hosts with sshd; else what is in its place, for this machine only: no host can enter another."""
+        return str(self.folder / "ssh" if self.has_sshd else SCRIPTS / "ssh.sh")
+
+    @property
+    def has_sshd(self) -> bool:
+        return (self.folder / "ssh").exists()
 
     @property
     def environment(self) -> dict[str, str]:
