@@ -24,6 +24,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 from threadpoolctl import ThreadpoolController
 
@@ -222,6 +223,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     if _membership is None:
         launch = find_launch()
         name = transport or launch.transport
+        launch = replace(launch, mpi_by_srun=launch.launcher == "slurm" and name == "mpi")
         if launch.other_mpi and transport is None and launch.world_rank == 0:
             say_line(remark(launch))
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
