@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from minidist import __version__
 from minidist.errors import LaunchError
 from minidist.launch.limits import Limits, MemoryLimit
 from minidist.launch.spawning import Nodes, SpawnedJob, start_thread
@@ -26,11 +25,16 @@ from minidist.launch.spawning import Nodes, SpawnedJob, start_thread
 MARK = "minidist host: "
 
 
+def version() -> str:
+    """Of this minidist: hosts of one job must have the same."""
+    return str(sys.modules["minidist"].__version__)
+
+
 def main() -> int:
     """Take the order, start the ranks, wait for them. Returns: as spawn()."""
     orders = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)            # the ranks read nothing of it
-    _tell(hello=platform.node(), version=__version__)
+    _tell(hello=platform.node(), version=version())
     line = orders.readline()
     if not line:
         return 1                                            # another host is not there

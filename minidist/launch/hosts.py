@@ -27,12 +27,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from minidist import __version__
 from minidist.comm import wire
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
-from minidist.launch.host_launcher import MARK
+from minidist.launch.host_launcher import MARK, version
 from minidist.launch.launchers import clean_environment, expand_hosts
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import noting_signals, start_thread
@@ -155,9 +154,9 @@ class HostsJob:
         Returns: whether the job has begun; False if this process was told to stop before that.
         """
         for number, told in self._answers(range(len(self.hosts)), "hello").items():
-            if told["version"] != __version__:
+            if told["version"] != version():
                 raise LaunchError(f"host {self.hosts[number].name} has minidist {told['version']}, this one "
-                                  f"{__version__}; install the same on all")
+                                  f"{version()}; install the same on all")
         if not self.told:
             self._send(0, json.dumps(self.orders[0]))
         place = self._answers([0], "port").get(0)
