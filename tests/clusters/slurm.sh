@@ -13,6 +13,7 @@ ClusterName=minidist
 SlurmctldHost=$first($address)
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=3
 StateSaveLocation=/run/slurmctld
 SlurmdSpoolDir=/run/slurmd
 SlurmctldPidFile=/run/slurmctld.pid

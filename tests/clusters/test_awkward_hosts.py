@@ -1,7 +1,10 @@
 """Hosts as they are: a name that means 127.0.1.1, a network card that leads nowhere, packets of different lengths."""
 
 import json
+import os
 import re
+import signal
+import time
 
 import pytest
 from cluster_launchers import TOKEN, by_hand, by_hosts, by_mpich
@@ -83,6 +86,22 @@ def test_a_port_that_another_job_has_is_named():
         for node in first:
             node.terminate()
             finish(node)
+
+
+@pytest.mark.cluster
+def test_a_host_that_dies_is_named_with_its_ranks():
+    """All its processes at once, and its network card with them, as if someone had pulled the plug."""
+    with hosts_up("a", "b", "c") as cluster, nothing_left() as environment:
+        nodes = by_hand(cluster, {"a": 1, "b": 2, "c": 1}, [JOB, "cut", "auto", "0"], environment)
+        for node in nodes:
+            node.stdout.readline()
+        os.kill(cluster.pid("b"), signal.SIGKILL)
+        started = time.monotonic()
+        *_, third, second, first = [None, *(finish(node) for node in nodes)]
+        assert time.monotonic() - started < 10          # 5 s of silence at most, and the time to end
+        assert first.returncode and second.returncode and third.returncode
+        for node in (first, third):
+            assert re.search(r"minidist: rank [12] \(process \d+ on b\) .*; the job ends$", node.stderr, re.M), node
 
 
 @pytest.mark.cluster

@@ -70,8 +70,10 @@ def told(done):
     return [json.loads(line) for process in done for line in process.stdout.splitlines() if line.startswith("{")]
 
 
-def places(launcher, a, b):
-    return {"a": a, "b": b} if launcher != "torchrun" else {"a": a, "b": a}
+def places(launcher, fewer, more):
+    """Ranks of each host: torchrun starts as many on each (here), srun more on the first."""
+    first, second = {"torchrun": (fewer, fewer)}.get(launcher, (more, fewer) if "srun" in launcher else (fewer, more))
+    return {"a": first, "b": second}
 
 
 @every_launcher

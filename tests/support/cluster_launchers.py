@@ -68,11 +68,16 @@ def by_torchrun(cluster: Cluster, places: Places, program: list[str], environmen
             for node, (host, ranks) in reversed(list(enumerate(places.items())))]
 
 
+def slurm_variables(cluster: Cluster) -> dict[str, str]:
+    """What Slurm's commands need to find this cluster's."""
+    return {"SLURM_CONF": str(cluster.folder / "slurm.conf")}
+
+
 def by_srun(*options: str) -> Callable[..., list["Popen[str]"]]:
     """srun on the first host of a cluster on which Slurm is up (slurm.sh)."""
     def srun(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
         first, *_ = places
         layout = ["-N", str(len(places)), "-n", str(sum(places.values())), "-w", ",".join(places)]
         return [start(cluster.on(first, "srun", *layout, *options, sys.executable, *program), environment,
-                      SLURM_CONF=str(cluster.folder / "slurm.conf"))]
+                      **slurm_variables(cluster))]
     return srun

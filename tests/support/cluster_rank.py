@@ -4,6 +4,8 @@
     conformance     every verb by every algorithm, and the demands on a transport; rank 0 prints how many, as JSON
     kill RANK       that rank is killed; each other one prints when it heard of it, and what
     wait RANK       all say that they have met, and wait for that rank, which sleeps
+
+$CLUSTER_TRANSPORT is the transport, if it is set.
 """
 
 import json
@@ -72,7 +74,7 @@ def wait(world: Group, sleeper: int) -> None:
 
 
 def main() -> None:
-    world = md.init(limit=40)
+    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=40)
     match sys.argv[1:]:
         case ["meet"]:
             meet(world)

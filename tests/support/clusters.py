@@ -53,9 +53,10 @@ class Cluster:
         return int((self.folder / f"{host}.pid").read_text())
 
     def processes(self, host: str) -> list[str]:
-        """What runs there, but for its first process and that one's `sleep`, and sshd."""
+        """What runs there, but for its first process and that one's `sleep`, and daemons."""
         listed = self.ask(host, "sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done")
-        known = ("/bin/bash", "bash", "sleep 3600", "sh -c", "tr ", "nsenter", "setpriv", "sshd", "/usr/sbin/sshd")
+        known = ("/bin/bash", "bash", "sleep 3600", "sh -c", "tr ", "nsenter", "setpriv", "sshd", "/usr/sbin/sshd", "munged",
+                 "slurmctld", "slurmd")
         return [line for line in listed.splitlines() if line.strip() and not line.startswith(known)]
 
 
