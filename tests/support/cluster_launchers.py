@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
@@ -74,10 +75,12 @@ def slurm_variables(cluster: Cluster) -> dict[str, str]:
 
 
 def by_srun(*options: str) -> Callable[..., list["Popen[str]"]]:
-    """srun on the first host of a cluster on which Slurm is up (slurm.sh)."""
+    """srun on the first host of a cluster on which Slurm is up (slurm.sh), with just these ranks on each host."""
     def srun(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
         first, *_ = places
-        layout = ["-N", str(len(places)), "-n", str(sum(places.values())), "-w", ",".join(places)]
+        listed = cluster.folder / f"hosts-{uuid.uuid4().hex}"
+        listed.write_text("".join(f"{host}\n" * ranks for host, ranks in places.items()))
+        layout = ["-N", str(len(places)), "-n", str(sum(places.values())), "--distribution=arbitrary"]
         return [start(cluster.on(first, "srun", *layout, *options, sys.executable, *program), environment,
-                      **slurm_variables(cluster))]
+                      **slurm_variables(cluster), SLURM_HOSTFILE=str(listed))]
     return srun

@@ -52,12 +52,11 @@ class Cluster:
         """The first process of a host, as this machine counts."""
         return int((self.folder / f"{host}.pid").read_text())
 
-    def processes(self, host: str) -> list[str]:
-        """What runs there, but for its first process and that one's `sleep`, and daemons."""
-        listed = self.ask(host, "sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done")
-        known = ("/bin/bash", "bash", "sleep 3600", "sh -c", "tr ", "nsenter", "setpriv", "sshd", "/usr/sbin/sshd", "munged",
-                 "slurmctld", "slurmd")
-        return [line for line in listed.splitlines() if line.strip() and not line.startswith(known)]
+    def processes(self) -> set[str]:
+        """What runs on the hosts: host, process number there, and command line."""
+        ask = "for p in /proc/[0-9]*; do echo ${p#/proc/} $(tr '\\0' ' ' < $p/cmdline); done"
+        return {f"{host} {line}" for host in self.hosts for line in self.ask(host, "sh", "-c", ask).splitlines()
+                if " " in line and "/proc/[0-9]*" not in line}
 
 
 @contextlib.contextmanager
