@@ -43,7 +43,7 @@ from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
-from minidist.launch.which_mpi import find_launch, refusal, remark
+from minidist.launch.which_mpi import cannot_meet, find_launch, refusal, remark
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
@@ -68,7 +68,7 @@ class Membership:
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
         launch = self.launch
-        if launch.other_mpi and name == "mpi":
+        if name == "mpi" and cannot_meet(launch):
             raise refusal(launch)
         with watched(launch, limit) as initialised:
             joined = self.find_monitor(limit, initialised)

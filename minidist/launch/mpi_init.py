@@ -267,7 +267,8 @@ def _abort() -> None:
 def abort_mpi(status: int) -> NoReturn:
     """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
     flush_output()
-    if "mpi4py.MPI" in sys.modules:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
+        mpi.COMM_WORLD.Abort(status)
     os._exit(status)

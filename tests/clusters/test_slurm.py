@@ -28,9 +28,9 @@ def slurm():
         yield cluster
 
 
-def srun(cluster, where, *program, mpi="none", environment=None, options=(), **variables):
+def srun(cluster, where, *program, mpi="none", in_turn=False, **variables):
     with nothing_left() as mark:
-        started = by_srun(f"--mpi={mpi}", *options)(cluster, where, list(program), {**mark, **variables})
+        started = by_srun(f"--mpi={mpi}", in_turn=in_turn)(cluster, where, list(program), {**mark, **variables})
         return finish(started[0], 60)
 
 
@@ -55,7 +55,7 @@ def test_seven_tasks_on_three_nodes(slurm):
 
 
 def test_tasks_dealt_in_turn(slurm):
-    done = srun(slurm, {"a": 3, "b": 2}, RANK, "meet", options=["--distribution=cyclic"])
+    done = srun(slurm, {"a": 3, "b": 2}, RANK, "meet", in_turn=True)
     told = json.loads(done.stdout)
     assert (told["hosts"], told["nodes"]) == (["a", "b", "a", "b", "a"], [0, 1, 0, 1, 0])
 
@@ -81,8 +81,7 @@ def test_a_wrong_pmi_is_refused_in_one_line(slurm, mpi):
     assert done.returncode
     said = [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "slurmstepd: "))]
     assert len(said) == 1, said
-    assert re.fullmatch(r"minidist: srun started 3 tasks, but mpi4py .* sees 1: give srun --mpi=pmi2 for MPICH, .*",
-                        said[0])
+    assert re.fullmatch(r"minidist: srun .*started 3 tasks, but mpi4py .*: give srun --mpi=pmi2 for MPICH, .*", said[0])
 
 
 def test_scancel_ends_every_rank(slurm):
@@ -97,16 +96,18 @@ def test_scancel_ends_every_rank(slurm):
     free(slurm)
 
 
+@pytest.mark.timeout(400)
 def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(slurm, tmp_path):
     """`scontrol requeue`: Slurm starts the same batch file again, and the losses are those of an undisturbed run."""
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    train = [*TRAIN, "--data", str(book), "--steps", "400", "--save-every", "50"]
+    train = [*TRAIN, "--data", str(book), "--steps", "150", "--save-every", "15"]
     with nothing_left() as environment:
-        alone = finish(start([sys.executable, *train, "-n", "3", "--out", str(tmp_path / "alone")], environment), 100)
+        alone = finish(start([sys.executable, *train, "--out", str(tmp_path / "alone")], environment), 100)
         assert alone.returncode == 0, alone
     out, batch = tmp_path / "run", tmp_path / "batch.sh"
-    batch.write_text(f"#!/bin/bash\nsrun --mpi=none {sys.executable} {' '.join(train)} --out {out}\n")
+    batch.write_text("#!/bin/bash\necho restart $SLURM_RESTART_COUNT\n"
+                     f"srun --mpi=none {sys.executable} {' '.join(train)} --out {out}\n")
     number = command(slurm, "sbatch", "--parsable", "--requeue", "-N", "2", "-n", "3", "-w", "a,b", "-o",
                      str(tmp_path / "said"), "--open-mode=append", str(batch)).strip()
     deadline = time.monotonic() + 60
@@ -119,8 +120,8 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(slurm, tmp_path):
         time.sleep(0.2)
     free(slurm)
     here, there = (json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path / "alone", out))
-    assert there["weights_sha256"] == here["weights_sha256"]
-    assert there["losses"][-1] == here["losses"][-1]
+    assert there["losses"][-1] == pytest.approx(here["losses"][-1], rel=1e-10)
+    assert "restart 1\n" in (tmp_path / "said").read_text()
 
 
 def test_a_node_that_dies_is_named(slurm):

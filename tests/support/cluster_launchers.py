@@ -74,12 +74,16 @@ def slurm_variables(cluster: Cluster) -> dict[str, str]:
     return {"SLURM_CONF": str(cluster.folder / "slurm.conf")}
 
 
-def by_srun(*options: str) -> Callable[..., list["Popen[str]"]]:
-    """srun on the first host of a cluster on which Slurm is up (slurm.sh), with just these ranks on each host."""
+def by_srun(*options: str, in_turn: bool = False) -> Callable[..., list["Popen[str]"]]:
+    """srun on the first host of a cluster on which Slurm is up (slurm.sh), with just these ranks on each host.
+
+    `in_turn`: they are dealt in turn, not host by host.
+    """
     def srun(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
         first, *_ = places
         listed = cluster.folder / f"hosts-{uuid.uuid4().hex}"
-        listed.write_text("".join(f"{host}\n" * ranks for host, ranks in places.items()))
+        seats = [(number if in_turn else 0, host) for host, ranks in places.items() for number in range(ranks)]
+        listed.write_text("".join(f"{host}\n" for _, host in sorted(seats, key=lambda seat: seat[0])))
         layout = ["-N", str(len(places)), "-n", str(sum(places.values())), "--distribution=arbitrary"]
         return [start(cluster.on(first, "srun", *layout, *options, sys.executable, *program), environment,
                       **slurm_variables(cluster), SLURM_HOSTFILE=str(listed))]
