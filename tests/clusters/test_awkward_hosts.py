@@ -61,9 +61,9 @@ def test_open_mpis_ranks_try_all_addresses_of_the_first(first):
 def test_two_jobs_on_the_same_hosts():
     """One loses a rank; the other notices nothing."""
     with hosts_up("a", "b") as cluster, nothing_left() as environment:
-        first = by_hand(cluster, WHERE, [JOB, "cut"], environment, port="29500")
-        for line in ("hello", "hello"):
-            assert line in first[0].stdout.readline()
+        first = by_hand(cluster, WHERE, [RANK, "wait", "0"], environment, port="29500")
+        for _ in range(2):
+            assert "met" in json.loads(first[0].stdout.readline())
         done = [finish(node) for node in by_hand(cluster, WHERE, [RANK, "kill", "1"], environment, port="29600")]
         assert all(node.returncode for node in done)
         met(by_hand(cluster, WHERE, [RANK, "meet"], environment, port="29700"))

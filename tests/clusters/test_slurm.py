@@ -116,7 +116,7 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(slurm, tmp_path):
         time.sleep(0.05)
     command(slurm, "scontrol", "requeue", number)
     while not (out / "metrics.json").exists():
-        assert time.monotonic() < deadline + 60, (tmp_path / "said").read_text()
+        assert time.monotonic() < deadline + 180, (tmp_path / "said").read_text()
         time.sleep(0.2)
     free(slurm)
     here, there = (json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path / "alone", out))

@@ -103,6 +103,19 @@ def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
     assert monitor._process.returncode == 0
 
 
+def test_a_monitor_process_outlives_the_sigterm_that_slurm_sends_to_all_of_a_step():
+    """The ranks may be saving their work, and wait for each other."""
+    monitor = MonitorProcess(2, TOKEN)
+    links = [connect(monitor, rank, 2) for rank in range(2)]        # so it runs
+    monitor._process.terminate()
+    with ThreadPoolExecutor(2) as pool:
+        assert len(list(pool.map(lambda link: link.meet({}), links))) == 2
+    for link in links:
+        link.goodbye()
+    monitor.close()
+    assert monitor._process.returncode == 0
+
+
 def test_a_monitor_process_ends_when_nobody_ever_came():
     monitor = MonitorProcess(2, TOKEN)
     monitor.close()

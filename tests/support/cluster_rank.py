@@ -69,12 +69,12 @@ def wait(world: Group, sleeper: int) -> None:
     world.barrier()
     say(met=world.rank)
     if world.rank == sleeper:
-        time.sleep(60)
+        time.sleep(90)
     world.barrier()
 
 
 def main() -> None:
-    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=40)
+    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=100)
     match sys.argv[1:]:
         case ["meet"]:
             meet(world)
