@@ -1,4 +1,4 @@
-"""Two hosts on one machine: namespaces joined by a link of a chosen bandwidth. For root, on Linux.
+"""Two hosts on one machine: namespaces joined by a link of a chosen bandwidth and latency. For root, on Linux.
 
     with joined_hosts("200mbit") as hosts:
         subprocess.Popen([*hosts[1].enter, "minidist", "launch", "--nnodes", "2", "--node-rank", "1", ...])
@@ -7,7 +7,8 @@
     10.213.0.1  [ tc: 200 Mbit/s ] ==== [ tc: 200 Mbit/s ]  10.213.0.2
 
 Each has its own network, where only the other answers, its own host name, and for each command its own table of
-processes. They share memory and files. All of this is removed when the block ends.
+processes. They share memory and files. All of this is removed when the block ends. A latency takes a kernel with netem
+(`delays()`). More hosts, and awkward ones: tests/clusters/up.sh.
 """
 
 import contextlib
@@ -54,10 +55,18 @@ def missing() -> str | None:
     return f"{' and '.join(absent)} of iproute2 and util-linux not installed" if absent else None
 
 
+def delays() -> bool:
+    """Whether this kernel has netem, by which tc delays packets; it is tried in a network of its own."""
+    return missing() is None and subprocess.run(
+        ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
+        capture_output=True, check=False).returncode == 0
+
+
 @contextlib.contextmanager
-def joined_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
+def joined_hosts(rate: str, delay: str = "") -> Iterator[tuple[Host, Host]]:
     """Two hosts joined by a link that carries `rate` each way, as tc spells it: "1gbit".
 
+    Args:   delay: of each packet, each way, as tc spells it: "2ms"; left out: none.
     Raises: LaunchError, one line, if this machine does not let us.
     """
     why = missing()
@@ -73,8 +82,11 @@ def joined_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
             "peer", "name", hosts[1].device, "netns", hosts[1].name)
         for host in hosts:
             _do("ip", "-n", host.name, "address", "add", f"{host.address}/30", "dev", host.device)
-            _do("tc", "-n", host.name, "qdisc", "add", "dev", host.device, "root", "tbf", "rate", rate, "burst", BURST,
-                "latency", "100ms")
+            shape = ["tc", "-n", host.name, "qdisc", "add", "dev", host.device]
+            if delay:
+                _do(*shape, "root", "handle", "1:", "netem", "delay", delay, "limit", "100000")
+            _do(*shape, *(["parent", "1:"] if delay else ["root"]), "tbf", "rate", rate, "burst", BURST, "latency",
+                "100ms")
             for device in ("lo", host.device):
                 _do("ip", "-n", host.name, "link", "set", device, "up")
         yield hosts

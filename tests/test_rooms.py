@@ -105,7 +105,7 @@ def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
     tests = ROOT / "tests" / ("kernels" if folder == "kernels" else "")
     for path in tests.rglob("test_*.py"):
         inside = path.relative_to(tests).parent
-        if inside.parts[:1] in (("lessons",), ("kernels",), ("benchmarks",)):
+        if inside.parts[:1] in (("lessons",), ("kernels",), ("benchmarks",), ("clusters",)):
             continue
         assert (ROOT / folder / inside).is_dir(), f"{path}: there is no folder {folder}/{inside}"
         name = path.name.removeprefix("test_")

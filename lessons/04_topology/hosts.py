@@ -1,9 +1,10 @@
 """Two hosts for real, on one machine: network namespaces joined by a shaped link. For root, on Linux with iproute2.
 
-    python lessons/04_topology/hosts.py [--rate 200mbit] [--out DIR]      # a table, and hosts.png
+    python lessons/04_topology/hosts.py [--rate 200mbit] [--delay 2ms] [--out DIR]      # a table, and hosts.png
 
 Two launchers, one in each namespace, start four ranks each; they meet over the link and all-reduce, flat and
-hierarchical. Elsewhere it says why this machine cannot.
+hierarchical. Elsewhere it says why this machine cannot. A delay is the kernel's (tc's netem) where it has that; else
+each message between the hosts sleeps as long before it leaves (links.py), and the table says so.
 """
 
 import argparse
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.namespaces import joined_hosts, missing
+from minidist.lessons.namespaces import delays, joined_hosts, missing
 from minidist.lessons.page import page_console
 
+from minidist.comm.group import Group
 from minidist.console import folder_to_write, size_text
 from minidist.files import scratch
+from minidist.grading import load_module
 from minidist.launch import init
 
 HERE = Path(__file__).resolve().parent
@@ -32,10 +35,25 @@ SIZES = tuple(2**power for power in range(14, 23, 2))       # 16 KiB to 4 MiB
 ALGORITHMS = ("ring", "hierarchical")
 
 
-def ranks(file: Path) -> None:
-    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to `file`."""
+def ranks(file: Path, asleep: float = 0.0) -> None:
+    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to `file`.
+
+    `asleep`: seconds that each message between the hosts waits before it leaves.
+    """
     world = init(limit=60)
-    rows = []
+    if asleep:
+        links = load_module(HERE / "links.py", "04")
+        with links.machines(world, list(world.nodes), alpha=asleep, beta=0.0) as slower:
+            rows = timed(slower)
+    else:
+        rows = timed(world)
+    if world.rank == 0:
+        file.write_text(json.dumps({"size": world.size, "hosts": len(set(world.nodes)), "rows": rows}))
+
+
+def timed(world: Group) -> list[list[Any]]:
+    """Rows of (algorithm, bytes, seconds)."""
+    rows: list[list[Any]] = []
     for nbytes in SIZES:
         for algorithm in ALGORITHMS:
             taken = []
@@ -48,27 +66,28 @@ def ranks(file: Path) -> None:
                 if total[0] != sum(range(world.size)):
                     raise ArithmeticError(f"rank {world.rank}: {algorithm} of {nbytes} bytes gives {total[0]}")
             rows.append([algorithm, nbytes, statistics.median(taken)])
-    if world.rank == 0:
-        file.write_text(json.dumps({"size": world.size, "hosts": len(set(world.nodes)), "rows": rows}))
+    return rows
 
 
-def measure(rate: str) -> dict[str, Any]:
-    """The job on two hosts joined by a link of `rate`, as tc spells it ("200mbit").
+def measure(rate: str, delay: str = "") -> dict[str, Any]:
+    """The job on two hosts joined by a link of `rate` and `delay`, as tc spells them ("200mbit", "2ms").
 
     Raises: LaunchError if this machine does not let us; CalledProcessError if the job fails.
     """
     environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
-    with joined_hosts(rate) as hosts, scratch(prefix="minidist-lesson-") as folder:
+    by_kernel = delay if delay and delays() else ""
+    asleep = ["--asleep", str(seconds_of(delay))] if delay and not by_kernel else []
+    with joined_hosts(rate, by_kernel) as hosts, scratch(prefix="minidist-lesson-") as folder:
         file = folder / "figures.json"
         launch = [sys.executable, "-m", "minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
                   hosts[0].address, "--master-port", str(PORT)]
-        program = [str(Path(__file__).resolve()), "--ranks", str(file)]
+        program = [str(Path(__file__).resolve()), "--ranks", str(file), *asleep]
         nodes = [subprocess.Popen([*host.enter, *launch, "--node-rank", str(number), *program], env=environ)
                  for number, host in enumerate(hosts)]
         for node in nodes:
             if node.wait(timeout=120):
                 raise subprocess.CalledProcessError(node.returncode, node.args)
-        return {"rate": rate, **json.loads(file.read_text())}
+        return {"rate": rate, "delay": delay, "by_kernel": bool(by_kernel), **json.loads(file.read_text())}
 
 
 def bytes_per_second(rate: str) -> float:
@@ -79,6 +98,19 @@ def bytes_per_second(rate: str) -> float:
     return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
 
 
+def seconds_of(delay: str) -> float:
+    """2ms -> 0.002."""
+    match = re.fullmatch(r"(\d+)(us|ms|s)", delay)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{delay!r} is no delay; choose one like 2ms")
+    return int(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+def waits(algorithm: str, size: int, hosts: int) -> int:
+    """How often a rank waits for the link: 2(P-1) steps around all ranks, 2(M-1) around the leaders."""
+    return 2 * ((size if algorithm == "ring" else hosts) - 1)
+
+
 def crossing(algorithm: str, size: int, hosts: int) -> float:
     """How often the array crosses the link in each direction: 2(P-1)/P around all ranks, 2(M-1)/M around leaders."""
     around = size if algorithm == "ring" else hosts
@@ -86,12 +118,15 @@ def crossing(algorithm: str, size: int, hosts: int) -> float:
 
 
 def show(measured: dict[str, Any]) -> None:
-    """The table, each time beside the bytes that cross over the rate of the link."""
+    """The table, each time beside the link's part in it: bytes that cross over its rate, and waits for its delay."""
     from rich.table import Table
 
-    table = Table(title=f"all_reduce, {measured['hosts']} hosts x {PER_HOST} ranks, {measured['rate']} between them",
-                  title_justify="left", header_style="bold cyan")
-    for column in ("bytes", *(name for algorithm in ALGORITHMS for name in (algorithm, "bytes across / rate"))):
+    delay = measured["delay"]
+    table = Table(title=f"all_reduce, {measured['hosts']} hosts x {PER_HOST} ranks, {measured['rate']} between them"
+                  + f", {delay} each way" * bool(delay), title_justify="left", header_style="bold cyan",
+                  caption="this kernel delays no packets: each message between hosts sleeps before it leaves"
+                  if delay and not measured["by_kernel"] else None, caption_justify="left")
+    for column in ("bytes", *(name for algorithm in ALGORITHMS for name in (algorithm, "the link's part"))):
         table.add_column(column, justify="right")
     times = {(algorithm, nbytes): took for algorithm, nbytes, took in measured["rows"]}
     for nbytes in SIZES:
@@ -99,6 +134,8 @@ def show(measured: dict[str, Any]) -> None:
         for algorithm in ALGORITHMS:
             across = crossing(algorithm, measured["size"], measured["hosts"]) * nbytes
             least = across / bytes_per_second(measured["rate"])
+            if delay:
+                least += waits(algorithm, measured["size"], measured["hosts"]) * seconds_of(delay)
             cells += [f"{1e3 * times[algorithm, nbytes]:.1f} ms", f"{1e3 * least:.1f} ms"]
         table.add_row(size_text(nbytes), *cells)
     page_console().print(table)
@@ -131,17 +168,27 @@ def main() -> None:
     """Measure, print and draw; or be one of the ranks."""
     parser = argparse.ArgumentParser(description="Two hosts on one machine, as network namespaces.")
     parser.add_argument("--rate", default="200mbit", help="of the link between them, as tc spells it")
+    parser.add_argument("--delay", default="", metavar="TIME",
+                        help="of each packet between them, as 2ms (default: none)")
     parser.add_argument("--out", metavar="DIR", type=folder_to_write, help="where hosts.png goes; left out: not drawn")
     parser.add_argument("--ranks", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--asleep", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ranks:
-        ranks(options.ranks)
+        ranks(options.ranks, options.asleep)
         return
+    for check, text in ((bytes_per_second, options.rate), *([(seconds_of, options.delay)] if options.delay else [])):
+        try:
+            check(text)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    if options.out and options.delay:
+        parser.error("--out draws the link without a delay; leave out --delay")
     why = missing()
     if why is not None:
         print(f"no two hosts on this machine: {why}")
         return
-    measured = measure(options.rate)
+    measured = measure(options.rate, options.delay)
     show(measured)
     if options.out:
         draw(measured, options.out)

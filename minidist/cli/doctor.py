@@ -97,6 +97,7 @@ def examine() -> Iterator[Finding]:
     yield _mpi()
     yield from _mpi_on_path()
     yield from map(_transport, ("threads", "tcp", "shm", "mpi"))
+    yield from _several_hosts()
     yield _profile()
     yield _gpu()
     yield _compiler()
@@ -216,6 +217,18 @@ def _transport(name: str) -> Finding:
                        "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PTRACE"
                        if platform.system() == "Linux" else "")
     return Finding(f"transport {name}", OK, found + ("; they read each other's memory" if name == "shm" else ""))
+
+
+def _several_hosts() -> Iterator[Finding]:
+    """What reaches other hosts, and whether this machine can play several."""
+    from minidist.lessons import namespaces
+
+    ssh, why = shutil.which("ssh"), namespaces.missing()
+    yield Finding("other hosts", OK if ssh else OPTIONAL, f"by {ssh}: minidist launch --hosts a:4,b:4" if ssh else
+                  "no ssh, which minidist launch --hosts needs",
+                  "" if ssh else "run the same line on each host, with its --node-rank")
+    yield Finding("hosts on this machine", OK if why is None else OPTIONAL,
+                  "as namespaces: lesson 04, tests/clusters/up.sh" if why is None else why)
 
 
 def _profile() -> Finding:

@@ -1,10 +1,16 @@
 """`minidist launch -n 4 script.py …`: start a program several times, as the ranks of one job.
 
-On several machines, run the same line on each, with its own --node-rank, and one secret for all:
+On several machines, name them, each with its ranks; they are reached by ssh, which must ask for nothing:
+
+    minidist launch --hosts a:8,b:8 script.py
+
+Without ssh, run the same line on each, with its own --node-rank, and one secret for all:
 
     export MINIDIST_TOKEN=...                          # or --token-file, a file on each node
     minidist launch -n 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 script.py
     minidist launch -n 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 script.py
+
+With --hosts and --node-rank the machines may have different numbers of ranks: --hosts a:3,b:4 --node-rank 1.
 
 As under torchrun, every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 Ranks above 0 have `[rank 2]` before each line of their stderr.
@@ -21,6 +27,8 @@ from minidist.cli.limits import add_limits, limits_of
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
 from minidist.files import check_writable
+from minidist.launch.hosts import SSH, HostRanks, hosts_of, spawn_on_hosts
+from minidist.launch.joining import token_from_environment
 from minidist.launch.spawning import Nodes, spawn
 
 MOST_NODES = 4096
@@ -31,10 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=rank_count, default=1, metavar="N", help="ranks on this node (default 1)")
     parser.add_argument("--nnodes", type=whole_number(1, MOST_NODES), default=1, metavar="M",
                         help="nodes of the job (default 1)")
-    parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), default=0, metavar="K",
+    parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), metavar="K",
                         help="which node this is, 0 to M-1")
-    parser.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS",
-                        help="node 0's address; it listens there, and only there (default: loopback)")
+    parser.add_argument("--hosts", metavar="LIST",
+                        help="a:3,b:4 or gpu[01-16]:8: the hosts of the job and the ranks of each (-n where none are "
+                             "given), started from here by ssh; with --node-rank this is one of them, and no ssh is "
+                             "used")
+    parser.add_argument("--ssh", metavar="COMMAND", help=f"how --hosts reaches a host (default: {SSH})")
+    parser.add_argument("--master-addr", metavar="ADDRESS",
+                        help="node 0's address; it listens there, and only there; given a name, at all addresses it "
+                             "has (default: the first of --hosts, else loopback)")
     parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
                         help="its port (default: any free one)")
     parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
@@ -56,22 +70,42 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for numbers that contradict each other, a missing program, or a port that is taken.
     """
-    if args.node_rank >= args.nnodes:
-        fail(f"--node-rank {args.node_rank} is not one of {args.nnodes} nodes; they count from 0")
+    check_writable("--json", args.json)
+    token = _token(args.token_file)
+    limits = replace(limits_of(args), flight=args.flight and Path(args.flight))
+    hosts = hosts_of(args.hosts, args.ranks) if args.hosts is not None else []
+    nodes = _nodes(args, hosts)
+    command = program(args.program, args.arguments, module=args.module)
+    limited = {}
+    if hosts and args.node_rank is None:
+        status = spawn_on_hosts(command, hosts, ssh=SSH if args.ssh is None else args.ssh, port=nodes.master_port,
+                                address=args.master_addr or "", token=token or token_from_environment(),
+                                patience=args.patience, limits=limits)
+    else:
+        status = spawn(command, hosts[nodes.rank].ranks if hosts else args.ranks, nodes=nodes, token=token,
+                       patience=args.patience, limits=limits)
+        limited = limits.record()
+    if args.json:
+        write_json(args.json, {"command": command, "size": nodes.world_size(args.ranks), "exit_status": status,
+                               **limited})
+    return status
+
+
+def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
+    """The nodes of the job, and which of them this is. Raises: ConfigError for numbers that contradict each other."""
+    count, rank = len(hosts) or args.nnodes, args.node_rank or 0
+    if hosts and args.nnodes not in (1, count):
+        fail(f"--hosts names {count} hosts, --nnodes says {args.nnodes}; leave out --nnodes")
+    if args.ssh is not None and (not hosts or args.node_rank is not None):
+        fail("--ssh is for --hosts without --node-rank")
+    if rank >= count:
+        fail(f"--node-rank {rank} is not one of {count} nodes; they count from 0")
     if args.master_port >= 65536:
         fail(f"--master-port {args.master_port} is not a port; choose one between 1024 and 65535")
-    if args.nnodes > 1 and args.master_addr.startswith(("127.", "localhost")):
+    address = args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1")
+    if count > 1 and address.startswith(("127.", "localhost")):
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
-    check_writable("--json", args.json)
-    command = program(args.program, args.arguments, module=args.module)
-    nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    limits = replace(limits_of(args), flight=args.flight and Path(args.flight))
-    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file), patience=args.patience,
-                   limits=limits)
-    if args.json:
-        write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status,
-                               **limits.record()})
-    return status
+    return Nodes(count, rank, address, args.master_port, tuple(host.ranks for host in hosts))
 
 
 def program(name: str, arguments: list[str], *, module: bool) -> list[str]:

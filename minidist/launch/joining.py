@@ -8,13 +8,15 @@
     mpirun of another MPI      a child of rank 0, on any free port     the same file, which holds the address too
 
 The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
+Then the monitor listens at every address of its host, unless it was given one: under mpirun rank 0 tells all that it
+has, and a rank takes the first at which the monitor proves to be its job's; a name may mean another address here
+(127.0.1.1) than on other hosts. Ranks beside the monitor are reached where other hosts have reached it (membership.py).
 """
 
 import contextlib
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import listen
+from minidist.comm.health.acceptor import listen, where_to_listen
 from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
+from minidist.launch.addresses import connect_to_any, own_addresses
 from minidist.launch.launchers import Launch
 from minidist.launch.token_file import TokenFile
 
@@ -109,16 +112,17 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
     helpers, words = [], [""]
     if launch.world_rank == 0:
         try:
-            host = "127.0.0.1" if launch.one_host else outward_address()
-            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host,
-                                     patience=patience)
-            helpers, words = [monitor], [host, str(monitor.place.port), monitor.place.token.decode()]
+            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
+                                     host="127.0.0.1" if launch.one_host else "", patience=patience)
+            helpers, words = [monitor], [str(monitor.place.port), monitor.place.token.decode(),
+                                         *(["127.0.0.1"] if launch.one_host else own_addresses())]
         except (LaunchError, OSError) as error:
             words = [str(error)[:500]]
     words = _broadcast(words, limit)
     if len(words) == 1:
         raise LaunchError(words[0])
-    return _connect(launch, MonitorAddress(words[0], int(words[1]), words[2].encode()), limit, *helpers)
+    port, token, *hosts = words
+    return Joined(connect_to_any(hosts, int(port), token.encode(), launch, limit), token.encode(), list(helpers))
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
@@ -127,7 +131,8 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
     token = token_from_environment()
     file = TokenFile(f"{launch.launcher} {launch.job} {host} {port}") if token is None else None
     if launch.world_rank == 0:
-        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), host=host, port=port, patience=patience)
+        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), port=port, patience=patience,
+                                 host=host if launch.one_host else where_to_listen(host))
         if file is not None:
             file.write(monitor.place.token)
         joined = _connect(launch, monitor.place, limit, monitor)
@@ -135,7 +140,7 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
         return joined
     if file is None:
         return _connect(launch, MonitorAddress(host, port, token or b""), limit)
-    link, token = connect_by_file(file, (host, port), launch.world_rank, launch.world_size, limit)
+    link, token = connect_by_file(file, (host, port), launch, limit)
     link.limit = limit
     return Joined(link, token)
 
@@ -147,13 +152,13 @@ def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
                           "`minidist launch`")
     file = TokenFile(f"{launch.launcher} {launch.job}")
     if launch.world_rank != 0:
-        link, token = connect_by_file(file, None, launch.world_rank, launch.world_size, limit)
+        link, token = connect_by_file(file, None, launch, limit)
         link.limit = limit
         return Joined(link, token)
-    host = "127.0.0.1" if launch.one_host else outward_address()
-    monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(), host=host,
-                             patience=patience)
-    file.write(f"{host} {monitor.place.port} ".encode() + monitor.place.token)
+    hosts = ["127.0.0.1"] if launch.one_host else own_addresses()
+    monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
+                             host="127.0.0.1" if launch.one_host else "", patience=patience)
+    file.write(f"{','.join(hosts)} {monitor.place.port} ".encode() + monitor.place.token)
     joined = _connect(launch, monitor.place, limit, monitor)
     joined.file = file
     return joined
@@ -205,12 +210,12 @@ class HelperProcess:
 
 
 class MonitorProcess(HelperProcess):
-    """The monitor of a job, at `place`. Raises LaunchError if the port is taken."""
+    """The monitor of a job, at `place`; host "": at every address. Raises LaunchError if the port is taken."""
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
                  patience: float = PATIENCE) -> None:
         with listen(host, port) as listener:              # the kernel queues ranks until the child is there
-            self.place = MonitorAddress(host, listener.getsockname()[1], token)
+            self.place = MonitorAddress(host or "127.0.0.1", listener.getsockname()[1], token)
             super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()],
                              patience=patience)
 
@@ -234,22 +239,11 @@ def _broadcast(words: list[str], limit: float) -> list[str]:
     return json.loads(message)                                      # type: ignore[no-any-return]
 
 
-def outward_address() -> str:
-    """This host's address as other hosts see it."""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect(("192.0.2.1", 9))     # RFC 5737, documentation: no packet is sent, the kernel only picks a route
-        return str(sock.getsockname()[0])
-
-
-def connect_by_file(file: TokenFile, address: tuple[str, int] | None, world_rank: int, world_size: int,
+def connect_by_file(file: TokenFile, address: tuple[str, int] | None, launch: Launch,
                     limit: float) -> tuple[MonitorClient, bytes]:
     """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
 
-    Args:   address: the monitor's; None: the file has it, as "host port token".
+    Args:   address: the monitor's; None: the file has it, as "host,host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.
     """
     deadline, problem = time.monotonic() + limit, None
@@ -257,13 +251,14 @@ def connect_by_file(file: TokenFile, address: tuple[str, int] | None, world_rank
         token = file.read()
         if token is not None:
             try:
-                host, port, token = (*address, token) if address else token.split(b" ", 2)
-                place = (host if isinstance(host, str) else host.decode(), int(port))
-                return MonitorClient(place, token, world_rank, world_size, limit=1.0), token
+                if address is None:
+                    hosts, port, token = token.split(b" ", 2)
+                    return connect_to_any(hosts.decode().split(","), int(port), token, launch, 1.0), token
+                return MonitorClient(address, token, launch.world_rank, launch.world_size, limit=1.0), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)
-    raise problem or TimeoutError(f"rank {world_rank} waited {limit:g} s for rank 0 to write the job's token to "
+    raise problem or TimeoutError(f"rank {launch.world_rank} waited {limit:g} s for rank 0 to write the job's token to "
                                   f"{file.path}; do the nodes share that folder? else set MINIDIST_TOKEN everywhere")
 
 

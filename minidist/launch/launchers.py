@@ -79,6 +79,7 @@ class Launch:
     master_port: int = 0
     job: str = ""
     other_mpi: bool = False             # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
+    mpi_by_srun: bool = False           # srun started it, and transport mpi was asked for
 
     @property
     def alone(self) -> bool:
@@ -88,7 +89,7 @@ class Launch:
     @property
     def by_mpirun(self) -> bool:
         """Whether the ranks are those of an MPI_COMM_WORLD."""
-        return self.launcher in ("mpich", "openmpi") and not self.other_mpi
+        return (self.launcher in ("mpich", "openmpi") and not self.other_mpi) or self.mpi_by_srun
 
     @property
     def numbers_nodes(self) -> bool:
@@ -113,6 +114,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     if found and found[0].name == "slurm" and variables.get("ENVIRONMENT") == "BATCH" and (
             "SLURM_STEP_ID" not in variables):          # sbatch's own script: only srun starts tasks
         found = []
+    if found and found[-1].name == "slurm" and "MPI_LOCALRANKID" not in variables:      # srun --mpi=pmi2 is no mpirun
+        found = [launcher for launcher in found if launcher.name != "mpich"]
     if not found:
         if "WORLD_SIZE" in variables:
             raise LaunchError("WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun or torchrun")

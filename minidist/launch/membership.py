@@ -24,6 +24,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 from threadpoolctl import ThreadpoolController
 
@@ -42,7 +43,7 @@ from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
-from minidist.launch.which_mpi import find_launch, refusal, remark
+from minidist.launch.which_mpi import cannot_meet, find_launch, refusal, remark
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
 _POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
@@ -67,7 +68,7 @@ class Membership:
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
         launch = self.launch
-        if launch.other_mpi and name == "mpi":
+        if name == "mpi" and cannot_meet(launch):
             raise refusal(launch)
         with watched(launch, limit) as initialised:
             joined = self.find_monitor(limit, initialised)
@@ -76,6 +77,7 @@ class Membership:
                 infos = joined.link.meet({"transport": name, "host": platform.node(),
                                           "node": launch.node_rank if launch.numbers_nodes else None,
                                           "local": (launch.local_rank, launch.local_size),
+                                          "monitor": (joined.link.address[0], joined.link.beside_monitor),
                                           "profile": profile and profile.as_json()})
             finally:
                 if joined.file is not None:
@@ -87,6 +89,9 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         nodes = nodes_of(infos)
+        if joined.link.beside_monitor:                      # ranks of other hosts know where this host is reached
+            joined.link.local_host = next((address for address, beside in (info["monitor"] for info in infos)
+                                           if not beside), joined.link.local_host)
         transport = transports.build(name, joined.link, joined.token, limit, node=nodes[launch.world_rank])
         joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
@@ -218,6 +223,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     if _membership is None:
         launch = find_launch()
         name = transport or launch.transport
+        launch = replace(launch, mpi_by_srun=launch.launcher == "slurm" and name == "mpi")
         if launch.other_mpi and transport is None and launch.world_rank == 0:
             say_line(remark(launch))
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))

@@ -47,7 +47,8 @@ _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "sto
 def mpi_world(launch: Launch) -> Any:
     """MPI_COMM_WORLD, if it is the world that mpirun started.
 
-    Raises: LaunchError if mpi4py belongs to another MPI than mpirun: then each process is a world of its own.
+    Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi how its tasks meet:
+            then each process is a world of its own.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
@@ -56,6 +57,10 @@ def mpi_world(launch: Launch) -> Any:
             MPI.Init_thread()
     if MPI.COMM_WORLD.size != launch.world_size:
         library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+        if launch.mpi_by_srun:
+            raise LaunchError(f"srun started {launch.world_size} tasks, but mpi4py ({library}) sees "
+                              f"{MPI.COMM_WORLD.size}: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI, or "
+                              "take transport auto")
         raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
                           f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
                           "(`pip install mpich`), or `minidist launch`")
@@ -266,7 +271,8 @@ def _abort() -> None:
 def abort_mpi(status: int) -> NoReturn:
     """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
     flush_output()
-    if "mpi4py.MPI" in sys.modules:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
+        mpi.COMM_WORLD.Abort(status)
     os._exit(status)

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import listen
+from minidist.comm.health.acceptor import listen, where_to_listen
 from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
@@ -40,12 +40,25 @@ LAST_LINES = 5.0    # seconds until what ranks printed last has been passed on: 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job: how many, which one this is, and where node 0 listens."""
+    """The machines of a job: how many, which one this is, and where node 0 listens.
+
+    `sizes`: how many ranks each has; left out: as many as this one. `master_port` 0: any free one, on node 0 only.
+    """
 
     count: int = 1
     rank: int = 0
     master_addr: str = "127.0.0.1"
-    master_port: int = 0            # 0: any free port, on one machine only
+    master_port: int = 0
+    sizes: tuple[int, ...] = ()
+
+    def ranks(self, size: int) -> range:
+        """The world ranks of this node, which has `size`."""
+        first = sum(self.sizes[:self.rank]) if self.sizes else self.rank * size
+        return range(first, first + size)
+
+    def world_size(self, size: int) -> int:
+        """Ranks of the job."""
+        return sum(self.sizes) if self.sizes else size * self.count
 
 
 def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None,
@@ -82,11 +95,11 @@ class SpawnedJob:
         self.failed: set[int] = set()                       # ranks that have ended, not well
         self.passed_on = 0                                  # signals that the ranks were told, and end by themselves
         self.again = False                                  # they have saved their work
-        host, port = nodes.master_addr, nodes.master_port
-        self.watch: Monitor | NodeAgent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size),
-                                                    self.children.how)
+        host, port, self.ranks = nodes.master_addr, nodes.master_port, nodes.ranks(size)
+        self.watch: Monitor | NodeAgent = NodeAgent(self.ranks, self.children.how)
         if nodes.rank == 0:
-            self.watch = Monitor(size * nodes.count, token, listen(host, port),
+            place = where_to_listen(host) if nodes.count > 1 else host
+            self.watch = Monitor(nodes.world_size(size), token, listen(place, port),
                                  how=lambda seat: self.children.how(seat.world_rank), patience=patience)
             port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)
@@ -106,10 +119,9 @@ class SpawnedJob:
             self.watch.start()
         else:
             self.helpers.append(start_thread(self.watch.serve, self.place.address, self.place.token))
-        for local_rank in range(self.size):
+        for local_rank, rank in enumerate(self.ranks):
             if self.told:
                 return
-            rank = self.nodes.rank * self.size + local_rank
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # the copy inherits it
             try:
                 with starting_on(self.limits.of_rank(local_rank, self.size)):
@@ -128,7 +140,7 @@ class SpawnedJob:
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place
         return {**clean_environment(os.environ), **place.variables(), **self.limits.variables(), "MINIDIST_LAUNCH": "1",
-                "RANK": str(rank), "WORLD_SIZE": str(self.size * nodes.count),
+                "RANK": str(rank), "WORLD_SIZE": str(nodes.world_size(self.size)),
                 "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.size),
                 "GROUP_RANK": str(nodes.rank), "NODE_RANK": str(nodes.rank),
                 "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port)}

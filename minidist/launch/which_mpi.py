@@ -7,6 +7,8 @@ version PMIx"). So under Open MPI, which OMPI_ variables show, the library is as
     MPICH        any            those of an MPI_COMM_WORLD; worlds of one rank are refused (mpi_init.py)
     Open MPI     Open MPI       those of an MPI_COMM_WORLD
     Open MPI     MPICH, none    no MPI's: they meet at rank 0, over shared memory and TCP (joining.py)
+
+srun says by --mpi how MPI's ranks meet. With pmix MPICH's library would end the process in the same way.
 """
 
 import atexit
@@ -55,8 +57,16 @@ def _finalize() -> None:
         mpi.Finalize()
 
 
+def cannot_meet(launch: Launch) -> bool:
+    """Whether MPI_Init would end these ranks, which are to use MPI."""
+    return launch.other_mpi or (launch.mpi_by_srun and "PMIX_NAMESPACE" in os.environ and "Open MPI" not in library())
+
+
 def refusal(launch: Launch) -> LaunchError:
-    """The error of ranks that are to use MPI where `other_mpi`."""
+    """The error of ranks that are to use MPI and `cannot_meet`."""
+    if launch.mpi_by_srun:
+        return LaunchError(f"srun --mpi=pmix started {launch.world_size} tasks, but mpi4py has "
+                           f"{library() or 'no MPI library'}: give srun --mpi=pmi2 for MPICH, or take transport auto")
     return LaunchError(f"transport 'mpi': Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
                        f"{library() or 'no MPI library'}; take auto, tcp or shm, or start with the mpirun that belongs "
                        "to mpi4py (`minidist doctor` names it)")

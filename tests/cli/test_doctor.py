@@ -126,6 +126,19 @@ def test_where_ranks_may_not_read_each_others_memory_it_says_how_to_let_them(mon
     assert "ptrace_scope" in finding.advice
 
 
+def test_what_reaches_other_hosts(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
+    ssh, here = doctor._several_hosts()
+    assert (ssh.state, ssh.found) == ("ok", "by /usr/bin/ssh: minidist launch --hosts a:4,b:4")
+    assert (here.state, here.found) == ("ok", "as namespaces: lesson 04, tests/clusters/up.sh")
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: None)
+    ssh, here = doctor._several_hosts()
+    assert (ssh.state, ssh.found) == ("optional", "no ssh, which minidist launch --hosts needs")
+    assert "--node-rank" in ssh.advice
+    assert (here.state, here.found) == ("optional", "ip and tc and unshare of iproute2 and util-linux not installed")
+
+
 def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
     """None; one of this machine; one of another; one that cannot be read."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -5,7 +5,7 @@ A new transport is held to everything here by one more line in TRANSPORTS.
 
 import conformance
 import pytest
-from collective_checker import ALL_PAIRS, ONLY_ON, REDUCING, ROOTED, Drawn, cost_case
+from collective_checker import ALL_PAIRS, Drawn, cost_case
 from helpers import MIXED, SOON, THREADS, run
 
 from minidist.comm.cost.volume import FORMULAS
@@ -24,9 +24,6 @@ BLOCKING = ["plain-tcp"]
 tests/comm/test_never_hangs.py, test_kills.py and test_expendable.py demand more of the others.
 """
 
-DTYPES = ("float32", "bfloat16", "int64", ">f8", "float16", "complex64", ">u2")
-MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
-
 on_every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, *BLOCKING])
 
 
@@ -41,32 +38,6 @@ def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 
 
-def fixed_cases(size, transport):
-    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots.
-
-    On three ranks, in the default run, four of the six lengths each: others with the next algorithm.
-    """
-    for number, (verb, algorithm) in enumerate(ALL_PAIRS):
-        if transport not in ONLY_ON.get(algorithm, TRANSPORTS):
-            continue
-        dtypes = MPI_DTYPES if algorithm == "native" and verb in REDUCING else DTYPES
-        for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
-            if size == 3 and (turn - number) % 6 in (0, 2):
-                continue
-            lengths = [length] * size
-            if verb == "all_to_all":
-                lengths = [[length + src + dst for dst in range(size)] for src in range(size)]
-            elif verb in ("gather", "all_gather") and turn % 2:
-                lengths = [length + rank for rank in range(size)]
-            yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
-                   "dtype": dtypes[(number + turn) % len(dtypes)],
-                   "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
-                   "root": (turn + 1) % size if verb in ROOTED else 0,
-                   "layout": ("plain", "strided", "read-only")[turn % 3],
-                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
-                   "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else []}
-
-
 @on_every_transport
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_verb_by_every_algorithm(transport, size):
@@ -74,7 +45,7 @@ def test_every_verb_by_every_algorithm(transport, size):
 
     Over mpi, MPI itself gives the same.
     """
-    cases = list(fixed_cases(size, transport))
+    cases = list(conformance.fixed_cases(size, transport))
     ranks = run(conformance.calls_in_one_job, cases, size=size, transport=transport)
     counted, bits, compared = zip(*ranks, strict=True)
     assert list(bits) == (run(conformance.bits, size=3) if size == 3 else [[]] * 4)

@@ -20,6 +20,7 @@ from minidist.comm.health.process_state import state_of
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 from minidist.launch import joining
 from minidist.launch.joining import MonitorAddress, MonitorProcess
+from minidist.launch.launchers import Launch
 from minidist.launch.token_file import TokenFile
 
 TOKEN = wire.new_token()
@@ -102,6 +103,20 @@ def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
     assert monitor._process.returncode == 0
 
 
+def test_a_monitor_process_outlives_the_sigterm_that_slurm_sends_to_all_of_a_step():
+    """The ranks may be saving their work, and wait for each other."""
+    monitor = MonitorProcess(2, TOKEN)
+    links = [connect(monitor, rank, 2) for rank in range(2)]        # so it runs
+    monitor._process.terminate()
+    with ThreadPoolExecutor(2) as pool:
+        assert len(list(pool.map(lambda link: link.meet({}), links))) == 2
+    links[0].close()
+    assert links[1].wait_for_loss(SOON).world_rank == 0             # it still says so
+    links[1].close()
+    monitor.close()
+    assert monitor._process.returncode == 0
+
+
 def test_a_monitor_process_ends_when_nobody_ever_came():
     monitor = MonitorProcess(2, TOKEN)
     monitor.close()
@@ -176,7 +191,7 @@ def test_a_stale_token_is_read_anew(monkeypatch):
     file.write(wire.new_token())
     monitor = MonitorProcess(1, TOKEN)
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(joining.connect_by_file, file, monitor.place.address, 0, 1, 10.0)
+        joined = pool.submit(joining.connect_by_file, file, monitor.place.address, Launch(), 10.0)
         time.sleep(0.2)
         file.write(TOKEN)
         link, token = joined.result()
@@ -188,14 +203,14 @@ def test_a_stale_token_is_read_anew(monkeypatch):
 
 def test_no_token_in_time():
     with pytest.raises(TimeoutError, match="waited 0.2 s for rank 0 to write the job's token"):
-        joining.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), 1, 2, 0.2)
+        joining.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), Launch(world_rank=1, world_size=2), 0.2)
 
 
 def test_a_wrong_token_in_time_is_what_is_told():
     monitor, file = MonitorProcess(1, TOKEN), TokenFile("job")
     file.write(wire.new_token())
     with pytest.raises(HandshakeError, match="token"):
-        joining.connect_by_file(file, monitor.place.address, 0, 1, 1.0)
+        joining.connect_by_file(file, monitor.place.address, Launch(), 1.0)
     monitor.close()
 
 
@@ -207,10 +222,6 @@ def test_places_in_the_environment(monkeypatch):
     monkeypatch.setenv("MINIDIST_MONITOR", "nonsense")
     with pytest.raises(LaunchError, match="host:port"):
         joining.place_from_environment()
-
-
-def test_this_host_as_others_see_it():
-    assert joining.outward_address().count(".") == 3
 
 
 def test_losses_read_well():

@@ -32,6 +32,14 @@ def test_each_launcher_is_understood(variables, launch):
     assert detect(variables) == launch
 
 
+def test_srun_with_pmi2_is_no_mpirun_and_mpirun_inside_an_allocation_is():
+    """srun --mpi=pmi2 sets PMI_RANK, too; MPICH's mpirun, which starts its agents by srun, says a rank's local rank."""
+    pmi2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9", "PMI_JOBID": "77.3"}
+    assert detect({**SLURM, **pmi2}) == detect(SLURM)
+    agents = {**SLURM, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    assert detect({**agents, **MPICH}) == detect(MPICH)
+
+
 @pytest.mark.parametrize(("variables", "count"), [
     ({}, 0), (TORCHRUN, 0), ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, 2), ({"SLURM_RESTART_COUNT": "1"}, 1),
     ({"SLURM_RESTART_COUNT": ""}, 0), ({**SLURM, "SLURM_RESTART_COUNT": "0"}, 0)])

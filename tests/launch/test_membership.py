@@ -319,6 +319,21 @@ def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused():
                         r"another MPI.*\n", said)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("more", "says"), [
+    ({}, r"srun started 2 tasks, but mpi4py \(.*\) sees 1: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI, "
+         "or "),
+    ({"PMIX_NAMESPACE": "slurm.pmix.1.0"}, "srun --mpi=pmix started 2 tasks, but mpi4py has MPICH .*: give srun "
+                                           "--mpi=pmi2 for MPICH, or ")], ids=["none", "pmix"])
+def test_srun_that_starts_worlds_of_one_is_refused_where_mpi_is_asked_for(more, says, cache):
+    """As with --mpi=none; with --mpi=pmix MPICH's library would end each task in MPI_Init."""
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(environment, "ok", "mpi", size=2,
+                                                       variables=lambda rank: {**slurm(rank, 2), **more})]
+    assert [process.returncode for process in done] == [2, 2]
+    assert re.fullmatch(f"minidist: {says}take transport auto\n", "".join(process.stderr for process in done))
+
+
 # --- torchrun and srun, by their variables ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])

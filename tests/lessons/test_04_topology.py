@@ -106,6 +106,12 @@ def test_two_hosts_say_what_crosses(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     hosts = load_module(lessons.find("04").part("hosts.py"), "04")
     assert hosts.bytes_per_second("200mbit") == 25e6
     assert (hosts.crossing("ring", 8, 2), hosts.crossing("hierarchical", 8, 2)) == (1.75, 1.0)
+    assert (hosts.waits("ring", 8, 2), hosts.waits("hierarchical", 8, 2)) == (14, 2)
+    assert (hosts.seconds_of("250us"), hosts.seconds_of("2ms"), hosts.seconds_of("1s")) == (250e-6, 2e-3, 1.0)
+    monkeypatch.setattr("sys.argv", ["hosts.py", "--delay", "soon"])
+    with pytest.raises(SystemExit):
+        hosts.main()
+    assert "'soon' is no delay; choose one like 2ms" in capsys.readouterr().err
     monkeypatch.setattr(hosts, "missing", lambda: "network namespaces are made by root")
     monkeypatch.setattr("sys.argv", ["hosts.py"])
     hosts.main()
@@ -144,3 +150,16 @@ def test_bytes_cross_on_the_axis_that_does_not_lie_inside() -> None:
     crossed = [tuple(spines.across(axis, dealt.places, cluster)[0] for axis in ("tp", "dp"))
                for dealt in spines.dealings()]
     assert crossed == [(0.0, 8.0), (6.0, 0.0), (12.0, 0.0)]
+
+
+@pytest.mark.soak
+def test_two_hosts_far_from_each_other() -> None:
+    """Short arrays wait: 14 times for a flat ring of eight, twice for two leaders."""
+    hosts = load_module(lessons.find("04").part("hosts.py"), "04")
+    if hosts.missing() is not None:
+        pytest.skip(hosts.missing())
+    measured = hosts.measure("200mbit", "5ms")
+    times = {(algorithm, nbytes): took for algorithm, nbytes, took in measured["rows"]}
+    assert times["ring", hosts.SIZES[0]] > 14 * 5e-3
+    assert 2 * 5e-3 < times["hierarchical", hosts.SIZES[0]] < 0.6 * times["ring", hosts.SIZES[0]]
+    assert measured["by_kernel"] == hosts.delays()

@@ -9,13 +9,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from collective_checker import Drawn, expected, on_rank, same
+from collective_checker import ALL_PAIRS, ONLY_ON, REDUCING, ROOTED, Drawn, expected, on_rank, same
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.group import Group
@@ -295,6 +295,36 @@ def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
         rows = world.ledger.rows()
         counted.append([sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)])
     return counted
+
+
+DTYPES = ("float32", "bfloat16", "int64", ">f8", "float16", "complex64", ">u2")
+MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
+
+
+def fixed_cases(size: int, transport: str) -> Iterator[dict[str, Any]]:
+    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots.
+
+    On three ranks, in the default run, four of the six lengths each: others with the next algorithm.
+    """
+    for number, (verb, algorithm) in enumerate(ALL_PAIRS):
+        if algorithm in ONLY_ON and transport not in ONLY_ON[algorithm]:
+            continue
+        dtypes = MPI_DTYPES if algorithm == "native" and verb in REDUCING else DTYPES
+        for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
+            if size == 3 and (turn - number) % 6 in (0, 2):
+                continue
+            lengths: list[Any] = [length] * size
+            if verb == "all_to_all":
+                lengths = [[length + src + dst for dst in range(size)] for src in range(size)]
+            elif verb in ("gather", "all_gather") and turn % 2:
+                lengths = [length + rank for rank in range(size)]
+            yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
+                   "dtype": dtypes[(number + turn) % len(dtypes)],
+                   "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
+                   "root": (turn + 1) % size if verb in ROOTED else 0,
+                   "layout": ("plain", "strided", "read-only")[turn % 3],
+                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
+                   "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else []}
 
 
 BESIDE_MPI = ("float32", "int64", "float64", "uint8")

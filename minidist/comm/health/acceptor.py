@@ -85,13 +85,31 @@ class Acceptor:
                 self.strangers.pop(sock, None)
 
 
+def where_to_listen(host: str) -> str:
+    """Where `host`, this machine, listens for other machines: at an address as it stands, else at all it has.
+
+    What a name means differs between machines: Debian's /etc/hosts has a machine's own name as 127.0.1.1, and the name
+    may mean a network card that no other machine reaches. Every caller has to know the job's token.
+    """
+    try:
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    except OSError:
+        return ""
+    return host
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches itself there."""
+    return address.startswith("127.") or address == "::1"
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listener; port 0 takes a free one. Raises LaunchError if the port is taken."""
     try:
         return socket.create_server((host, port), backlog=QUEUE)
     except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
-                          "another port with --master-port or MASTER_PORT") from error
+        raise LaunchError(f"cannot listen on {host or 'any address'}:{port} ({error.strerror}); is another job using "
+                          "it? choose another port with --master-port or MASTER_PORT") from error
 
 
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,

@@ -17,7 +17,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.acceptor import connect_to_monitor, end_connection
+from minidist.comm.health.acceptor import connect_to_monitor, end_connection, is_loopback
 from minidist.comm.health.crash import tell_crash
 from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.wait_state import State, Waits
@@ -34,7 +34,8 @@ class MonitorClient:
     Attributes: limit        seconds that a meeting may last
                 grace        seconds that this process gets to end after a failure
                 address      the monitor's
-                local_host   the address under which this process reached the monitor; peers reach this rank there too
+                local_host   this host's address, on the way to the monitor; peers reach this rank there too
+                beside_monitor  whether the monitor is on this host
                 loss         the Failure that ended the job, or None
     """
 
@@ -51,6 +52,7 @@ class MonitorClient:
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
+        self.beside_monitor = self.local_host == self.address[0] or is_loopback(self.local_host)
         self.loss: Failure | None = None
         self._sock, self.grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()

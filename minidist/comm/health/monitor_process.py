@@ -24,7 +24,8 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
     def rank_0_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.0)[0])
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
+    for number in (signal.SIGINT, signal.SIGTERM):              # Ctrl-C; what Slurm sends to every process of a step
+        signal.signal(number, signal.SIG_IGN)                   # the ranks end, perhaps after a save; we end after them
     monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
                       patience=patience)
     monitor.start()

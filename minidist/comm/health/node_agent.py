@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -158,4 +159,6 @@ def release_parent() -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):          # to all of the job: the ranks end, we end after them
+        signal.signal(number, signal.SIG_IGN)
     NodeAgent(limit=CALL_BACK_LIMIT).serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())

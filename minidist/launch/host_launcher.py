@@ -1,0 +1,75 @@
+"""The launcher of one host's ranks, which `minidist launch --hosts` starts there by ssh (hosts.py).
+
+It takes its order on stdin, so that neither the job's secret nor a quoted command stands on a command line:
+
+    this process -> hosts.py, lines on stdout           hosts.py -> this process, lines on stdin
+    hello    host, version of minidist                  the order, as JSON: what to start, node, token, folder, …
+    port     node 0's: where the monitor listens        numbers of signals that hosts.py was sent
+    problem  why nothing can be started here            the end: hosts.py is gone, or its ssh; the ranks are ended
+
+Each of its lines begins with MARK; all other lines are the ranks'.
+"""
+
+import json
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from minidist.errors import LaunchError
+from minidist.launch.limits import Limits, MemoryLimit
+from minidist.launch.spawning import Nodes, SpawnedJob, start_thread
+
+MARK = "minidist host: "
+
+
+def version() -> str:
+    """Of this minidist: hosts of one job must have the same."""
+    return str(sys.modules["minidist"].__version__)
+
+
+def main() -> int:
+    """Take the order, start the ranks, wait for them. Returns: as spawn()."""
+    orders = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)            # the ranks read nothing of it
+    _tell(hello=platform.node(), version=version())
+    line = orders.readline()
+    if not line:
+        return 1                                            # another host is not there
+    try:
+        job = _job_of(json.loads(line))
+    except (LaunchError, OSError) as error:
+        what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+        _tell(problem=what)
+        return 2
+    _tell(port=job.place.port)
+    start_thread(_listen, orders, job.told)
+    return job.run()
+
+
+def _job_of(order: dict[str, Any]) -> SpawnedJob:
+    """Raises: OSError if the folder is not there; LaunchError if the port is taken."""
+    os.chdir(order["folder"])
+    os.environ.update(order["environ"])
+    memory = order["memory"] and MemoryLimit(*order["memory"])
+    limits = Limits(order["cores"], memory, flight=order["flight"] and Path(order["flight"]))
+    nodes = Nodes(len(order["sizes"]), order["node"], order["address"], order["port"], tuple(order["sizes"]))
+    return SpawnedJob(order["command"], order["sizes"][order["node"]], nodes, order["token"].encode(),
+                      order["patience"], limits)
+
+
+def _listen(orders: IO[str], told: list[int]) -> None:
+    """Note the signals that come; the end of them is SIGHUP, as of a terminal."""
+    for line in orders:
+        told.append(signal.Signals(int(line)))
+    told.append(signal.SIGHUP)
+
+
+def _tell(**content: object) -> None:
+    os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""A job on several hosts, given by name: `minidist launch --hosts a:3,b:4 script.py`, by ssh.
+
+    here                 host a                                    host b
+    ssh a ------------>  host_launcher: ranks 0 1 2, the monitor
+    ssh b ---------------------------------------------------->    host_launcher: ranks 3 4 5 6
+
+First every host says hello. Then a gets its order and says at which port the monitor listens; then the others get
+theirs. From there on the job is one of `minidist launch --nnodes`: the ranks meet at a's monitor, by a's name. What the
+ranks print comes back through ssh; a line that several hosts say ("minidist: rank 4 … ; the job ends") is shown once.
+
+A host that loses its ssh ends its ranks, because nobody could end them later. ssh must ask for nothing (a key, and the
+host known), and minidist and the program lie at the same path on every host.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from minidist.comm import wire
+from minidist.comm.health.failure import AGAIN, say_line
+from minidist.comm.health.process_state import PATIENCE
+from minidist.errors import LaunchError
+from minidist.launch.host_launcher import MARK, version
+from minidist.launch.launchers import clean_environment, expand_hosts
+from minidist.launch.limits import Limits
+from minidist.launch.spawning import noting_signals, start_thread
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+HELLO_LIMIT = 30.0      # seconds until every host must have said hello, and node 0 its port
+ENDING = 10.0           # seconds that other hosts get to end by themselves when one has failed, and again when told
+LAST_LINES = 2.0        # seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
+PASSED = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NCCL_", "XDG_", "MINIDIST_LOG", "LD_LIBRARY_PATH")
+"""Beginnings of the variables that a rank gets from here; it has all others from its own host."""
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """A host as ssh finds it ("a", "user@a"), and how many ranks it gets."""
+
+    name: str
+    ranks: int
+
+    @property
+    def address(self) -> str:
+        """Its name for other hosts."""
+        return self.name.rpartition("@")[2]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this host, for which no ssh is needed."""
+        return self.name in ("localhost", platform.node())
+
+
+def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
+    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; `ranks` where none are given.
+
+    Raises: LaunchError, one line, for what is no host, and for one that is named twice.
+    """
+    found = []
+    for word in expand_hosts(text) if text.strip() else []:
+        match = re.fullmatch(r"((?:[\w.-]+@)?\w[\w.-]*)(?::([1-9]\d{0,3}))?", word)
+        if match is None:
+            raise LaunchError(f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks")
+        found.append(HostRanks(match[1], int(match[2] or ranks)))
+    names = [host.name for host in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LaunchError(f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4")
+    if not found:
+        raise LaunchError(f"{text!r} names no host; write a:3,b:4")
+    if len(found) > 1 and found[0].name == "localhost":
+        raise LaunchError("'localhost' is another host on each of them; give the name by which the others reach this "
+                          f"one (here {platform.node()})")
+    return found
+
+
+def spawn_on_hosts(command: Sequence[str], hosts: Sequence[HostRanks], *, ssh: str = SSH, port: int = 0,
+                   address: str = "", token: bytes | None = None, patience: float = PATIENCE,
+                   limits: Limits | None = None) -> int:
+    """Run copies of `command` on these hosts as ranks of one job, and wait for them.
+
+    Args:    ssh: the command that reaches a host; its name and one word for the shell there follow. port: of the first
+             host, where the ranks meet; 0: any free one. address: of the first host (default: its name). limits: of
+             each host. token, patience: as spawn().
+    Returns: 0 if every rank ended with 0; else the exit status of a rank that failed, 75 if all have saved their work;
+             128 + the signal's number if this process gets SIGINT or SIGTERM.
+    Raises:  LaunchError, one line that names the host, if one does not answer, has another minidist, or lacks this
+             folder; nothing runs on any of them then.
+    """
+    orders = _orders(command, hosts, port, address, token or wire.new_token(), patience, limits or Limits())
+    return HostsJob(hosts, orders, ssh).run()
+
+
+def _orders(command: Sequence[str], hosts: Sequence[HostRanks], port: int, address: str, token: bytes,
+            patience: float, limits: Limits) -> list[dict[str, Any]]:
+    """One for each host (host_launcher.py)."""
+    environ = {name: value for name, value in clean_environment(os.environ).items() if name.startswith(PASSED)}
+    memory = limits.memory and [limits.memory.nbytes, limits.memory.text]
+    place = "127.0.0.1" if len(hosts) == 1 else address or hosts[0].address
+    return [{"command": list(command), "sizes": [host.ranks for host in hosts], "node": node, "address": place,
+             "port": port, "token": token.decode(), "folder": os.getcwd(), "environ": environ, "patience": patience,
+             "cores": list(limits.cores), "memory": memory,
+             "flight": None if limits.flight is None else str(limits.flight.resolve())} for node in range(len(hosts))]
+
+
+class HostsJob:
+    """The launchers of all hosts, as seen from here."""
+
+    def __init__(self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str) -> None:
+        self.hosts, self.orders, self.ssh = hosts, orders, shlex.split(ssh)
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        self.readers: list[threading.Thread] = []
+        self.news: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.told: list[int] = []
+        self.said: dict[str, None] = {}                     # lines of minidist's, which several hosts may say
+        self.there: set[int] = set()                        # hosts that have said hello
+        self.last = [""] * len(hosts)                       # what each said last on stderr
+
+    def run(self) -> int:
+        """Start, wait, clean up; the exit status."""
+        with noting_signals(self.told):
+            try:
+                self._start()
+                return self._wait() if self._order() else 128 + self.told[0]
+            finally:
+                self._end()
+
+    def _start(self) -> None:
+        there = f"exec {shlex.quote(sys.executable)} -m minidist.launch.host_launcher"
+        for number, host in enumerate(self.hosts):
+            command = ["sh", "-c", there] if host.is_here else [*self.ssh, host.name, there]
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                           stderr=subprocess.PIPE, start_new_session=True)
+            except OSError as error:
+                raise LaunchError(f"cannot start {command[0]!r} for host {host.name}: {error.strerror}") from error
+            self.launchers.append(process)
+            self.readers += [start_thread(self._read, number, process.stdout),
+                             start_thread(self._pass_on_errors, number, process.stderr)]
+
+    def _order(self) -> bool:
+        """When every host is there, tell the first what to start, and the others where it listens.
+
+        Returns: whether the job has begun; False if this process was told to stop before that.
+        """
+        for number, told in self._answers(range(len(self.hosts)), "hello").items():
+            if told["version"] != version():
+                raise LaunchError(f"host {self.hosts[number].name} has minidist {told['version']}, this one "
+                                  f"{version()}; install the same on all")
+        if not self.told:
+            self._send(0, json.dumps(self.orders[0]))
+        place = self._answers([0], "port").get(0)
+        if place is None:
+            return False
+        for number, order in enumerate(self.orders[1:], 1):
+            self._send(number, json.dumps({**order, "port": place["port"]}))
+        return True
+
+    def _answers(self, numbers: Sequence[int], kind: str) -> dict[int, dict[str, Any]]:
+        """What each of these hosts says of that kind; perhaps not all, once this process was told to stop.
+
+        Raises: LaunchError if one does not say it, with its own words.
+        """
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + HELLO_LIMIT
+        while len(answers) < len(numbers) and not self.told:
+            try:
+                number, told = self.news.get(timeout=0.05)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    late = [self.hosts[number].name for number in numbers if number not in answers]
+                    raise LaunchError(f"{'hosts' if len(late) > 1 else 'host'} {', '.join(late)} did not answer within "
+                                      f"{HELLO_LIMIT:g} s; try `{shlex.join(self.ssh)} {late[0]} true`") from None
+                continue
+            if kind not in told and ("problem" in told or "end" in told):
+                raise LaunchError(self._problem(number, told))
+            answers[number] = told
+        return answers
+
+    def _problem(self, number: int, told: dict[str, Any]) -> str:
+        name = self.hosts[number].name
+        if "problem" in told:
+            return f"host {name}: {told['problem']}"
+        self.readers[2 * number + 1].join(1.0)
+        status, said = self.launchers[number].wait(), self.last[number] or "it said nothing"
+        return (f"host {name}: ssh ended with {status} ({said}); " + (
+            f"try `{shlex.join(self.ssh)} {name} true`" if status == 255 else
+            f"is minidist installed there, at {sys.executable}?"))
+
+    # --- what hosts say ----------------------------------------------------------------------------------------------
+
+    def _read(self, number: int, pipe: IO[bytes]) -> None:
+        """The launcher's lines are news, all others go to stdout."""
+        with pipe:
+            for line in pipe:
+                if line.startswith(MARK.encode()):
+                    self.there.add(number)
+                    self.news.put((number, json.loads(line[len(MARK):])))
+                else:
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
+        self.news.put((number, {"end": True}))
+
+    def _pass_on_errors(self, number: int, pipe: IO[bytes]) -> None:
+        """To stderr; of minidist's own lines each one once. Those before the hello are ssh's and the shell's."""
+        with pipe:
+            for raw in pipe:
+                line = self.last[number] = raw.decode(errors="replace").rstrip("\r\n")
+                if number in self.there and not (line.startswith("minidist: ") and line in self.said):
+                    self.said[line] = None
+                    say_line(line)
+
+    # --- how it goes on ----------------------------------------------------------------------------------------------
+
+    def _send(self, number: int, line: str) -> None:
+        """A host that is gone is found by its end."""
+        pipe = self.launchers[number].stdin
+        with contextlib.suppress(OSError, ValueError):
+            if pipe is not None:
+                pipe.write(f"{line}\n".encode())
+                pipe.flush()
+
+    def _wait(self) -> int:
+        """Until every host has ended; when one has failed, the others get ENDING s."""
+        passed_on, failed = 0, 0.0
+        while (codes := [process.poll() for process in self.launchers]).count(None):
+            for signal_number in self.told[passed_on:]:
+                passed_on += 1
+                for number in range(len(self.hosts)):
+                    self._send(number, str(int(signal_number)))
+            failed = failed or (time.monotonic() if any(codes) else 0.0)
+            if failed and time.monotonic() - failed > ENDING:
+                break
+            time.sleep(0.01)
+        self._name_lost(codes)
+        statuses = [1 if code is None or code < 0 or code == 255 else code for code in codes]
+        if any(status == AGAIN for status in statuses) and set(statuses) <= {0, AGAIN}:
+            return AGAIN
+        return next((status for status in statuses if status > 1), max(statuses))
+
+    def _name_lost(self, codes: Sequence[int | None]) -> None:
+        """Say which hosts were lost with their ssh."""
+        for host, code in zip(self.hosts, codes, strict=True):
+            if code == 255 or (code or 0) < 0:
+                say_line(f"minidist: the connection to host {host.name} ended ({self.ssh[0]}: {code})")
+
+    def _end(self) -> None:
+        """No host runs ranks of this job when their launchers have heard that we are gone."""
+        for process in self.launchers:
+            with contextlib.suppress(OSError):
+                if process.stdin is not None:
+                    process.stdin.close()
+        deadline = time.monotonic() + ENDING
+        for process in self.launchers:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        deadline = time.monotonic() + LAST_LINES
+        for reader in self.readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
