@@ -93,7 +93,7 @@ def collectives(trainer: Trainer, sequences: int) -> list[Collective]:
     if pipeline is None or not data.reduces_each_pass:
         return data.traffic(plan.accumulate) * plan.updates(sequences)
     passes = plan.accumulate * plan.pieces
-    if plan.zero == 2:
+    if plan.zero != 3:      # 0: the optimizer on the host of a rank that shares its weights with no other
         return data.traffic(passes)
     fetches = [plan.accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
                for stage in pipeline.stages.layers]

@@ -22,7 +22,7 @@ from minidist.nn import GPT
 from minidist.observe.machine import machine
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host, numbers_moved
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.memory_formula import Each
@@ -107,12 +107,15 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
     weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
     each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
     learning = sum(piece.data.size for _, piece in strategy.updated())
+    calls = axis_traffic.collectives(trainer, 1) if plan.composed else strategy.traffic(plan.accumulate)
+    numbers = numbers_moved(calls, weights.dtype.itemsize)
     if plan.offload == "optimizer":
-        moved = moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
+        moved = moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
     else:
-        units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
-        moved = moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
-                              masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
+        again = [flat for flat in strategy.flats if strategy.sharing.divides(flat)]
+        again += trainer.strategy.outside if plan.composed else []
+        moved = moved_to_disk(0, 0, learning, each, masters=masters, fetched=numbers["all_gather"],
+                              reduced=numbers["reduce_scatter"], outside=sum(flat.chunk_size for flat in again))
     return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
             "moved_bytes": dict(trainer.store.traffic.step),
             "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved.items()}}

@@ -91,7 +91,7 @@ def savings(plan: "Plan") -> str:
         ways.append("keep less of them (checkpoint_blocks)")
     if plan.zero < 3 and plan.copies > 1:
         ways.append("divide more (zero)")
-    if plan.offload != "all" and not plan.composed and plan.shard in (None, plan.copies):
+    if plan.offload != "all" and not plan.updates_each_microbatch:
         ways.append("offload more (offload)")
     return ", ".join(("raise it", *ways[:-1])) + f", or {ways[-1]}"
 
@@ -134,9 +134,6 @@ def _check_zero(plan: "Plan") -> None:
                         f"be cut into copies of so many; choose one of {', '.join(map(str, fits))}")
     if not plan.zero:
         raise PlanError(f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 or 3")
-    if plan.shard < plan.copies and plan.offload != "none":
-        raise PlanError(f"plan shard={plan.shard} of {axes}={plan.copies} with offload={plan.offload}: copies sum "
-                        f"their gradients on the device; leave one of the two out")
 
 
 def _check_algorithm(plan: "Plan") -> None:
@@ -154,15 +151,14 @@ def _check_offload(plan: "Plan") -> None:
     if plan.offload == "all" and plan.zero != 3:
         raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
                         f"zero=3, on one rank too")
-    if plan.offload == "optimizer" and not plan.zero and plan.dp > 1:
-        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.dp} times; "
+    if plan.offload == "optimizer" and not plan.zero and plan.copies > 1:
+        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.copies} times; "
                         f"use zero=1, 2 or 3")
+    if plan.offload != "none" and plan.compress != "none" and plan.shard not in (None, plan.copies):
+        raise PlanError(f"plan offload={plan.offload} with compress={plan.compress} and shard={plan.shard}: copies are "
+                        f"summed on the host, where no scheme has its residuals; leave one of the three out")
     if plan.device_memory is not None and plan.device_memory < 1:
         raise PlanError(f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB")
-    if plan.offload != "none" and plan.composed:
-        zero = max(1, plan.zero)
-        raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with offload={plan.offload}: this version offloads on "
-                        f"the data axis alone; use offload=none{_or(data_alone(plan, zero=zero))} with zero={zero}")
 
 
 def _check_strategy(plan: "Plan") -> None:

@@ -185,7 +185,8 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "second halves not reduced": (DataPipeline, "go_back_weights",
                                       lambda self, stage, put_off: self.precision.backward_weights(put_off)),
         "a stage's gradients not reduced": (
-            Zero2, "set_segments", lambda self, segments: self.__dict__.update(_segments=[[] for _ in segments])),
+            Zero2, "set_segments",
+            lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments])),
         "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
         "copies not summed": (GradientShards, "sum_copies", lambda self: None)}
     monkeypatch.setattr(*planted[bug])
