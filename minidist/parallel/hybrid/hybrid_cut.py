@@ -19,8 +19,8 @@ holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
 Where both ends are on one rank (zb-v, dualpipe-v) two stages give a tied table gradients, and ZeRO-2 reduces it twice
 a microbatch.
 
-While a segment's last unit computes, the first unit of the schedule's next instruction is read ahead, where weights lie
-on disk (chapter 20): they stream in the order of the step.
+While a segment's last units compute, the first ones of the schedule's next instruction are read ahead, where weights
+lie on disk (chapter 20): they stream in the order of the step.
 
 With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
 first stages then gather once a pass, but hold all weights. Where backward is split in two (zero bubble) gradients are

@@ -153,10 +153,10 @@ class Zero3(ZeroAxis):
         self.order = [each for each in order if self.segments[each[0]]]
 
     def _begin(self, segment: int, forward: bool) -> None:
-        """A segment's forward or backward begins: note the unit with which the pass goes on after it."""
+        """A segment's forward or backward begins: note the units with which the pass goes on after it."""
         while (segment, forward) in self._rest and self._rest.pop(0) != (segment, forward):
             pass
-        self._next = [self.segments[number][0 if ahead else -1] for number, ahead in self._rest[:1]]
+        self._next = [unit for number, ahead in self._rest[:1] for unit in self.segments[number][::1 if ahead else -1]]
 
     def _watch(self, unit: Unit) -> None:
         module: Any = unit.module
@@ -202,15 +202,15 @@ class Zero3(ZeroAxis):
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
         """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read ahead the next."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
-        for other in following:
+        for number, other in enumerate((*following, *self._next)):
             room -= other.nbytes
-            if room < 0 or not self.ahead:
+            full = room < 0 or not self.ahead
+            if full or number >= len(following):        # the next segment's are read ahead, and gathered in their turn
                 other.prefetch()
+            else:
+                other.fetch()
+            if full:
                 break
-            other.fetch()
-        else:
-            for other in self._next:
-                other.prefetch()
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
