@@ -128,8 +128,8 @@ def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.n
     held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
     away = found.column("offload")
     held["optimizer"] = np.where(away > 0, 0.0, held["optimizer"])
-    for name in ("parameters", "gradients"):
-        held[name] = np.where(away == 2, 0.0, held[name])
+    held["gradients"] = np.where((away == 2) | (away == 1) & (zero != 1), 0.0, held["gradients"])
+    held["parameters"] = np.where(away == 2, 0.0, held["parameters"])
     return held
 
 

@@ -22,10 +22,9 @@ from minidist.nn import GPT
 from minidist.observe.machine import machine
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host, numbers_moved
+from minidist.parallel.hybrid.hybrid_costs import data_collectives, moved_in_a_step
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
-from minidist.parallel.zero.memory_formula import Each
 
 Metrics = dict[str, Any]
 
@@ -103,22 +102,9 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
     """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
-    plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
-    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
-    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
-    learning = sum(piece.data.size for _, piece in strategy.updated())
-    calls = axis_traffic.collectives(trainer, 1) if plan.composed else strategy.traffic(plan.accumulate)
-    numbers = numbers_moved(calls, weights.dtype.itemsize)
-    if plan.offload == "optimizer":
-        moved = moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
-    else:
-        again = [flat for flat in strategy.flats if strategy.sharing.divides(flat)]
-        again += trainer.strategy.outside if plan.composed else []
-        moved = moved_to_disk(0, 0, learning, each, masters=masters, fetched=numbers["all_gather"],
-                              reduced=numbers["reduce_scatter"], outside=sum(flat.chunk_size for flat in again))
     return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
             "moved_bytes": dict(trainer.store.traffic.step),
-            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved.items()}}
+            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved_in_a_step(trainer).items()}}
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
@@ -129,7 +115,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if plan.local_steps is not None:
         return seldom_traffic.formula(trainer)
     if plan.composed:
-        calls = axis_traffic.collectives(trainer, len(batch[0]))
+        calls = data_collectives(trainer, len(batch[0]))
         return axis_traffic.formula(trainer, _data_formula(trainer, calls), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
     return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (
