@@ -7,9 +7,10 @@ Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devic
 the pipeline's schedule, what is computed again, offload of the optimizer or of all, which axis lies inside nodes, and
 for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses
 (plan_checks.py), and divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not
-enumerated: offload with copies in nodes, parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more memory), zb-v with
-recomputation (a deferred backward keeps what was computed again), other hybrid sharding, compressed gradients, tensor
-parallelism wider than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more memory), zb-v with
+recomputation (a deferred backward keeps what was computed again), other hybrid sharding or any with offload, compressed
+gradients, tensor parallelism wider than a node, recomputation of scores alone, context parallelism with under
+LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence

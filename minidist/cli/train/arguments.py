@@ -207,8 +207,8 @@ def memory(add: Add) -> None:
         help="keep only the inputs of blocks and recompute the rest in backward: all (default with the option), "
              "numbers as in 0,2, or scores: those of attention")
     add("--offload", choices=OFFLOADS, default="none",
-        help="keep off the device: optimizer, its state and update on the host; all, every lasting array on disk "
-             "(default: none)")
+        help="keep off the device, with any axes: optimizer, its state and update on the host; all, every lasting "
+             "array on disk (default: none)")
     add("--offload-dir", metavar="DIR",
         help="folder of the files of --offload all, which are removed after the run (default: the system's "
              "temporary folder)")

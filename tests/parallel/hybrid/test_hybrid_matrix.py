@@ -67,6 +67,7 @@ def any_plan(draw: Any, ranks: int, layers: int) -> Job:
             "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
             "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
             "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
+            "offload": draw(st.sampled_from(["none", "none", "optimizer", "all"])),
             "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
     plan["keep_gathered"] &= plan["zero"] == 3
     if sizes["pp"] > 1 and plan["schedule"] == "interleaved":
