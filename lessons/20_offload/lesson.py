@@ -192,9 +192,8 @@ def other_axes(page: Page) -> None:
                          size_text(max(sum(ways.values()) for ways in moved)) if home != "none" else "",
                          "ok" if right else "off"])
     page.table("After two steps with ZeRO-3, blocks computed again; the fullest rank", [
-        "axes", "--offload", "device's peak", "host's peak", "on disk", "moved in a step", "same bits, bytes by formula"],
-        rows, note="each rank offloads its own part of the model; what copies, or ranks of tp, sum beyond ZeRO's ranks "
-                   "is summed on the host")
+        "axes", "--offload", "device's peak", "host's peak", "on disk", "moved in a step", "bits, bytes"],
+        rows, note="ok: the bits of the plan without offload, and on each rank as many bytes moved as the formula says")
 
 
 def seven_billion(page: Page) -> None:

@@ -32,6 +32,8 @@ from minidist.parallel.hybrid.plan import (
     ORDER,
     PLACEMENTS,
     PRECISIONS,
+    SERVER_DEVICES,
+    SERVER_DTYPES,
     STRATEGIES,
     ZERO_STAGES,
 )
@@ -170,6 +172,12 @@ def _strategy(add: Add) -> None:
     add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
     add("--servers", type=rank_count, default=1, metavar="S",
         help="of parameter-server: number of servers (default: 1)")
+    add("--server-device", choices=SERVER_DEVICES, default="same",
+        help="of parameter-server: where servers keep and update the weights, as cpu beside --device cuda (default: "
+             "same)")
+    add("--server-dtype", choices=SERVER_DTYPES, default="same",
+        help="of synchronous servers: their masters, sums and update; what travels has the workers' (default: same; "
+             "with --precision bf16 float32)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",

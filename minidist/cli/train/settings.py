@@ -137,6 +137,8 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda --precision bf16 and "
              "leave -n out, or leave out --graph")
     module_for(args.device)
+    if args.server_device != "same":
+        module_for(args.server_device)
     data = text.load(args.data)
     if resume is not None:
         resume.require_text(data)

@@ -45,8 +45,12 @@ tokens (ulysses.py)."""
 PLACEMENTS = ("node", "rank")
 """How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by those numbers."""
 
+SERVER_DEVICES, SERVER_DTYPES = ("same", "cpu", "cuda"), ("same", "float32", "float64")
+"""Where parameter servers are, and in which dtype they update: as the workers, or otherwise."""
+
 CHOICES = {"precision": PRECISIONS, "offload": OFFLOADS, "strategy": STRATEGIES, "schedule": tuple(ORDERS),
-           "attention": ATTENTIONS, "placement": PLACEMENTS}
+           "attention": ATTENTIONS, "placement": PLACEMENTS, "server_device": SERVER_DEVICES,
+           "server_dtype": SERVER_DTYPES}
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -164,9 +168,17 @@ def _check_offload(plan: "Plan") -> None:
 def _check_strategy(plan: "Plan") -> None:
     """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
-    if plan.strategy != "ddp" and others != (0, "fp32", "none", None):
+    served = plan.strategy == "parameter-server" and not plan.asynchronous and plan.precision == "bf16"
+    if plan.strategy != "ddp" and others != (0, "bf16" if served else "fp32", "none", None):
         raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
-                        f"strategy ddp; leave them out")
+                        f"strategy ddp; leave them out (synchronous servers also take precision=bf16)")
+    for option in ("server_device", "server_dtype"):
+        if plan.strategy != "parameter-server" and getattr(plan, option) != "same":
+            raise PlanError(f"plan {option}={getattr(plan, option)} with strategy={plan.strategy}: there is no server; "
+                            f"use strategy=parameter-server, or leave it out")
+    if plan.asynchronous and plan.server_dtype != "same":
+        raise PlanError(f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the weights of the "
+                        f"run, and its own are rounded; leave one of the two out")
     if plan.strategy == "parameter-server" and plan.composed:
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
                         f"use strategy=ddp{_or(data_alone(plan))}")
@@ -228,6 +240,8 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     yield from _misfits_of_experts(plan, config)
     yield from budget_misfits(plan, config)
     yield from updating_misfits(plan, config)
+    if plan.server_dtype == "float32" and config.dtype == "float64":
+        yield "server_dtype=float32 with dtype float64: servers would round what workers sent", "server_dtype=float64"
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
 
+SAME = "same"
+"""Servers are on the workers' device, and keep the workers' dtype."""
+
 PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
     "zero=0": "data.ddp.DDP", "zero=1": "zero.zero1.Zero1", "zero=2": "zero.zero2.Zero2", "zero=3": "zero.zero3.Zero3",
@@ -62,6 +65,8 @@ def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: 
                   loss: Callable[..., Any]) -> Strategy:
     """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
     options: dict[str, Any] = {"loss": loss, "recorder": recorder}
+    if plan.server_device != SAME and group.rank >= plan.workers:
+        device = plan.server_device
     if plan.zero < 3:
         model.initialize(seed, device=device)
     if plan.strategy == "data-parallel":
@@ -72,7 +77,8 @@ def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: 
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
         return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
-                                        asynchronous=plan.asynchronous, staleness=plan.staleness, **options)
+                                        asynchronous=plan.asynchronous, staleness=plan.staleness,
+                                        server_dtype=plan.masters_of_servers, **options)
     if plan.dp == 1 and not plan.zero and plan.offload == "none":
         return Single(model, precision=precision, **options)
     return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
