@@ -95,7 +95,7 @@ def in_one_process(workers: int, changes: dict[str, Any]) -> dict[str, np.ndarra
             model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
             for total, p in zip(totals, model.parameters(), strict=True):
                 total += p.grad
-        for master, total, p in zip(masters, totals, model.parameters(), strict=True):
+        for master, total in zip(masters, totals, strict=True):
             master.grad = total
         optimizer.step()
         for master, p in zip(masters, model.parameters(), strict=True):
@@ -119,7 +119,7 @@ def test_servers_in_float64_equal_one_process_that_does_the_same(workers: int) -
 
 @pytest.mark.parametrize(("workers", "servers", "clip"), [(1, 1, 0.5), (1, 3, None)])
 def test_workers_in_bf16_equal_mixed_precision_on_one_process(workers: int, servers: int, clip: float | None) -> None:
-    """One worker's sums are one process's, so are the bits: masters in float32, on the servers alone. Half the bytes."""
+    """One worker's sums are one process's, so are the bits; masters in float32 on the servers alone. Half the bytes."""
     ranks = md.run(served, NARROW, {"precision": "bf16", "servers": servers}, {"clip": clip}, size=workers + servers)
 
     def alone(world: Any) -> str:
