@@ -49,8 +49,8 @@ def test_the_story_has_the_bytes_that_a_run_moves_and_keeps() -> None:
     page, story = Told(), find("06").part("README.md").read_text(encoding="utf-8")
     load_module(find("06").part("lesson.py"), "06").digits(page)
     assert len(page.rows) == 3
-    for name, pushed, right, kept, also, _ in page.rows:
-        assert (right, also) == ("ok", "ok")
+    for name, pushed, one, kept, other, _ in page.rows:
+        assert (one, other) == ("ok", "ok")
         line = next(line for line in story.splitlines() if line.startswith(f"| {name}"))
         assert f"| {pushed:,} | {kept:,} |" in line
 

@@ -170,6 +170,8 @@ def _strategy(add: Add) -> None:
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
     add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
+    add("--devices", default="", metavar="N,N,…",
+        help="of data-parallel with --device cuda: the GPU of each replica, as 0,1,2,3 (default: all on one)")
     add("--servers", type=rank_count, default=1, metavar="S",
         help="of parameter-server: number of servers (default: 1)")
     add("--server-device", choices=SERVER_DEVICES, default="same",

@@ -31,7 +31,7 @@ NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port
 
 OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
                "stages_per_rank", "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers",
-               "server_device", "server_dtype")
+               "devices", "server_device", "server_dtype")
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_bytes", "device", "graph", "threads",
               "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",

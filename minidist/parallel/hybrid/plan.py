@@ -57,6 +57,7 @@ class Plan:
                               fast as can be. Another run may measure another split
                 attention     over ranks of cp: one of ATTENTIONS
                 sequence_parallel   with tp: what lies outside the tensor-parallel regions is divided by tokens
+                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as "0,1" ("": one device)
                 servers       of parameter-server: how many ranks of the data axis, the last
                 server_device of parameter-server: where servers are, one of SERVER_DEVICES
                 server_dtype  of synchronous servers' masters, sums and update: one of SERVER_DTYPES
@@ -99,6 +100,7 @@ class Plan:
     attention: str = "ring"
     sequence_parallel: bool = False
     replicas: int = 1
+    devices: str = ""
     servers: int = 1
     server_device: str = "same"
     server_dtype: str = "same"

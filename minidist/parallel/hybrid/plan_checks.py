@@ -184,6 +184,13 @@ def _check_strategy(plan: "Plan") -> None:
                         f"use strategy=ddp{_or(data_alone(plan))}")
     if plan.strategy != "data-parallel" and plan.replicas != 1:
         raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
+    numbers = plan.devices.split(",") if plan.devices else []
+    if numbers and plan.strategy != "data-parallel":
+        raise PlanError(f"plan devices={plan.devices} with strategy={plan.strategy}: each rank has one device; they "
+                        f"are for strategy data-parallel")
+    if numbers and (len(numbers) != plan.replicas or not all(n.isascii() and n.isdigit() for n in numbers)):
+        raise PlanError(f"plan devices={plan.devices} with replicas={plan.replicas}: name a GPU for each, as "
+                        f"{','.join(map(str, range(plan.replicas)))}")
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
         raise PlanError(f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for strategy "
                         f"parameter-server")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, dtype_name
+from minidist.device.backend import Array, dtype_name, on_gpu
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.step.precision import Precision
@@ -67,11 +67,14 @@ def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: 
     options: dict[str, Any] = {"loss": loss, "recorder": recorder}
     if plan.server_device != SAME and group.rank >= plan.workers:
         device = plan.server_device
+    gpus = [int(number) for number in plan.devices.split(",") if number]
+    if gpus:
+        on_gpu(gpus[0]).use()       # of the calling thread: the optimizer's state is made there, too
     if plan.zero < 3:
         model.initialize(seed, device=device)
     if plan.strategy == "data-parallel":
         return load("data-parallel")(   # type: ignore[no-any-return]
-            model, plan.replicas, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
+            model, plan.replicas, gpus=gpus, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
             forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
