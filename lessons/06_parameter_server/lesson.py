@@ -170,8 +170,8 @@ def digits(page: Page) -> None:
                      verdict(ranks[2]["kept"], kept * count), f"{error:.1e}"])
     page.table(f"{STEPS} steps, two workers and a server, {count:,} parameters",
                ["workers, servers", "a worker pushes", "", "the server keeps", "", "off float64 by"], rows,
-               note="bytes, a step and between steps; the last column: the weights that servers tell, beside one process's "
-                    "in float64")
+               note="bytes, a step and between steps; the last column: of the weights that servers tell, beside "
+                    "one process in float64")
 
 
 def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DataParallel's replicas on GPUs of their own: each thread touches its GPU alone, and the weights are one process's."""
+"""DataParallel's replicas on GPUs of their own: a thread touches its GPU alone; the weights are one process's."""
 
 from typing import Any
 
