@@ -2,7 +2,7 @@
 
     python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads for DDP
     mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
-    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 7
+    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 8
 """
 
 import os
@@ -165,8 +165,8 @@ def beside_ddp(group: Group, page: Page) -> None:
             rows.append([ranks, *(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS), f"{dp / ddp:.2f}"])
         page.table("On the clock: 8 sequences, one layer of width 256",
                    ["devices", "DP: passes", "device 0's link", "DDP: passes", "a rank's link", "DP / DDP"], rows,
-                   note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all that passes device "
-                        f"0, DDP's the ring's share. DDP hides most of it behind backward (lesson 07), DP nothing")
+                   note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all that passes "
+                        f"device 0, DDP's the ring's share. DDP hides most of that behind backward, DP nothing")
         dp = lab.wall_of(DataParallel(lab.new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
     group.barrier()
     ddp = lab.wall_of(DDP(lab.new_model(lab.BLAS), group), lab.BLAS, sequences=8)
