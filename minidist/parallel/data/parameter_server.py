@@ -32,6 +32,9 @@ Synchronous: the servers wait for all workers, and the step is that of one proce
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
 (data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
+Workers and servers need not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
+masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the master's dtype, a server
+holds (w + 4d)Ψ/S with Adam.
 In an elastic job workers may pause and go on later, and servers send copies of their state (survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2
