@@ -37,7 +37,7 @@ from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import load, make_budget, make_keeper, make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.memory.offload_costs import require_memory, require_room
+from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
@@ -130,6 +130,8 @@ class Trainer:
         checkpoint_blocks(self.model, plan.checkpoint_blocks, self.keeper)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
+            if plan.offload == "all" and not plan.composed:
+                require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
             self.budget = make_budget(plan, self.model, self.mesh, self.keeper,

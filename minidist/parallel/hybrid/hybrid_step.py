@@ -62,6 +62,7 @@ from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.strategies import load, make_data_axis
+from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
@@ -101,6 +102,8 @@ class Hybrid(Strategy):
             model.initialize(seed, device=device)
         self.ends = None if self.pipeline is None else self.pipeline.ends
         self._lay_out()
+        if plan.offload == "all":
+            require_disk(plan, model, self.store, f"rank {mesh.world.rank}")
         self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
                                          recorder=self.recorder, store=self.store)
         self.always = self.data_axis.computes_without_rows or self.ep.size > 1  # others wait for a rank without rows

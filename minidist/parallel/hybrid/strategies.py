@@ -13,7 +13,6 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, dtype_name, on_gpu
 from minidist.nn import GPT, DropoutKey, GPTConfig
-from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.scheme import Scheme
@@ -151,8 +150,6 @@ def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device:
         options |= {"shard": plan.shard, "store": store}
     if stage < 3:
         return load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)   # type: ignore
-    if plan.offload == "all":
-        require_disk(plan, model, group, store)
     tied = model.tokens if model.config.tied else None      # used at both ends: held all step
     return load("zero=3")(model, group, units=[child for _, child in model.children() if child is not tied],  # type: ignore
                           seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidist.comm.chunks import bounds
-from minidist.comm.group import Group
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import device_of
 from minidist.errors import MemoryLimitError
@@ -90,13 +89,13 @@ def require_room(plan: Any, model: GPT, account: MemoryAccount, sequences: int) 
                                f"{plan.savings}")
 
 
-def require_disk(plan: Any, model: GPT, group: Group, store: Any) -> None:
+def require_disk(plan: Any, model: GPT, store: Any, who: str) -> None:
     """Raise DiskError unless a rank's share of all that lasts, with Adam, fits on its disk.
 
-    Args:    model: what the rank has of it, cut, not yet divided by ZeRO; group: the ranks of the data axis.
+    Args:    model: what the rank has of it, cut, not yet divided by ZeRO; who: the rank, in words.
     """
     parameters = [*model.parameters()]
     each = Each.of(parameters[0].dtype.itemsize, masters=plan.precision != "fp32")
-    parts = {id(p): (plan.shard or group.size) if p.shared_by is None else p.shared_by.size for p in parameters}
-    own = sum(p.size * each.together / parts[id(p)] for p in parameters)
-    store.require(int(own), f"rank {group.world_rank}")
+    dense, experts = plan.shard or plan.copies, plan.dp * plan.cp
+    store.require(int(sum(p.size * each.together / (dense if p.shared_by is None else experts) for p in parameters)),
+                  who)

@@ -1,6 +1,8 @@
 """Offload with other axes and with hybrid sharding: one process's weights, the bits of the plan without, every byte."""
 
 import inspect
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from training import difference, global_batch, tiny
 import minidist as md
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.errors import MemoryLimitError, MinidistError, PlanError
+from minidist.errors import DiskError, MemoryLimitError, MinidistError, PlanError
 from minidist.nn import MixtureConfig
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.offload_disk import OnDisk
@@ -153,6 +155,21 @@ def test_the_optimizer_leaves_a_device_that_shares_its_weights_with_no_other() -
         assert rank["peak"]["gradients"] <= 3 * 4096
         assert rank["host"]["parameters"] == rank["host"]["gradients"] == 4 * rank["numbers"]
         assert rank["host"]["optimizer"] == 8 * rank["numbers"]
+
+
+def test_too_small_a_disk_is_told_with_the_need_of_the_ranks_part(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 bytes a number in float64: of a stage's tensor shard on two ranks, half."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, 5000))
+    plan, config = Plan(dp=2, pp=2, tp=2, zero=3, offload="all"), tiny(layers=8)
+    parts = md.run(lambda world: numbers_of(world, config), size=4)
+    with pytest.raises(DiskError, match=f"needs ({'|'.join(f'{16 * part:,}' for part in parts)}) bytes in"):
+        md.run(lambda world: Trainer(plan, config, world, offload_dir=tmp_path), size=8)
+
+
+def numbers_of(world: Any, config: Any) -> int:
+    trainer = Trainer(Plan(pp=2, tp=2), config, world)
+    return sum(p.size for p in trainer.model.parameters())
 
 
 # ------------------------------------------------------------------------------------------------ the order of the step
