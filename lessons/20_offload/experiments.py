@@ -24,13 +24,13 @@ from minidist.parallel.zero.shards import ShardStore
 from minidist.parallel.zero.zero3 import Zero3
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
+SHORT = GPTConfig(vocabulary=64, context=8, layers=4, width=48, heads=4)    # for many ranks
 SEQUENCES = 2
 PLANS: dict[str, dict[str, Any]] = {
     "one device": {}, "optimizer on the host": {"offload": "optimizer", "bucket_bytes": 1 << 16},
     "all on disk": {"offload": "all", "zero": 3}}
 AXES: dict[str, dict[str, Any]] = {
-    "dp=2,pp=2,tp=2": {"dp": 2, "pp": 2, "tp": 2, "microbatches": 2},
-    "dp=2,cp=2,tp=2": {"dp": 2, "cp": 2, "tp": 2, "sequence_parallel": True},
+    "pp=2, tp=2": {"dp": 1, "pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": True},
     "dp=4, copies of 2": {"dp": 4, "shard": 2}}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 

@@ -175,13 +175,14 @@ def all_ranks(group: Group, page: Page) -> None:
 
 
 def other_axes(page: Page) -> None:
-    """Plans of four and eight ranks, these as threads: what the fullest one holds and moves, from three homes."""
+    """Plans of four ranks, these as threads: what the fullest one holds and moves, from three homes."""
     rows = []
     for name, axes in lab.AXES.items():
-        size, first = Plan(**axes).size, ""
+        size, first = Plan(zero=3, **axes).size, ""
         for home in ("none", "optimizer", "all"):
             plan = {**axes, "zero": 3, "offload": home, "checkpoint_blocks": "all"}
-            ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=2), size=size, limit=120.0)
+            ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=2, config=lab.SHORT), size=size,
+                           limit=120.0)
             first = first or ranks[0]["digest"]
             peak = max(rank["device"]["total"]["peak"] for rank in ranks)
             host = max(rank["host"]["total"]["peak"] for rank in ranks)
