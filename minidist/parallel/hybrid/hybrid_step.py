@@ -52,6 +52,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
@@ -240,9 +241,11 @@ class Hybrid(Strategy):
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
-        if self.pipeline is not None:
-            return self.pipeline.state_dict()
-        return assemble(self.model, self.data_axis.state_dict(), self.tp)
+        away = self.plan.offload != "none"          # then it comes from the host, and touches no device
+        with account.use(self.store.host if away else account.current()):
+            if self.pipeline is not None:
+                return self.pipeline.state_dict()
+            return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         return self.data_axis.frozen(changes=changes)

@@ -111,7 +111,8 @@ def held(world: Any, plan: dict[str, Any], limit: int | None = None) -> dict[str
             trainer.step(global_batch(step, 4, config))
         found = {"peak": memory.peak, "now": memory.now, "host": trainer.store.host.peak,
                  "disk": trainer.store.disk_bytes(), "numbers": sum(p.size for p in trainer.model.parameters()),
-                 "digest": trainer.weights_sha256()}
+                 "digest": trainer.weights_sha256(),
+                 "whole": sum(array.nbytes for array in trainer.state_dict().values())}
         if plan.get("zero") == 3:
             axis: Any = trainer.strategy.data_axis
             found["unit"] = max(unit.nbytes for unit in axis.units)
@@ -142,6 +143,7 @@ def test_a_limit_holds_beside_other_axes() -> None:
         md.run(held, plan, limit, size=4)
     ranks = md.run(held, {**plan, "offload": "all"}, limit, size=4)
     assert all(rank["peak"]["total"] <= limit and rank["digest"] == free[0]["digest"] for rank in ranks)
+    assert all(rank["whole"] > limit for rank in ranks)         # which is gathered on the host, for state_dict
     with pytest.raises(MemoryLimitError, match="two units at work"):
         md.run(held, {**plan, "offload": "all"}, 12_000, size=4)
 
