@@ -305,13 +305,16 @@ class ParameterServer(Strategy):
         state = self.model.state_dict()
         if not (self.serves or self.masters_apart):
             return state
-        own = {id(piece.parameter): piece for piece in self.parameters if self.serves}
+        if self.masters_apart and self.serves:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            state |= {names[id(piece.parameter)]: to_host(piece.data).reshape(piece.parameter.shape)
+                      for piece in self.parameters}
         among, first = (self.group, self.workers) if self.masters_apart else (self.peers, 0)
         with self._naming_servers(), self.group.ledger.control():
             for name, p in self.model.named_parameters():
                 if id(p) in self._server_of:        # the others are frozen, and alike everywhere
-                    held = to_host(own[id(p)].data).reshape(p.shape) if id(p) in own else None
-                    state[name] = among.broadcast(held, root=first + self._server_of[id(p)])
+                    root = first + self._server_of[id(p)]
+                    state[name] = among.broadcast(state[name] if among.rank == root else None, root=root)
         return state
 
     def _push_and_pull(self, header: list[float]) -> None:
