@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
@@ -28,6 +29,8 @@ BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)     
 
 PRODUCT = 4             # moments of one product on one thread, on the clock of products_on_a_clock
 HOLD, FLOPS, BYTES = 10e-6, 40e9, 4e9   # of the clock: seconds of Python a call; a processor's speed without the lock
+LINK = 1e9              # of the clock: bytes a second of a device's link, in and out together
+PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")      # of a step on the clock
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:
@@ -192,6 +195,30 @@ def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tup
         if left[replica]:
             heappush(ready, (done, replica))
     return end, replicas * sum(work) / end
+
+
+def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[str, float]:
+    """Seconds of a step without its update, DP's and DDP's, on the clock of turns_on_a_clock.
+
+    DP: the replicas share an interpreter; then what device 0 sends and receives (by its ledger) goes over one link of
+    LINK bytes a second. DDP: each rank has an interpreter and a link, and its ring's bytes (by the formula) go
+    after backward: none hides behind it here.
+    """
+    found = traffic(ranks, sequences, config)
+    through = sum(found["sent"].values()) + sum(found["received"].values())
+    ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=ranks, nbytes=found["model"])) / ranks
+    return {"dp passes": turns_on_a_clock(config, ranks, sequences=sequences)[0], "dp link": through / LINK,
+            "ddp passes": turns_on_a_clock(config, 1, sequences=sequences // ranks)[0], "ddp link": ring / LINK}
+
+
+def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3) -> float:
+    """Seconds of a step here, the median after a first one."""
+    optimizer, taken = Adam(strategy.parameters, 1e-3), []
+    for step in range(steps + 1):
+        begin = time.perf_counter()
+        strategy.step(batch(config, step, sequences), optimizer)
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken[1:]))
 
 
 def products_on_a_clock(replicas: int, threads: int, *, processors: int = 2, count: int = 3,

@@ -2,7 +2,7 @@
 
     python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads for DDP
     mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
-    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 7
+    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 8
 """
 
 import os
@@ -21,6 +21,7 @@ from minidist.grading import load_module
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
+from minidist.parallel.data.ddp import DDP
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
@@ -43,6 +44,8 @@ def tour(group: Group, page: Page) -> None:
         page.heading("6  Taking turns: the interpreter's lock (N1:38)")
         lock(page)
     group.barrier()
+    page.heading("7  A step's time, DP's beside DDP's")
+    beside_ddp(group, page)
 
 
 def equal_weights(page: Page) -> None:
@@ -150,6 +153,26 @@ def lock(page: Page) -> None:
                           f"at {lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each replica has a processor. "
                           f"took: wall time here, {os.cpu_count()} processors as busy as they are. Replicas of the "
                           "first model wait for each other's Python; those of the second compute side by side")
+
+
+def beside_ddp(group: Group, page: Page) -> None:
+    """On a clock by counted calls and bytes, for 1 to 8 devices; and on the wall, on as many as there are ranks."""
+    if group.rank == 0:
+        rows = []
+        for ranks in (1, 2, 4, 8):
+            found = lab.step_on_a_clock(lab.BLAS, ranks, sequences=8)
+            dp, ddp = found["dp passes"] + found["dp link"], found["ddp passes"] + found["ddp link"]
+            rows.append([ranks, *(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS), f"{dp / ddp:.2f}"])
+        page.table("On the clock: 8 sequences, one layer of width 256",
+                   ["devices", "DP: passes", "device 0's link", "DDP: passes", "a rank's link", "DP / DDP"], rows,
+                   note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all that passes "
+                        f"device 0, DDP's the ring's share. DDP hides most of that behind backward, DP nothing")
+        dp = lab.wall_of(DataParallel(lab.new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
+    group.barrier()
+    ddp = lab.wall_of(DDP(lab.new_model(lab.BLAS), group), lab.BLAS, sequences=8)
+    if group.rank == 0:
+        page.say(f"Here, {group.size} of each, on {os.cpu_count()} processors as busy as they are: a step of DP takes "
+                 f"{1e3 * dp:.0f} ms, of DDP over {group.transport.name} {1e3 * ddp:.0f} ms.")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it

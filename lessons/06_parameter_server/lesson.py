@@ -2,7 +2,7 @@
 
     mpirun -n 4 python lessons/06_parameter_server/lesson.py
     python lessons/06_parameter_server/lesson.py                        # alone: four ranks as threads
-    python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 8
+    python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 9
 """
 
 from pathlib import Path
@@ -12,14 +12,19 @@ import numpy as np
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 
+import minidist as md
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.console import plural, size_text
+from minidist.device import account
+from minidist.device.backend import random_bits
 from minidist.grading import load_module
+from minidist.nn import GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02
@@ -41,6 +46,8 @@ def tour(group: Group, page: Page) -> None:
     if group.rank == 0:
         page.heading("5  A worker is lost")
         lost(page)
+        page.heading("6  Servers with more digits than workers (N3:37)")
+        digits(page)
     group.barrier()
 
 
@@ -141,6 +148,46 @@ def lost(page: Page) -> None:
     rows = [[f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"] for worker in range(3)]
     page.table(f"Steps of {STEPS} that the server saw", ["", "steps", ""], rows,
                note=ranks[3]["lost"][1].split(" (at")[0])
+
+
+# ------------------------------------------------------------------------------------------------------ 6 digits
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32, float32": {}, "float32, float64": {"server_dtype": "float64"}, "bf16, float32": {"precision": "bf16"}}
+"""Workers' weights and gradients, servers' masters and sums."""
+EACH = {"float32, float32": (4, 16), "float32, float64": (4, 36), "bf16, float32": (2, 18)}
+"""Bytes a parameter: pushed by a worker, kept by the servers (what is sent, masters, sums, m and v)."""
+
+
+def digits(page: Page) -> None:
+    """Two workers and a server by their dtypes: what travels, what the server keeps, how far from float64."""
+    exact, rows = md.run(trained, {}, "float64", size=1)[0]["weights"], []
+    for name, kind in KINDS.items():
+        ranks = md.run(trained, {**kind, "strategy": "parameter-server"}, "float32", size=3)
+        count, (pushed, kept) = sum(array.size for array in exact.values()), EACH[name]
+        error = max(float(np.abs(ranks[0]["weights"][key] - array).max()) for key, array in exact.items())
+        rows.append([name, ranks[0]["sent"], verdict(ranks[0]["sent"], pushed * count), ranks[2]["kept"],
+                     verdict(ranks[2]["kept"], kept * count), f"{error:.1e}"])
+    page.table(f"{STEPS} steps, two workers and a server, {count:,} parameters",
+               ["workers, servers", "a worker pushes", "", "the server keeps", "", "off float64 by"], rows,
+               note="bytes, a step and between steps; the last column: of the weights that servers tell, beside "
+                    "one process in float64")
+
+
+def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What a rank sent in a step, holds between steps, and the run's weights."""
+    config = GPTConfig(vocabulary=32, context=8, layers=1, width=32, heads=4, dtype=dtype)
+    with account.use(account.MemoryAccount()) as memory:
+        trainer = Trainer(Plan(dp=world.size, **plan), config, world, seed=1, optimizer="adam", lr=1e-3, clip=None)
+        for step in range(STEPS):
+            ids = (random_bits(f"lesson 06, step {step}", 0, range(4 * 9)) % np.uint64(32)).astype(np.int64)
+            rows = ids.reshape(4, 9)
+            trainer.step((rows[:, :-1], rows[:, 1:]))
+        kept = sum(memory.now[kind] for kind in ("parameters", "gradients", "optimizer"))
+        sent = sum(world.ledger.sent_bytes("step").get("dp", {}).values()) // STEPS
+        result = {"sent": sent, "kept": kept, "weights": trainer.state_dict()}
+        trainer.close()
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------- Break it

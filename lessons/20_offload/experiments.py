@@ -16,6 +16,7 @@ from minidist.observe.overlap import Overlap, measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid_costs import moved_in_a_step
 from minidist.parallel.memory.offload_disk import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
@@ -23,10 +24,14 @@ from minidist.parallel.zero.shards import ShardStore
 from minidist.parallel.zero.zero3 import Zero3
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
+SHORT = GPTConfig(vocabulary=64, context=8, layers=4, width=48, heads=4)    # for many ranks
 SEQUENCES = 2
 PLANS: dict[str, dict[str, Any]] = {
     "one device": {}, "optimizer on the host": {"offload": "optimizer", "bucket_bytes": 1 << 16},
     "all on disk": {"offload": "all", "zero": 3}}
+AXES: dict[str, dict[str, Any]] = {
+    "pp=2, tp=2": {"dp": 1, "pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": True},
+    "dp=4, copies of 2": {"dp": 4, "shard": 2}}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
@@ -44,7 +49,7 @@ def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConf
     With `watch` the accounts at every module and gradient of the last step, too.
     """
     with account.use(account.MemoryAccount()) as memory:
-        trainer = Trainer(Plan(dp=group.size, **plan), config, group, seed=1, **options)
+        trainer = Trainer(Plan(**{"dp": group.size, **plan}), config, group, seed=1, **options)
         try:
             moments = Moments(trainer) if watch else None
             losses = []
@@ -58,6 +63,7 @@ def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConf
                     "device": memory.snapshot(), "host": trainer.store.host.snapshot(),
                     "disk": trainer.store.disk_bytes(), "moments": moments.seen if moments else [],
                     "moved": {way: nbytes // steps for way, nbytes in trainer.store.traffic.step.items()},
+                    "formula": moved_in_a_step(trainer) if trainer.plan.offload != "none" else {},
                     "parameters": sum(p.size for p in trainer.model.parameters())}
         finally:
             trainer.close()

@@ -2,7 +2,7 @@
 
     python lessons/20_offload/lesson.py
     mpirun -n 4 python lessons/20_offload/lesson.py                # each rank offloads its own shards
-    python lessons/20_offload/lesson.py --break one-buffer         # see README.md, section 7
+    python lessons/20_offload/lesson.py --break one-buffer         # see README.md, section 8
 """
 
 from pathlib import Path
@@ -22,6 +22,7 @@ from minidist.grading import load_module
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
+from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.memory.offload import OnHost, plain_offload
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.memory.offload_disk import OnDisk
@@ -50,7 +51,11 @@ def tour(group: Group, page: Page) -> None:
     group.barrier()
     page.heading("6  Each rank its own shards")
     all_ranks(group, page)
-    page.heading("7  Seven billion parameters, and the notes' 900 GB/s (N2:378)")
+    page.heading("7  Other axes beside it (N2:529)")
+    if group.rank == 0:
+        other_axes(page)
+    group.barrier()
+    page.heading("8  Seven billion parameters, and the notes' 900 GB/s (N2:378)")
     seven_billion(page)
     alone.close()
 
@@ -167,6 +172,29 @@ def all_ranks(group: Group, page: Page) -> None:
                [[f"rank {rank}", size_text(r["disk"]), size_text(r["host"]), size_text(r["device"]),
                  size_text(r["moved"]), r["digest"][:8]] for rank, r in enumerate(records)],
                note="a rank reads and writes its own shards alone, so P disks are P times as fast as one")
+
+
+def other_axes(page: Page) -> None:
+    """Plans of four ranks, these as threads: what the fullest one holds and moves, from three homes."""
+    rows = []
+    for name, axes in lab.AXES.items():
+        size, first = Plan(zero=3, **axes).size, ""
+        for home in ("none", "optimizer", "all"):
+            plan = {**axes, "zero": 3, "offload": home, "checkpoint_blocks": "all"}
+            ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=2, config=lab.SHORT), size=size,
+                           limit=120.0)
+            first = first or ranks[0]["digest"]
+            peak = max(rank["device"]["total"]["peak"] for rank in ranks)
+            host = max(rank["host"]["total"]["peak"] for rank in ranks)
+            moved = [rank["moved"] for rank in ranks]
+            right = all(rank["digest"] == first for rank in ranks) and moved == [rank["formula"] for rank in ranks]
+            rows.append([name, home, size_text(peak), size_text(host) if host else "",
+                         size_text(max(rank["disk"] for rank in ranks)) if home == "all" else "",
+                         size_text(max(sum(ways.values()) for ways in moved)) if home != "none" else "",
+                         "ok" if right else "off"])
+    page.table("After two steps with ZeRO-3, blocks computed again; the fullest rank", [
+        "axes", "--offload", "device's peak", "host's peak", "on disk", "moved in a step", "bits, bytes"],
+        rows, note="ok: the bits of the plan without offload, and on each rank as many bytes moved as the formula says")
 
 
 def seven_billion(page: Page) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -107,6 +107,19 @@ def module_for(device: str) -> Any:
     if not cupy.is_available():
         raise DeviceError("device cuda: CuPy is installed but finds no usable GPU or driver; choose --device cpu")
     return cupy
+
+
+def on_gpu(number: int | None) -> Any:
+    """Context manager: the calling thread works on the GPU of this number; None: where it is.
+
+    Raises:  DeviceError if there is no such GPU.
+    """
+    if number is None:
+        return nullcontext()
+    cuda = module_for("cuda").cuda
+    if number >= (count := cuda.runtime.getDeviceCount()):
+        raise DeviceError(f"GPU {number}: there {'is' if count == 1 else 'are'} {count}, counted from 0; name others")
+    return cuda.Device(number)
 
 
 def device_of(array: Array) -> str:

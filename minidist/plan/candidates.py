@@ -8,8 +8,9 @@ the pipeline's schedule, what is computed again, offload of the optimizer or of 
 for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses
 (plan_checks.py), and divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not
 enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more memory), zb-v with
-recomputation (a deferred backward keeps what was computed again), other hybrid sharding, compressed gradients, tensor
-parallelism wider than a node, recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+recomputation (a deferred backward keeps what was computed again), other hybrid sharding or any with offload, compressed
+gradients, tensor parallelism wider than a node, recomputation of scores alone, context parallelism with under
+LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -122,7 +123,7 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
     dp, pp, ep, cp, tp = axes
     if batch % (dp * ep):
         return
-    part, copies, composed = batch // (dp * ep), dp * ep * cp, pp * ep * cp * tp > 1
+    part, copies = batch // (dp * ep), dp * ep * cp
     stages = [0] if copies == 1 else [0, 1, 2, 3]
     shard = _in_node(copies, tp, cluster)
     for rows in ROWS:
@@ -140,11 +141,9 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
             yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, 0)
             if zero == 3 and shard:
                 yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, shard)
-            if offload and not composed:
-                for away, possible in ((1, "host" in cluster.tiers and (zero or copies == 1)),
-                                       (2, "disk" in cluster.tiers and zero == 3)):
-                    if possible:
-                        yield (*axes, zero, rows, pieces, schedule, recomputed, away, sequence, order, 0)
+            for away, tier, stage in ((1, "host", zero), (2, "disk", 3)):
+                if offload and tier in cluster.tiers and (copies == 1 or zero and stage == zero):
+                    yield (*axes, stage, rows, pieces, schedule, recomputed, away, sequence, order, 0)
 
 
 def _in_node(copies: int, tp: int, cluster: Cluster) -> int:

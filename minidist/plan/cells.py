@@ -170,9 +170,10 @@ class Cells:
                     microbatches=stages)
         return self._run_plan(plan, stages * layers, stages, rank=(stages - 1) * tp)
 
-    def update_seconds(self) -> float:
-        """Of the optimizer, for one weight: an element-wise pass over what it keeps."""
-        traces = [self._trace(Cut(1, 1, 1, 0, 1), layers, steps=2) for layers in (1, 2)]
+    def update_seconds(self, *, offload: str = "none") -> float:
+        """Of the optimizer, for one weight: an element-wise pass over what it keeps; with `offload` on the host."""
+        plan = Plan(precision=self._precision, offload=offload)
+        traces = [self._run_plan(plan, layers, 1, 2) for layers in (1, 2)]
         spent = [sum(self.rates.segment(trace.segments[event.work])     # type: ignore[call-overload, misc]
                      for event in trace.events[trace.steps[1]:]
                      if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]

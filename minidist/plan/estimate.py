@@ -94,6 +94,11 @@ class Estimator:
         self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
         self.update_seconds = self.cells.update_seconds()
 
+    @cached_property
+    def host_update_seconds(self) -> float:
+        """Of the optimizer on the host, for one weight."""
+        return self.cells.update_seconds(offload="optimizer")
+
     def of(self, found: Candidates) -> Estimates:
         """Memory and seconds of all candidates."""
         if not len(found):
@@ -128,8 +133,8 @@ def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.n
     held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
     away = found.column("offload")
     held["optimizer"] = np.where(away > 0, 0.0, held["optimizer"])
-    for name in ("parameters", "gradients"):
-        held[name] = np.where(away == 2, 0.0, held[name])
+    held["gradients"] = np.where((away == 2) | (away == 1) & (zero != 1), 0.0, held["gradients"])
+    held["parameters"] = np.where(away == 2, 0.0, held["parameters"])
     return held
 
 
@@ -242,7 +247,7 @@ class Columns:
         found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * self.end
         own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
-        found["update"] = own * self.model.update_seconds
+        found["update"] = np.where(self.found.column("offload") == 1, 0.0, own * self.model.update_seconds)
         found["offload"] = self._offload(own, found["compute"] / 3)
         return found
 
@@ -282,19 +287,21 @@ class Columns:
     def _offload(self, numbers: np.ndarray, forward: np.ndarray) -> np.ndarray:
         """What `numbers` of a rank take to and from where they lie, beyond what hides behind the seconds `forward`.
 
-        The optimizer on the host: gradients down, weights up, and the host's pass over its state. All on disk: reads
-        and writes share few buffers, so that only forward passes hide some; then the update reads run by run, and
-        writes the last.
+        The optimizer on the host: gradients go down behind backward, weights up behind the host's passes over its
+        state. All on disk: reads and writes share few buffers, so that only forward passes hide some; then the update
+        reads run by run, and writes the last.
         """
-        away, itemsize, state = self.found.column("offload"), ITEMSIZE[self.found.precision], self.model.each.optimizer
+        away, itemsize = self.found.column("offload"), ITEMSIZE[self.found.precision]
         found = np.zeros(len(numbers))
-        for number, tier, nbytes, behind in (
-                (1, "host", 2 * itemsize + 2 * state, np.zeros(len(numbers))),
-                (2, "disk", self._update_bytes(), itemsize * (4 * self.pieces - 1))):
-            if (away == number).any():
-                a_byte = self.model.cluster.move_seconds(tier, 1 << 30) / (1 << 30)
-                late = np.maximum(0.0, numbers * a_byte * behind - forward)
-                found = np.where(away == number, numbers * a_byte * nbytes + late, found)
+        if (away == 1).any():
+            a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
+            passes = np.where(self.zero == 1, 1, self.pieces)       # ZeRO-1 sends gradients down once
+            late = np.maximum(0.0, numbers * a_byte * itemsize * passes - 2 * forward)
+            found = np.where(away == 1, numbers * self.model.host_update_seconds + late, found)
+        if (away == 2).any():
+            a_byte = self.model.cluster.move_seconds("disk", 1 << 30) / (1 << 30)
+            late = np.maximum(0.0, numbers * a_byte * itemsize * (4 * self.pieces - 1) - forward)
+            found = np.where(away == 2, numbers * a_byte * self._update_bytes() + late, found)
         return found
 
     def _update_bytes(self) -> np.ndarray:

@@ -105,5 +105,8 @@ def _require(plan: Plan, config: GPTConfig) -> None:
     if plan.asynchronous:
         raise PlanError("simulate: an asynchronous server does what depends on who comes first; simulate it "
                         "synchronous")
+    if plan.server_device != "same":
+        raise PlanError(f"simulate: server_device={plan.server_device}: a cluster's devices are alike; simulate it "
+                        f"with server_device=same")
     if plan.stage_layers == "measured":
         raise PlanError("simulate: stage_layers=measured times the layers on a machine; name the numbers, or take even")

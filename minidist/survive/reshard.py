@@ -43,9 +43,9 @@ def options_of(plan: Plan) -> dict[str, Any]:
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
     parts = ("zero", "shard", "keep_gathered", "schedule", "microbatches", "stages_per_rank", "stage_layers",
              "attention", "sequence_parallel", "strategy", "accumulate", "checkpoint_blocks", "keep_activations",
-             "activation_memory", "offload", "servers", "compress")
+             "activation_memory", "offload", "servers", "server_device", "server_dtype", "compress")
     defaults = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    return {"plan": cut, "replicas": None, **{name: defaults[name] for name in parts}}
+    return {"plan": cut, "replicas": None, "devices": "", **{name: defaults[name] for name in parts}}
 
 
 def _load_and_save(world: Group, folder: str, target: str, plan: Plan, config: GPTConfig, optimizer: str,

@@ -26,6 +26,16 @@ WRONG = {
 }
 
 
+def test_the_story_has_the_times_of_the_clock() -> None:
+    """DP's step and DDP's, by counted calls and bytes: the same on every machine."""
+    lab, story = load_module(find("05").part("experiments.py"), "05"), find("05").part("README.md")
+    for ranks in (1, 2, 4, 8):
+        found = lab.step_on_a_clock(lab.BLAS, ranks, sequences=8)
+        times = " | ".join(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS)
+        ratio = (found["dp passes"] + found["dp link"]) / (found["ddp passes"] + found["ddp link"])
+        assert f"| {ranks} | {times} | {ratio:.2f} |" in story.read_text(encoding="utf-8")
+
+
 def test_the_lock_on_a_clock_of_its_own() -> None:
     """The same on every machine: small products take turns, large ones do not. (README, section 5, has the numbers.)"""
     lab = load_module(find("05").part("experiments.py"), "05")

@@ -35,6 +35,26 @@ def test_how_late_a_slow_worker_is_on_a_clock_of_its_own(capsys: pytest.CaptureF
     assert "after 12 s;" in free and "late by [8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0]" in free
 
 
+class Told:
+    """A page that keeps its tables' rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[object]] = []
+
+    def table(self, title: str, columns: list[str], rows: list[list[object]], note: str = "") -> None:
+        self.rows += rows
+
+
+def test_the_story_has_the_bytes_that_a_run_moves_and_keeps() -> None:
+    page, story = Told(), find("06").part("README.md").read_text(encoding="utf-8")
+    load_module(find("06").part("lesson.py"), "06").digits(page)
+    assert len(page.rows) == 3
+    for name, pushed, one, kept, other, _ in page.rows:
+        assert (one, other) == ("ok", "ok")
+        line = next(line for line in story.splitlines() if line.startswith(f"| {name}"))
+        assert f"| {pushed:,} | {kept:,} |" in line
+
+
 def test_the_right_filling_passes(tmp_path: Path) -> None:
     result = graded("06", RIGHT, tmp_path)
     assert result.passed, result.results[-1].line()

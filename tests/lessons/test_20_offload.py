@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+from minidist.lessons import find
+
+from minidist.grading import load_module
 
 RIGHT = right("20")
 WRONG = {
@@ -55,6 +58,27 @@ WRONG = {
     "nothing hides behind Adam": {8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run).wait()"},
     "ended before its weights were up": {8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run)"},
 }
+
+
+class Told:
+    """A page that keeps its tables' rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]], note: str = "") -> None:
+        self.rows += rows
+
+
+@pytest.mark.soak
+def test_the_story_has_what_a_run_of_other_axes_moves() -> None:
+    """Peaks depend a little on how fast things leave; what lies on disk and what moves do not."""
+    page, story = Told(), find("20").part("README.md").read_text(encoding="utf-8")
+    load_module(find("20").part("lesson.py"), "20").other_axes(page)
+    assert len(page.rows) == 6
+    for _, home, _, _, disk, moved, same in page.rows:
+        assert same == "ok"
+        assert home == "none" or f"| {disk or ''} | {moved} |".replace("|  |", "| |") in story
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

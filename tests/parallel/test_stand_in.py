@@ -41,10 +41,14 @@ def test_local_steps_equal_those_on_the_cpu(plan: dict[str, Any], monkeypatch: p
 COMPOSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"tp": 2}), ({"heads": 4, "tied": True}, {"tp": 2, "sequence_parallel": True, "dp": 2}),
     ({"layers": 2, "tied": True}, {"pp": 2, "microbatches": 2}), ({"context": 8}, {"cp": 2}),
-    ({"mixture": MixtureConfig(experts=4, top_k=2)}, {"ep": 2})]
+    ({"mixture": MixtureConfig(experts=4, top_k=2)}, {"ep": 2}),
+    ({"layers": 2, "tied": True}, {"pp": 2, "microbatches": 2, "offload": "optimizer"}),
+    ({"tied": True}, {"tp": 2, "dp": 2, "zero": 3, "offload": "all", "sequence_parallel": True}),
+    ({}, {"tp": 2, "dp": 2, "zero": 2, "shard": 1, "offload": "optimizer"})]
 
 
-@pytest.mark.parametrize(("changes", "plan"), COMPOSED, ids=["tp", "sequence", "pp", "cp", "ep"])
+@pytest.mark.parametrize(("changes", "plan"), COMPOSED, ids=["tp", "sequence", "pp", "cp", "ep", "optimizer, pp",
+                                                             "all, tp", "optimizer, copies"])
 def test_composed_plans_equal_one_process(changes: dict[str, Any], plan: dict[str, Any],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.install(monkeypatch)

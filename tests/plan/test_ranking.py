@@ -61,8 +61,8 @@ def test_the_command_line_runs_the_plan(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_fits_nowhere_is_refused_with_a_cluster_that_does() -> None:
-    with pytest.raises(ConfigError, match=r"fits into h100:1x2 with no plan; choose h100:\d+x2") as told:
-        plan_for(LARGE, "h100:1x2", batch=64)     # nor does one layer, from disk
+    with pytest.raises(ConfigError, match=r"fits into h100:1x1 with no plan; choose h100:\d+x1") as told:
+        plan_for(LARGE, "h100:1x1", batch=64)     # nor does one layer, from disk
     nearest = str(told.value).split("choose ")[1].split(",")[0].split(" ")[0]
     assert len(plan_for(LARGE, nearest, batch=64))
     with pytest.raises(ConfigError, match="no cluster 'h10'; did you mean h100"):

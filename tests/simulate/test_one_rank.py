@@ -39,6 +39,8 @@ def close(found: Measured, trace: RankTrace) -> None:
     (Plan(dp=2, zero=1, offload="optimizer", precision="bf16"), {"kv_heads": 2, "positions": "rotary"}),
     (Plan(dp=2, zero=3, offload="all", precision="bf16", accumulate=2), {}),
     (Plan(pp=2, tp=2, sequence_parallel=True, checkpoint_blocks="all"), {"norm": "rms", "activation": "silu"}),
+    (Plan(dp=2, tp=2, zero=3, shard=1, offload="all", sequence_parallel=True), {"tied": True}),
+    (Plan(pp=2, tp=2, offload="optimizer", precision="bf16"), {}),
     (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
     (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
     (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),      # 5, 6 and 5 tokens of 16
@@ -106,6 +108,7 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("plan", "words"), [
     (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
     (Plan(dp=3, strategy="parameter-server", asynchronous=True), "who comes first"),
+    (Plan(dp=3, strategy="parameter-server", server_device="cpu"), "server_device=same"),
     (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
     (Plan(pp=2, stage_layers="measured"), "take even"),
     (Plan(cp=3, attention="all-to-all"), "or ring"),

@@ -30,7 +30,7 @@ def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[
     result = {"weights": weights, "losses": losses, "digest": weights_digest(weights),
               "sent": world.ledger.sent_bytes("step"),
               "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config)),
-              "memory": trainer.account.snapshot()}
+              "memory": trainer.account.snapshot(), "offload": metrics.offload_record(trainer)}
     trainer.close()
     return result
 

@@ -34,6 +34,8 @@ from minidist.parallel.hybrid.plan import (
     ORDER,
     PLACEMENTS,
     PRECISIONS,
+    SERVER_DEVICES,
+    SERVER_DTYPES,
     STRATEGIES,
     ZERO_STAGES,
 )
@@ -185,8 +187,16 @@ def _strategy(add: Add) -> None:
         help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
              "last ranks keep the weights (default: ddp)")
     add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
+    add("--devices", default="", metavar="N,N,…",
+        help="of data-parallel with --device cuda: the GPU of each replica, as 0,1,2,3 (default: all on one)")
     add("--servers", type=rank_count, default=1, metavar="S",
         help="of parameter-server: number of servers (default: 1)")
+    add("--server-device", choices=SERVER_DEVICES, default="same",
+        help="of parameter-server: where servers keep and update the weights, as cpu beside --device cuda (default: "
+             "same)")
+    add("--server-dtype", choices=SERVER_DTYPES, default="same",
+        help="of synchronous servers: their masters, sums and update; what travels has the workers' (default: same; "
+             "with --precision bf16 float32)")
     add("--asynchronous", action="store_true",
         help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",
@@ -224,8 +234,8 @@ def memory(add: Add) -> None:
         help="keep only the inputs of blocks and recompute the rest in backward: all (default with the option), "
              "numbers as in 0,2, or scores: those of attention")
     add("--offload", choices=OFFLOADS, default="none",
-        help="keep off the device: optimizer, its state and update on the host; all, every lasting array on disk "
-             "(default: none)")
+        help="keep off the device, with any axes: optimizer, its state and update on the host; all, every lasting "
+             "array on disk (default: none)")
     add("--offload-dir", metavar="DIR",
         help="folder of the files of --offload all, which are removed after the run (default: the system's "
              "temporary folder)")

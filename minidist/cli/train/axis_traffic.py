@@ -12,13 +12,10 @@ from rich.table import Column, Table
 from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
-from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.memory.kept_inputs import bytes_of
 from minidist.parallel.step.step import Batch
-from minidist.parallel.step.strategy import Collective
-from minidist.parallel.zero.zero3 import Zero3
 
 WIDE = 4
 """Bytes of a number that travels as float32 in low precision too."""
@@ -81,23 +78,6 @@ def stage_layers(trainer: Trainer) -> list[int] | None:
     """Layers of each stage of the pipeline; None without a pipeline."""
     pipeline = cast(Hybrid, trainer.strategy).pipeline if trainer.plan.composed else None
     return None if pipeline is None else pipeline.layers
-
-
-def collectives(trainer: Trainer, sequences: int) -> list[Collective]:
-    """The collectives of the data axis in a step on so many sequences, of all ranks.
-
-    Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of DDP.
-    """
-    strategy, plan = cast(Hybrid, trainer.strategy), trainer.plan
-    pipeline, data = strategy.pipeline, strategy.data_axis
-    if pipeline is None or not data.reduces_each_pass:
-        return data.traffic(plan.accumulate) * plan.updates(sequences)
-    passes = plan.accumulate * plan.pieces
-    if plan.zero == 2:
-        return data.traffic(passes)
-    fetches = [plan.accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
-               for stage in pipeline.stages.layers]
-    return cast(Zero3, data).traffic(passes, fetches)
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:

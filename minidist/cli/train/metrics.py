@@ -23,10 +23,9 @@ from minidist.nn import GPT
 from minidist.observe.machine import machine
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.hybrid.hybrid_costs import data_collectives, moved_in_a_step
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
-from minidist.parallel.zero.memory_formula import Each
 
 Metrics = dict[str, Any]
 
@@ -123,19 +122,9 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
     """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
-    plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
-    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
-    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
-    learning = sum(piece.data.size for _, piece in strategy.updated())
-    if plan.offload == "optimizer":
-        moved = moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
-    else:
-        units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
-        moved = moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
-                              masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
     return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
             "moved_bytes": dict(trainer.store.traffic.step),
-            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved.items()}}
+            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved_in_a_step(trainer).items()}}
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
@@ -146,7 +135,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if plan.local_steps is not None:
         return seldom_traffic.formula(trainer)
     if plan.composed:
-        calls = axis_traffic.collectives(trainer, len(batch[0]))
+        calls = data_collectives(trainer, len(batch[0]))
         return axis_traffic.formula(trainer, _data_formula(trainer, calls), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
     return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (

@@ -30,7 +30,8 @@ NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
-               "stages_per_rank", "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers")
+               "stages_per_rank", "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers",
+               "devices", "server_device", "server_dtype")
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_bytes", "device", "graph", "threads",
               "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",

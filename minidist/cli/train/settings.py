@@ -73,7 +73,8 @@ class Settings:
         if self.args.elastic and size < plan.size and size % inner == 0:
             plan = replace(plan, dp=size // inner)
         args = self.args
-        given: dict[str, Any] = {"replicas": args.replicas or 1 + (args.strategy == "data-parallel")}
+        named = len(args.devices.split(",")) if args.devices else 2
+        given: dict[str, Any] = {"replicas": args.replicas or (named if args.strategy == "data-parallel" else 1)}
         if args.staleness is not None:      # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
         if args.elastic and plan.copies == 1:
@@ -139,6 +140,10 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         fail("--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda --precision bf16 and "
              "leave -n out, or leave out --graph")
     module_for(args.device)
+    if args.devices and args.device != "cuda":
+        fail(f"--devices {args.devices}: these are numbers of GPUs; add --device cuda, or leave --devices out")
+    if args.server_device != "same":
+        module_for(args.server_device)
     data = text.load(args.data)
     if resume is not None:
         resume.require_text(data)

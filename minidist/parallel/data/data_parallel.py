@@ -50,7 +50,7 @@ from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array, array_module, on_gpu
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
@@ -109,8 +109,10 @@ def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
 class ReplicaDevice:
     """One device: its number (0 has the user's model), replica, memory account, and end of the links to the others."""
 
-    def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder) -> None:
+    def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder,
+                 gpu: int | None = None) -> None:
         self.rank, self.group, self.account, self.model, self.recorder = group.rank, group, memory, model, recorder
+        self.gpu = gpu
         learning, frozen = ([p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False))
         self.buckets = make_buckets(learning, EVERYTHING)
         self.weights = [join(run, copy=self.rank == 0) for kind in (learning, frozen) for run in cut(kind, EVERYTHING)]
@@ -133,15 +135,18 @@ class DataParallel(Strategy):
              replicas: how many devices; each is a thread of its own during a step, device 0 the caller's.
              forward: of a replica (default: call it); loss: of the outputs of the whole batch (default: cross-entropy).
              recorders: one a device, told what runs when; limit: seconds that a device waits for another.
+             gpus: the number of each replica's GPU, the first the model's own (default: all on the caller's device).
+             What passes between GPUs crosses the host. Not yet measured on several GPUs.
     Attributes: parameters: device 0's, what the optimizer is made of; devices.
-    Raises:  ConfigError if there is no replica, or nothing to train.
+    Raises:  ConfigError if there is no replica, or nothing to train; DeviceError for a GPU that is not there.
     """
 
     def __init__(self, model: Module, replicas: int, *, forward: Forward = call_replica,
-                 loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0) -> None:
-        if replicas < 1 or len(recorders) not in (0, replicas):
-            raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
-                              f"replica, and a recorder for each or none")
+                 loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0,
+                 gpus: Sequence[int] = ()) -> None:
+        if replicas < 1 or len(recorders) not in (0, replicas) or len(gpus) not in (0, replicas):
+            raise ConfigError(f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} GPUs; "
+                              f"take at least one replica, and a recorder or a GPU for each or none")
         self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
         self.parameters = trainable(model.parameters())
         self.devices: list[ReplicaDevice] = []
@@ -149,10 +154,10 @@ class DataParallel(Strategy):
         self._transports = connect(replicas, limit, unbuffered=False)
         for rank, transport in enumerate(self._transports):
             group = Group(transport, Ledger(rank), range(replicas), axis="dp")
-            memory = MemoryAccount() if rank else account.current()
-            with account.use(memory):
+            memory, gpu = MemoryAccount() if rank else account.current(), gpus[rank] if gpus else None
+            with account.use(memory), on_gpu(gpu):
                 self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
-                                                  recorders[rank] if recorders else Silent()))
+                                                  recorders[rank] if recorders else Silent(), gpu))
 
     def copy_model(self, device: ReplicaDevice) -> None:
         """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
@@ -221,14 +226,14 @@ class DataParallel(Strategy):
         if self._failure is not None:
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
-        with self.devices[0].recorder.span("optimizer"):
+        with self.devices[0].recorder.span("optimizer"), on_gpu(self.devices[0].gpu):
             self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip)
         return loss
 
     def _replica(self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount) -> float:
         """The passes of one device. The first failure is kept for step() to raise, and ends every device's waits."""
         try:
-            with account.use(memory):
+            with account.use(memory), on_gpu(device.gpu):
                 return self._passes(device, micros, divisor)
         except BaseException as error:
             if self._failure is None:

@@ -32,6 +32,9 @@ Synchronous: the servers wait for all workers, and the step is that of one proce
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
 (data/bounded_staleness.py). Each server keeps a record of its updates; replay_updates.py makes them in one process.
+Workers and servers need not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
+masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the master's dtype, a server
+holds (w + 4d)Ψ/S with Adam.
 In an elastic job workers may pause and go on later, and servers send copies of their state (survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2
@@ -45,7 +48,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import array_module
+from minidist.device.backend import array_module, dtype, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
@@ -103,13 +106,16 @@ class ParameterServer(Strategy):
              asynchronous: update by each gradient as it comes; staleness: how many steps a worker may then be ahead of
              the slowest (None: any number).
              loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
+             server_dtype: of synchronous servers' masters, sums and update, if wider than the workers' (default: as
+             these); what travels has the workers'. A server's model may be on another device than a worker's.
     Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces without elements.
              serves, workers; record: a server's updates; lost: workers that a server has lost, and how.
     Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
-                 staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
+                 staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None,
+                 server_dtype: str | None = None) -> None:
         self.model, self.group, self.asynchronous, self.staleness = model, group, asynchronous, staleness
         self.workers, self.servers, self.precision = group.size - servers, servers, Precision()
         if self.workers < 1:
@@ -117,6 +123,10 @@ class ParameterServer(Strategy):
                               f"more ranks, or take fewer servers")
         if staleness is not None and staleness < 0:
             raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
+        if asynchronous and server_dtype is not None:
+            raise ConfigError(f"server_dtype={server_dtype}: asynchronous servers keep the workers' own dtype; leave "
+                              f"it out, or take synchronous ones")
+        self.masters_apart = server_dtype is not None
         self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
         self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
@@ -127,11 +137,12 @@ class ParameterServer(Strategy):
             own = shards[group.rank - self.workers]
             others = [key for keys in shards for key in keys if keys is not own]
             forget(others, array_module(own[0].data))
-            self.shards = [Shard(own)]
+            self.shards = [Shard(own, dtype=None if server_dtype is None else dtype(server_dtype))]
             self.parameters = self.shards[0].pieces()
         else:
             self.shards = [Shard(keys) for keys in shards]
-            nothing = [(key, key.data.reshape(-1)[:0]) for keys in shards for key in keys]
+            nothing = [(key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype)) for keys in shards
+                       for key in keys]
             self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self.service = None if not (self.serves and asynchronous) else Service(
@@ -199,7 +210,9 @@ class ParameterServer(Strategy):
         """On a server: the sum of all workers' gradients, in the workers' order. Cost: N shards come."""
         with self.recorder.span("collect", "communication"):
             for total, room in zip(self.shards[0].gradients, self._rooms, strict=True):
-                self.group.recv(0, out=total)
+                self.group.recv(0, out=total if total.dtype == room.dtype else room)
+                if total.dtype != room.dtype:
+                    total[...] = room
                 for worker in range(1, self.workers):
                     self.group.recv(worker, out=room)
                     total += room
@@ -207,6 +220,7 @@ class ParameterServer(Strategy):
     def give_back(self) -> None:
         """On a server: its weights, to every worker. Cost: N messages of a shard."""
         with self.recorder.span("give back", "communication"):
+            self.shards[0].round()
             for pending in [self.group.start_send(vector, worker) for worker in range(self.workers)
                             for vector in self.shards[0].weights]:
                 pending.wait()
@@ -283,14 +297,24 @@ class ParameterServer(Strategy):
             self.pull()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As Strategy's; every server calls it. Cost: each key, broadcast among the servers, under `control`."""
+        """As Strategy's; every server calls it, and every worker where masters are the servers' alone.
+
+        Cost:    each key, broadcast among the servers, or with masters of their own among all, under `control`.
+        """
         self.finish()
         state = self.model.state_dict()
-        if self.serves:
-            with self._naming_servers(), self.group.ledger.control():
-                for name, parameter in self.model.named_parameters():
-                    if id(parameter) in self._server_of:        # the others are frozen, and alike everywhere
-                        self.peers.broadcast(state[name], root=self._server_of[id(parameter)], out=state[name])
+        if not (self.serves or self.masters_apart):
+            return state
+        if self.masters_apart and self.serves:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            state |= {names[id(piece.parameter)]: to_host(piece.data).reshape(piece.parameter.shape)
+                      for piece in self.parameters}
+        among, first = (self.group, self.workers) if self.masters_apart else (self.peers, 0)
+        with self._naming_servers(), self.group.ledger.control():
+            for name, p in self.model.named_parameters():
+                if id(p) in self._server_of:        # the others are frozen, and alike everywhere
+                    root = first + self._server_of[id(p)]
+                    state[name] = among.broadcast(state[name] if among.rank == root else None, root=root)
         return state
 
     def _push_and_pull(self, header: list[float]) -> None:

@@ -9,10 +9,15 @@ whole vectors: one message each way.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
 
 from minidist.autograd.tensor import Parameter
+from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
+from minidist.nn.weights import unround
 from minidist.parallel.step.flat import Piece, empty_like, join, views
 
 
@@ -35,24 +40,36 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
 class Shard:
     """The keys of one server, moved into one vector for each dtype; their gradients are views of vectors, too.
 
+    Args:    dtype: a server's, wider than the keys': of its masters and sums (default: the keys' own).
     Attributes: keys       the parameters, which stay usable
                 weights    a vector for each dtype
-                gradients  as long
+                masters    what is updated: the weights, or vectors in `dtype` that they are a rounding of
+                gradients  as long, of the masters' dtype
                 nbytes     of the weights
     """
 
-    def __init__(self, keys: Sequence[Parameter]) -> None:
+    def __init__(self, keys: Sequence[Parameter], *, dtype: np.dtype | None = None) -> None:
         self.keys = tuple(keys)
         self.runs = [[key for key in keys if key.dtype == dtype] for dtype in dict.fromkeys(key.dtype for key in keys)]
         self.weights = [join(run) for run in self.runs]
         self.nbytes = sum(vector.nbytes for vector in self.weights)
-        self.gradients = self.rooms("gradients")
+        self.masters = [master_of(run, vector, dtype) for run, vector in zip(self.runs, self.weights, strict=True)]
+        self.wide = any(a is not b for a, b in zip(self.masters, self.weights, strict=True))
+        self.gradients = [empty_like(vector, vector.size, "gradients") for vector in self.masters]
         for key, grad in self._by_key(self.gradients):
-            key.bind_gradient(grad)
+            if not self.wide:       # else no backward is to write there
+                key.bind_gradient(grad)
 
     def pieces(self) -> list[Piece]:
         """The pieces of an optimizer, with this shard's gradients."""
-        return [Piece(key, key.data, grad, range(key.size)) for key, grad in self._by_key(self.gradients)]
+        return [Piece(key, master, grad, range(key.size)) for (key, master), (_, grad)
+                in zip(self._by_key(self.masters), self._by_key(self.gradients), strict=True)]
+
+    def round(self) -> None:
+        """The weights become the masters, rounded once."""
+        for master, weights in zip(self.masters, self.weights, strict=True):
+            if master is not weights:
+                weights[...] = master
 
     def point(self, pieces: Iterable[Piece], gradients: Sequence[Array]) -> None:
         """Let `pieces` (of this shard) read other gradients, laid out as this shard's."""
@@ -67,3 +84,13 @@ class Shard:
         """(key, its place in the vector of its dtype)."""
         for run, vector in zip(self.runs, vectors, strict=True):
             yield from views(run, vector)
+
+
+def master_of(run: Sequence[Parameter], weights: Array, dtype: np.dtype | None) -> Array:
+    """`weights` themselves, or in a wider dtype the numbers as they were drawn."""
+    if dtype is None or dtype == weights.dtype:
+        return weights
+    master, ends = account.current().hold(weights.astype(dtype), "optimizer"), [*accumulate(key.size for key in run)]
+    unround(master, weights, [(key, slice(end - key.size, end), range(key.size))
+                              for key, end in zip(run, ends, strict=True)])
+    return master

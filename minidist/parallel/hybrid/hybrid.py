@@ -130,7 +130,7 @@ class Trainer:
         checkpoint_blocks(self.model, plan.checkpoint_blocks, self.keeper)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
-            if plan.offload == "all":
+            if plan.offload == "all" and not plan.composed:
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self.config = replace(self.config, mixture=self.model.config.mixture)   # with nodes, if the ranks' count
@@ -153,8 +153,8 @@ class Trainer:
         if self.plan.composed:
             make = load("pipedream") if self.plan.updates_each_microbatch else Hybrid
             return make(self.model, self.mesh, self.plan, seed=self.seed, device=device,
-                          key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
-                          recorder=self.recorder)
+                        key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
+                        recorder=self.recorder, store=self.store)
         return make_strategy(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
                              loss=self._loss, key=self._key, precision=self.precision, recorder=self.recorder)
 

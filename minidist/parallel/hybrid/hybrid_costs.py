@@ -1,15 +1,20 @@
-"""Elements that a composed plan sends along each axis: sums of the formulas of the chapters' modules."""
+"""Elements that a composed plan sends along each axis, bytes that an offload moves: sums of the chapters' formulas."""
 
 from dataclasses import replace
+from typing import Any
 
 from minidist.nn import GPTConfig
 from minidist.nn.shares import even_slices, head_shares
 from minidist.parallel.context import ring_attention, sparse_ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.context.pieces import tokens_sent
+from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host, numbers_moved
+from minidist.parallel.step.strategy import Collective
 from minidist.parallel.tensor import tensor_parallel as tensor
 from minidist.parallel.tensor.tensor_layers import shared_numbers
+from minidist.parallel.zero.memory_formula import Each
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
@@ -55,6 +60,38 @@ def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
 def whole_gradients(plan: Plan) -> int:
     """Copies of each gradient once the data axis has its sums: with ZeRO one for each copy of the state."""
     return plan.copies // (plan.shard or plan.copies) if plan.zero else plan.copies
+
+
+def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
+    """The collectives of a Trainer's data axis in a step on so many sequences, of all ranks.
+
+    Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of DDP.
+    """
+    plan, data = trainer.plan, trainer.strategy.data_axis
+    pipeline = trainer.strategy.pipeline if plan.composed else None
+    if pipeline is None or not data.reduces_each_pass:
+        return data.traffic(plan.accumulate) * plan.updates(sequences)      # type: ignore[no-any-return]
+    passes = plan.accumulate * plan.pieces
+    if plan.zero != 3:      # 0: the optimizer on the host of a rank that shares its weights with no other
+        return data.traffic(passes)     # type: ignore[no-any-return]
+    fetches = [plan.accumulate * gathers(pipeline.schedule, pipeline.group.rank, stage, keep=plan.keep_gathered)
+               for stage in pipeline.stages.layers]
+    return data.traffic(passes, fetches)     # type: ignore[no-any-return]
+
+
+def moved_in_a_step(trainer: Any) -> dict[str, int]:
+    """Bytes that this rank of a Trainer with an offload moves in a step, by direction (chapter 20)."""
+    plan, data = trainer.plan, trainer.strategy.data_axis
+    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
+    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
+    learning = sum(piece.data.size for _, piece in data.updated())
+    numbers = numbers_moved(data_collectives(trainer, 1), weights.dtype.itemsize)
+    if plan.offload == "optimizer":
+        return moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
+    again = [flat for flat in data.flats if data.sharing.divides(flat)]
+    again += trainer.strategy.outside if plan.composed else []
+    return moved_to_disk(0, 0, learning, each, masters=masters, fetched=numbers["all_gather"],
+                         reduced=numbers["reduce_scatter"], outside=sum(flat.chunk_size for flat in again))
 
 
 def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:

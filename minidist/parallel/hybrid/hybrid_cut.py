@@ -19,6 +19,9 @@ holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
 Where both ends are on one rank (zb-v, dualpipe-v) two stages give a tied table gradients, and ZeRO-2 reduces it twice
 a microbatch.
 
+While a segment's last units compute, the first ones of the schedule's next instruction are read ahead, where weights
+lie on disk (chapter 20): they stream in the order of the step.
+
 With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
 first stages then gather once a pass, but hold all weights. Where backward is split in two (zero bubble) gradients are
 reduced after the second half, and lie whole until then.
@@ -169,7 +172,9 @@ class DataPipeline(Pipeline):
     def serve(self, data: DataAxis, *, always: bool) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""
         self.data_axis, self.always = data, always or data.reduces_each_pass
-        data.set_segments([self.modules_of(stage) for stage in self.stages.layers])
+        computes = [each for each in self.schedule.computes(self.group.rank) if not isinstance(each, BackwardWeights)]
+        data.set_segments([self.modules_of(stage) for stage in self.stages.layers],
+                          [(each.stage // self.group.size, isinstance(each, Forward)) for each in computes])
 
     def modules_of(self, stage: int) -> list[Module]:
         """The modules that a stage calls, in order; a tied table at either end comes first."""

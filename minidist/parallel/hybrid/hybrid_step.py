@@ -52,16 +52,18 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline, cut_model
 from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.hybrid.strategies import make_data_axis
+from minidist.parallel.hybrid.strategies import load, make_data_axis
+from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
@@ -75,16 +77,19 @@ from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, sum
 class Hybrid(Strategy):
     """This rank's part of a GPT that a mesh with more axes than dp trains.
 
-    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout.
+    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout; store: where ZeRO's chunks lie.
     Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
+                outside: the runs of the data axis that have a gradient to be summed over other ranks too.
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
 
     pipelines: type[DataPipeline] = DataPipeline    # pipedream_step.py has another
 
     def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+                 precision: Precision | None = None, recorder: Recorder | None = None,
+                 store: Any = None) -> None:
         self.model: GPT = model
+        self.store = load("offload=none")() if store is None else store
         self.config, self.plan, self.mesh, self.key, self.loss = model.config, plan, mesh, key, self._loss
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.tp, self.pp, self.cp, self.rows, self.cut = mesh["tp"], mesh["pp"], mesh["cp"], mesh.rows, mesh["pp", "tp"]
@@ -98,8 +103,10 @@ class Hybrid(Strategy):
             model.initialize(seed, device=device)
         self.ends = None if self.pipeline is None else self.pipeline.ends
         self._lay_out()
+        if plan.offload == "all":
+            require_disk(plan, model, self.store, f"rank {mesh.world.rank}")
         self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
-                                    recorder=self.recorder)
+                                         recorder=self.recorder, store=self.store)
         self.always = self.data_axis.computes_without_rows or self.ep.size > 1  # others wait for a rank without rows
         if self.pipeline is not None:
             self.pipeline.serve(self.data_axis, always=self.always)
@@ -158,6 +165,8 @@ class Hybrid(Strategy):
         found = [Summand(table, self.ends) for table in self._twice() if self.ends is not None]
         found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
         self._outside = [(id(summand.parameter), summand.group) for summand in found]
+        self.outside = [flat for flat in self.data_axis.flats
+                        if {*map(id, flat.parameters)} & {owner for owner, _ in self._outside}]
         pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
 
@@ -175,7 +184,7 @@ class Hybrid(Strategy):
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             share += self._pass(part, batch[1].size, last=number == accumulate)
         self.data_axis.finish_step()
-        with self.recorder.span("add up", "communication"):
+        with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
         self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
         return sum_in_order(self.shares, share)
@@ -204,10 +213,10 @@ class Hybrid(Strategy):
         divided = self.data_axis.divides_state
         counts = self.data_axis.first_copy if divided else self.ep.rank == 0
         skipped = {id(table) for table in self._twice() if self.pp.rank > 0}        # counts at the first end
-        counted = [piece.grad for owner, piece in self.data_axis.updated()
+        counted = [piece for owner, piece in self.data_axis.updated()
                    if (counts or owner.shared_by is not None) and id(owner) not in skipped
                    and counts_at(owner, self.tp.rank)]
-        return sum_in_order(self.everyone if divided else self.holders, sum_of_squares(counted))
+        return sum_in_order(self.everyone if divided else self.holders, self.store.squares(counted))
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
@@ -232,9 +241,11 @@ class Hybrid(Strategy):
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
-        if self.pipeline is not None:
-            return self.pipeline.state_dict()
-        return assemble(self.model, self.data_axis.state_dict(), self.tp)
+        away = self.plan.offload != "none"          # then it comes from the host, and touches no device
+        with account.use(self.store.host if away else account.current()):
+            if self.pipeline is not None:
+                return self.pipeline.state_dict()
+            return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         return self.data_axis.frozen(changes=changes)

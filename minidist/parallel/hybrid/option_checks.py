@@ -191,7 +191,7 @@ def _check_updates(plan: "Plan") -> None:
     if plan.precision not in ("fp32", "bf16"):
         raise PlanError(f"{given} with precision={plan.precision}: its scales follow whole steps, and each microbatch "
                         f"makes an update; use bf16, or schedule=1f1b")
-    alone = {"zero": 0, "ep": 1, "compress": "none", "accumulate": 1}
+    alone = {"zero": 0, "ep": 1, "offload": "none", "compress": "none", "accumulate": 1}
     other = next((name for name, none in alone.items() if getattr(plan, name) != none), None)
     if other is not None:
         raise PlanError(f"{given} with {other}={getattr(plan, other)}: each microbatch makes an update, with older "

@@ -15,13 +15,16 @@ from minidist.parallel.hybrid.plan_checks import (
     ORDER,
     PLACEMENTS,
     PRECISIONS,
+    SERVER_DEVICES,
+    SERVER_DTYPES,
     STRATEGIES,
     ZERO_STAGES,
 )
 from minidist.parallel.memory.activations import ways_of
 from minidist.parallel.pipeline.schedules import UPDATING, V_SHAPED, stages_a_rank
 
-__all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
+__all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "SERVER_DEVICES", "SERVER_DTYPES",
+           "STRATEGIES", "ZERO_STAGES", "Plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,10 @@ class Plan:
                               fast as can be. Another run may measure another split
                 attention     over ranks of cp: one of ATTENTIONS
                 sequence_parallel   with tp: what lies outside the tensor-parallel regions is divided by tokens
+                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as "0,1" ("": one device)
                 servers       of parameter-server: how many ranks of the data axis, the last
+                server_device of parameter-server: where servers are, one of SERVER_DEVICES
+                server_dtype  of synchronous servers' masters, sums and update: one of SERVER_DTYPES
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
                 local_steps   each rank trains alone for so many steps, then all meet once (None: every gradient is
@@ -94,7 +100,10 @@ class Plan:
     attention: str = "ring"
     sequence_parallel: bool = False
     replicas: int = 1
+    devices: str = ""
     servers: int = 1
+    server_device: str = "same"
+    server_dtype: str = "same"
     asynchronous: bool = False
     staleness: int | None = 2
     local_steps: int | None = None
@@ -140,6 +149,12 @@ class Plan:
     def workers(self) -> int:
         """Ranks of the data axis that take a part of the batch."""
         return self.dp - self.servers if self.strategy == "parameter-server" else self.dp
+
+    @property
+    def masters_of_servers(self) -> str | None:
+        """The dtype of servers' masters; None: servers update the weights that travel."""
+        wide = "float32" if self.strategy == "parameter-server" and self.precision == "bf16" else None
+        return wide if self.server_dtype == "same" else self.server_dtype
 
     @property
     def stages(self) -> int:

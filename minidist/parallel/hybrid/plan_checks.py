@@ -45,8 +45,12 @@ tokens (ulysses.py)."""
 PLACEMENTS = ("node", "rank")
 """How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by those numbers."""
 
+SERVER_DEVICES, SERVER_DTYPES = ("same", "cpu", "cuda"), ("same", "float32", "float64")
+"""Where parameter servers are, and in which dtype they update: as the workers, or otherwise."""
+
 CHOICES = {"precision": PRECISIONS, "offload": OFFLOADS, "strategy": STRATEGIES, "schedule": tuple(ORDERS),
-           "attention": ATTENTIONS, "placement": PLACEMENTS}
+           "attention": ATTENTIONS, "placement": PLACEMENTS, "server_device": SERVER_DEVICES,
+           "server_dtype": SERVER_DTYPES}
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -91,7 +95,7 @@ def savings(plan: "Plan") -> str:
         ways.append("keep less of them (checkpoint_blocks)")
     if plan.zero < 3 and plan.copies > 1:
         ways.append("divide more (zero)")
-    if plan.offload != "all" and not plan.composed and plan.shard in (None, plan.copies):
+    if plan.offload != "all" and not plan.updates_each_microbatch:
         ways.append("offload more (offload)")
     return ", ".join(("raise it", *ways[:-1])) + f", or {ways[-1]}"
 
@@ -134,9 +138,6 @@ def _check_zero(plan: "Plan") -> None:
                         f"be cut into copies of so many; choose one of {', '.join(map(str, fits))}")
     if not plan.zero:
         raise PlanError(f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 or 3")
-    if plan.shard < plan.copies and plan.offload != "none":
-        raise PlanError(f"plan shard={plan.shard} of {axes}={plan.copies} with offload={plan.offload}: copies sum "
-                        f"their gradients on the device; leave one of the two out")
 
 
 def _check_algorithm(plan: "Plan") -> None:
@@ -154,28 +155,42 @@ def _check_offload(plan: "Plan") -> None:
     if plan.offload == "all" and plan.zero != 3:
         raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
                         f"zero=3, on one rank too")
-    if plan.offload == "optimizer" and not plan.zero and plan.dp > 1:
-        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.dp} times; "
+    if plan.offload == "optimizer" and not plan.zero and plan.copies > 1:
+        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.copies} times; "
                         f"use zero=1, 2 or 3")
+    if plan.offload != "none" and plan.compress != "none" and plan.shard not in (None, plan.copies):
+        raise PlanError(f"plan offload={plan.offload} with compress={plan.compress} and shard={plan.shard}: copies are "
+                        f"summed on the host, where no scheme has its residuals; leave one of the three out")
     if plan.device_memory is not None and plan.device_memory < 1:
         raise PlanError(f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB")
-    if plan.offload != "none" and plan.composed:
-        zero = max(1, plan.zero)
-        raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with offload={plan.offload}: this version offloads on "
-                        f"the data axis alone; use offload=none{_or(data_alone(plan, zero=zero))} with zero={zero}")
 
 
 def _check_strategy(plan: "Plan") -> None:
     """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
-    if plan.strategy != "ddp" and others != (0, "fp32", "none", None):
+    served = plan.strategy == "parameter-server" and not plan.asynchronous and plan.precision == "bf16"
+    if plan.strategy != "ddp" and others != (0, "bf16" if served else "fp32", "none", None):
         raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
-                        f"strategy ddp; leave them out")
+                        f"strategy ddp; leave them out (synchronous servers also take precision=bf16)")
+    for option in ("server_device", "server_dtype"):
+        if plan.strategy != "parameter-server" and getattr(plan, option) != "same":
+            raise PlanError(f"plan {option}={getattr(plan, option)} with strategy={plan.strategy}: there is no server; "
+                            f"use strategy=parameter-server, or leave it out")
+    if plan.asynchronous and plan.server_dtype != "same":
+        raise PlanError(f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the weights of the "
+                        f"run, and its own are rounded; leave one of the two out")
     if plan.strategy == "parameter-server" and plan.composed:
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
                         f"use strategy=ddp{_or(data_alone(plan))}")
     if plan.strategy != "data-parallel" and plan.replicas != 1:
         raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
+    numbers = plan.devices.split(",") if plan.devices else []
+    if numbers and plan.strategy != "data-parallel":
+        raise PlanError(f"plan devices={plan.devices} with strategy={plan.strategy}: each rank has one device; they "
+                        f"are for strategy data-parallel")
+    if numbers and (len(numbers) != plan.replicas or not all(n.isascii() and n.isdigit() for n in numbers)):
+        raise PlanError(f"plan devices={plan.devices} with replicas={plan.replicas}: name a GPU for each, as "
+                        f"{','.join(map(str, range(plan.replicas)))}")
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
         raise PlanError(f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for strategy "
                         f"parameter-server")
@@ -232,6 +247,8 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     yield from _misfits_of_experts(plan, config)
     yield from budget_misfits(plan, config)
     yield from updating_misfits(plan, config)
+    if plan.server_dtype == "float32" and config.dtype == "float64":
+        yield "server_dtype=float32 with dtype float64: servers would round what workers sent", "server_dtype=float64"
     if plan.stages > config.layers + 2:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",

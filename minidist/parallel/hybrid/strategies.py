@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, dtype_name
+from minidist.device.backend import Array, dtype_name, on_gpu
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -22,6 +22,9 @@ from minidist.parallel.step.strategy import DataAxis, Strategy
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
+
+SAME = "same"
+"""Servers are on the workers' device, and keep the workers' dtype."""
 
 PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
@@ -62,17 +65,23 @@ def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: 
                   loss: Callable[..., Any]) -> Strategy:
     """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
     options: dict[str, Any] = {"loss": loss, "recorder": recorder}
+    if plan.server_device != SAME and group.rank >= plan.workers:
+        device = plan.server_device
+    gpus = [int(number) for number in plan.devices.split(",") if number]
+    if gpus:
+        on_gpu(gpus[0]).use()       # of the calling thread: the optimizer's state is made there, too
     if plan.zero < 3:
         model.initialize(seed, device=device)
     if plan.strategy == "data-parallel":
         return load("data-parallel")(   # type: ignore[no-any-return]
-            model, plan.replicas, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
+            model, plan.replicas, gpus=gpus, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
             forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
         return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
-                                        asynchronous=plan.asynchronous, staleness=plan.staleness, **options)
+                                        asynchronous=plan.asynchronous, staleness=plan.staleness,
+                                        server_dtype=plan.masters_of_servers, **options)
     if plan.dp == 1 and not plan.zero and plan.offload == "none":
         return Single(model, precision=precision, **options)
     return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)

@@ -40,6 +40,11 @@ parameter, the master's among them in mixed precision:
                                + w + K      new weights, masters and states
              In float32 with Adam, A = 1: 24Ψ/P read, 16Ψ/P written.
 
+Where a gradient is a sum over more ranks than those of the data axis that share a copy (hybrid sharding: over copies;
+chapter 17: of what ranks of tp, or both ends of a pipeline, hold alike), that sum is made at the end of the step, from
+host to host: nothing moves for it with OnHost, and OnDisk reads and writes these gradients once more. In a pipeline
+each microbatch is a pass of ZeRO-2 and 3.
+
 Weights are read ahead of their unit, gradients are written behind the next one's backward, and the update of a run
 hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
 hides nothing. The arithmetic and its order do not change: the same bits as without. OnDisk is in offload_disk.py.
@@ -50,6 +55,7 @@ Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -102,6 +108,7 @@ class OffDevice(ShardStore):
         self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
         self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
         self._names: dict[int, str] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._going: Move | None = None         # the gradients that are on their way down
 
     def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
@@ -109,7 +116,7 @@ class OffDevice(ShardStore):
         pieces: list[Any] = flat.pieces(weights, gradients)
         for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
             piece.store, piece.flat, piece.place = self, flat, place
-        self._pieces += pieces
+        self._pieces[id(flat)] = pieces
         return pieces
 
     def gradient_room(self, flat: Flat) -> Array | None:
@@ -133,6 +140,12 @@ class OffDevice(ShardStore):
         if self._going is not None:
             self._going.wait()
             self._going = None
+
+    @contextmanager
+    def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
+        """As ShardStore's, on the host; what sums them takes memory there."""
+        with account.use(self.host), super().gradients(flats) as sums:
+            yield sums
 
     def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
         """Masters come from the host or the disk, and nothing of it touches the device."""

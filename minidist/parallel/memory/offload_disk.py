@@ -4,7 +4,8 @@ offload.py has the idea, what lies where, and the traffic in bytes. Here is the 
 hides behind the computation of the one before; without a free buffer it begins when the unit needs it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class OnDisk(OffDevice):
                          memory=self.host, paces=(read, write))
         self._records: dict[int, Record] = {}
         self._coming: dict[int, Loan] = {}              # weights that are read ahead
-        self._sums: dict[int, list[float]] = {}         # of each run's gradients, the blocks' sums of squares
+        self._squares: dict[int, list[list[float]]] = {}    # of each run, of each piece's gradient the blocks' sums
 
     def begin(self, who: str) -> None:
         self.disk.who = who
@@ -95,20 +96,41 @@ class OnDisk(OffDevice):
         def work() -> None:
             loan.wait()
             take_down(bus, sums, ready, first=first)
-            self._sums[id(flat)] = [float(block) for _, place, _ in flat.chunk_spans()
-                                    for block in block_sums(sums[place])]
+            self._note_squares(flat, sums)
 
         self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk.nbytes, work))
 
-    def settle(self) -> None:
-        """And forget what was read ahead in vain: it is about to change."""
-        super().settle()
-        while self._coming:
-            self._coming.popitem()[1].end()
+    def _note_squares(self, flat: Flat, sums: np.ndarray) -> None:
+        self._squares[id(flat)] = [[*map(float, block_sums(sums[place]))] for _, place, _ in flat.chunk_spans()]
 
-    def squares(self) -> float:
+    @contextmanager
+    def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
+        """Read from disk, and written back."""
+        with account.use(self.host):
+            runs = [(flat, self.host.hold(self._read_now(self._records[id(flat)], "gradients"), "gradients"))
+                    for flat in flats]
+            for flat, sums in runs:
+                self._show(flat, sums)
+            yield [sums for _, sums in runs]
+            for flat, sums in runs:
+                self._show(flat, nothing(flat.dtype, sums.shape))
+                self._note_squares(flat, sums)
+                loan = self.disk.lend(self._records[id(flat)])
+                loan.arrays["gradients"][...] = sums
+                self.disk.start_write(loan, ["gradients"])
+
+    def _show(self, flat: Flat, sums: np.ndarray) -> None:
+        """The gradients of a run's pieces become views of `sums`."""
+        pieces: list[Any] = self._pieces[id(flat)]
+        for piece in pieces:
+            piece.grad = sums[piece.place].reshape(piece.grad.shape)
+
+    def squares(self, pieces: Iterable[Piece]) -> float:
         """From the sums that were taken as gradients passed: the same bits as from the gradients."""
-        return add_exactly(block for sums in self._sums.values() for block in sums)
+        some = set(map(id, pieces))
+        return add_exactly(block for number, sums in self._squares.items()
+                           for piece, blocks in zip(self._pieces[number], sums, strict=True) if id(piece) in some
+                           for block in blocks)
 
     # ------------------------------------------------------------------------------------------------- the update
 
@@ -122,6 +144,8 @@ class OnDisk(OffDevice):
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the next is read and the one before written."""
+        while self._coming and changes:         # read ahead in vain: it is about to change
+            self._coming.popitem()[1].end()
         runs = [(self._records[id(flat)], run) for flat, run in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):

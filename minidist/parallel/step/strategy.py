@@ -23,7 +23,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.step.flat import Squares, sum_in_order
+from minidist.parallel.step.flat import Flat, Squares, sum_in_order
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -145,6 +145,7 @@ class DataAxis(Strategy):
     reduces_each_pass: ClassVar[bool] = False       # True: each backward ends in sums, as no rank keeps whole gradients
     divides_state: ClassVar[bool] = True            # `updated()` are pieces, each rank has the state of its own (ZeRO)
     update_notes: ClassVar[dict[str, str]] = {}     # what the span of the update carries: the notes' step
+    flats: Sequence[Flat] = ()                      # runs of parameters of which this rank updates chunks (ZeRO)
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
                  recorder: Recorder | None) -> None:
@@ -158,8 +159,8 @@ class DataAxis(Strategy):
         """This rank's rows of a global batch; views, and perhaps none."""
         return part_of(batch, size=self.group.size, rank=self.group.rank)
 
-    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
-        """Before the first step: the model runs in segments (stages of a pipeline), each some modules in order."""
+    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
+        """The model runs in segments (stages), each some modules; in a pass by `order`: (segment, whether forward)."""
 
     def begin_step(self) -> None:
         """Forget the gradients of the previous step."""
@@ -222,6 +223,7 @@ class DataAxis(Strategy):
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
+        self.finish_step()
         with self.recorder.span("loss", "communication", share=total):
             loss = sum_in_order(self.group, total)
         self.update(optimizer, lr=lr, clip=clip)

@@ -4,9 +4,8 @@
     start(i)     the run's gradients are final: reduce-scatter begins; the run started before is waited for, and freed
     finish()     the last one is waited for, and in the last backward of a step the sums over other copies
 
-So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
-along, as a tied weight's, or that wait for their turn). A store says where shards lie (shards.py); a store off the
-device holds a third buffer, while its sum is on the way there.
+So at most two buffers live beside the shards: one that fills and one in flight (and those of runs in use all along, as
+a tied weight's, or that wait for their turn); with a store off the device (shards.py) a third, on its way there.
 """
 
 from functools import partial
@@ -26,7 +25,6 @@ class GradientShards:
 
     Args:    axis: the strategy; its store keeps for each run its chunk's sum over the ranks and over the backwards
              since `forget`. what: "bucket" or "unit part", for the recorder.
-    Raises:  ConfigError for several copies whose gradients are stored off the device.
     """
 
     def __init__(self, axis: ZeroAxis, what: str) -> None:
@@ -40,7 +38,6 @@ class GradientShards:
             self.store.keep_gradients(flat)
             for parameter in flat.parameters:
                 parameter.lender = partial(self._lend, index)
-        axis.require_room()
 
     def forget(self) -> None:
         """A step begins: the next sums replace the shards."""

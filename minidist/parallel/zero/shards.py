@@ -13,13 +13,14 @@ are gathered or scattered in c collectives:
     inside, axis "dp.shard"         (S-1)/S × cn
     between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward passes
 
-A shard store says where a rank's chunk of a run (step/flat.py) lies while no rank computes with it: its weights, the
-sum of its gradients, the optimizer's state. ShardStore keeps all on the device, the stores of chapter 20 do not.
+A shard store says where a rank's chunk of a run (step/flat.py) lies between two uses: weights, sums of gradients, the
+optimizer's state. ShardStore: on the device. With chapter 20's stores copies are summed at the end, from host to host.
 
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -49,7 +50,7 @@ class HybridSharding:
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
              algorithm: of the all-reduce between copies; scheme: how gradients travel, several copies': between them.
     Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
-             replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
+             replicas: those that hold this rank's shard, one a copy; None where there is one.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
@@ -109,7 +110,6 @@ class ShardStore:
         self._weights: dict[int, Array] = {}        # by id(flat), as all below
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}
-        self._pieces: list[Piece] = []
 
     def begin(self, who: str) -> None:
         """A strategy takes this store; `who` is its rank, for errors."""
@@ -129,9 +129,7 @@ class ShardStore:
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
         self._masters[id(flat)] = precision.master(self._weights[id(flat)], flat.chunk_spans())
-        pieces = flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
-        self._pieces += pieces
-        return pieces
+        return flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
 
     def prefetch(self, flat: Flat) -> None:
         """The chunk's weights will be needed soon."""
@@ -157,14 +155,19 @@ class ShardStore:
     def settle(self) -> None:
         """A backward is over: return when the gradients are where they belong."""
 
-    def squares(self) -> float:
-        """Sum of the squares of this rank's gradients, in float64."""
-        return sum_of_squares(piece.grad for piece in self._pieces)
+    @contextmanager
+    def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
+        """The sums of some runs' gradients, in memory inside, as are their pieces'; what is written to them is kept."""
+        yield [self._gradients[id(flat)] for flat in flats]
+
+    def squares(self, pieces: Iterable[Piece]) -> float:
+        """Sum of the squares of some pieces' gradients, in float64."""
+        return sum_of_squares(piece.grad for piece in pieces)
 
     def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
         """Copies of a model's master weights, whole, on the host, by dotted path; low precision comes as float32.
 
-        What is in no flat is taken from the model. Every rank calls it.
+        What is in no flat is the model's. Every rank calls it.
         Cost:    one all-gather a flat, counted under `control`; a flat at a time.
         """
         whole: dict[int, np.ndarray] = {}
@@ -201,7 +204,6 @@ class ZeroAxis(DataAxis):
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
 
-    flats: Sequence[Flat]
     stored: Sequence[Flat]
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
@@ -212,14 +214,15 @@ class ZeroAxis(DataAxis):
         self.scheme: Scheme = self.sharing.scheme
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
-        self.store.begin(f"rank {group.rank}")
+        self.store.begin(f"rank {group.world_rank}")
 
-    def require_room(self) -> None:
-        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
-        copies = self.sharing.copies
-        if copies > 1 and any(self.store.gradient_room(flat) is None for flat in self.flats):
-            raise ConfigError(f"shard={self.sharing.shard.size} of {self.group.size} ranks: the gradients of {copies} "
-                              f"copies are summed on the device, and an offload takes them away; use one of the two")
+    def sum_stored(self) -> None:
+        """Sum the shards whose gradients have left the device over the copies, one after another."""
+        for index, flat in enumerate(self.flats):
+            if self.sharing.divides(flat) and self.store.gradient_room(flat) is None:
+                with self.store.gradients([flat]) as (shard,):
+                    self.sharing.start_sum(index, shard, f"stored run {index}")
+                    self.sharing.settle()
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""
@@ -232,7 +235,7 @@ class ZeroAxis(DataAxis):
 
     def squares(self) -> float:
         """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank, under `control`."""
-        return sum_in_order(self.sharing.shard, self.store.squares())
+        return sum_in_order(self.sharing.shard, self.store.squares(self.parameters))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""

@@ -83,7 +83,6 @@ class Zero1(ShardedReplica):
         self.buckets = [Bucket(flat.parameters) for flat in self.flats]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             self.store.keep_gradients(flat, bucket.data[flat.chunk])
-        self.require_room()
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
@@ -107,6 +106,11 @@ class Zero1(ShardedReplica):
         """Add the gradients that a backward has put off into the buckets."""
         self._order.backward_weights(self.precision, deferred)
 
+    def finish_step(self) -> None:
+        """As DataAxis's; then what has left the device is summed over the copies."""
+        super().finish_step()
+        self.sum_stored()
+
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
         gradients, flat = self.buckets[index].data, self.flats[index]
@@ -122,7 +126,7 @@ class Zero1(ShardedReplica):
             flat, gradients = self.flats[index], self.buckets[index].data
             if self.store.gradient_room(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
-            if flat.group is self.sharing.shard:
+            elif flat.group is self.sharing.shard:
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:

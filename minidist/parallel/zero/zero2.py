@@ -68,9 +68,8 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
             group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")  # 3 all ranks' new weights
 
 
-# `Zero2` below reduces buckets instead of parameters, and backward goes on meanwhile: at most two buckets of gradients
-# are alive, one that fills and one on its way. Several passes add up in the chunks; the all-gathers overlap the next
-# forward as in chapter 14.
+# `Zero2` below reduces buckets, not parameters, and backward goes on meanwhile: two buckets of gradients are alive, one
+# that fills and one on its way. Several passes add up in the chunks; all-gathers overlap the next forward.
 
 
 class Zero2(ShardedReplica):
@@ -87,7 +86,7 @@ class Zero2(ShardedReplica):
         self.gradients = GradientShards(self, "bucket")
         self._segments = [list(range(len(self.flats)))]         # the runs of each segment
 
-    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
+    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
         """A backward of a segment reaches, and reduces, the runs of its modules alone."""
         reached = [{id(parameter) for module in segment for parameter in module.parameters()} for segment in segments]
         self._segments = [[i for i, flat in enumerate(self.flats) if id(flat.parameters[0]) in own] for own in reached]
@@ -125,6 +124,7 @@ class Zero2(ShardedReplica):
         """Sum the shards over the copies, unless a last backward did."""
         if not self._summed:
             self.gradients.sum_copies()
+        self.sum_stored()
 
     def _arrange(self, segment: int) -> None:
         """This backward reaches the runs of one segment."""

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import GradientError
@@ -103,9 +103,8 @@ def plain_zero3(model: GPT, modules: Iterable[Module], new_optimizer: Callable[[
         unit.gather()
 
 
-# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave while backward
-# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk, several passes,
-# and gradients of low precision.
+# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave meanwhile.
+# It also takes parameters outside any unit (the root), weights drawn chunk by chunk, several passes, low precision.
 
 
 class Zero3(ZeroAxis):
@@ -133,6 +132,7 @@ class Zero3(ZeroAxis):
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
         self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
+        self.order, self._rest, self._next = list[tuple[int, bool]](), list[tuple[int, bool]](), list[Unit]()
         self.sequence: list[Unit] = []          # without segments: units as the first forward met them
         self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
@@ -146,10 +146,17 @@ class Zero3(ZeroAxis):
         for unit in self.units:
             self._watch(unit)
 
-    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
-        """Each segment's units are gathered in their order, by any number of forwards and backwards of any order."""
+    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
+        """Units are gathered in the order of their segments, and the first of the next one is read ahead by `order`."""
         self.segments = [[unit for module in segment for unit in self.units if unit.module is module]
                          for segment in segments]
+        self.order = [each for each in order if self.segments[each[0]]]
+
+    def _begin(self, segment: int, forward: bool) -> None:
+        """A segment's forward or backward begins: note the units with which the pass goes on after it."""
+        while (segment, forward) in self._rest and self._rest.pop(0) != (segment, forward):
+            pass
+        self._next = [unit for number, ahead in self._rest[:1] for unit in self.segments[number][::1 if ahead else -1]]
 
     def _watch(self, unit: Unit) -> None:
         module: Any = unit.module
@@ -168,10 +175,13 @@ class Zero3(ZeroAxis):
         self.root.fetch()
         self.root.complete()
         self._met = []
+        self._rest = [each for each in self.order if is_grad_enabled() or each[1]]
 
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""
         unit.fetch()
+        for number in (number for number, segment in enumerate(self.segments) if segment[:1] == [unit]):
+            self._begin(number, True)
         if not self.segments:
             self._met.append(unit)
         self._fetch_ahead(unit, self._neighbours(unit, 1) if self.segments else self.sequence[len(self._met):])
@@ -192,12 +202,15 @@ class Zero3(ZeroAxis):
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
         """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read ahead the next."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
-        for other in following:
+        for number, other in enumerate((*following, *self._next)):
             room -= other.nbytes
-            if room < 0 or not self.ahead:
+            full = room < 0 or not self.ahead
+            if full or number >= len(following):        # the next segment's are read ahead, and gathered in their turn
                 other.prefetch()
+            else:
+                other.fetch()
+            if full:
                 break
-            other.fetch()
 
     def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
                  defer: bool = False) -> list[WeightGradient]:
@@ -210,6 +223,7 @@ class Zero3(ZeroAxis):
         assert share is not None
         self.gradients.begin(last=last)
         if self.segments:
+            self._begin(segment, False)
             self._deferring = defer
             deferred = self.precision.backward(share, dy, defer_weights=defer)
             if not defer:
@@ -240,6 +254,7 @@ class Zero3(ZeroAxis):
         if not self._summed:
             self._reduce_all([self.root])
             self.gradients.sum_copies()
+        self.sum_stored()
 
     def _enter_backward(self, unit: Unit) -> None:
         """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""

@@ -261,7 +261,7 @@ def test_mistakes_are_refused() -> None:
         DataParallel(model, 0)
     with pytest.raises(ConfigError, match="has no row"):
         DataParallel(model, 2).step(global_batch(0, 0, tiny()), SGD(model.parameters(), 0.1))
-    with pytest.raises(ConfigError, match="2 replicas and 1 recorders"):
+    with pytest.raises(ConfigError, match="2 replicas, 1 recorders and 0 GPUs"):
         DataParallel(model, 2, recorders=[Timeline(0)])
     for parameter in model.parameters():
         parameter.requires_grad = False

@@ -16,7 +16,8 @@ SIZES: dict[str, Any] = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}
 PLANS: list[dict[str, Any]] = [
     {"dp": 4}, {"dp": 4, "zero": 1, "shard": 2}, {"dp": 2, "tp": 2, "zero": 2}, {"dp": 4, "zero": 3},
     {"pp": 2, "dp": 2, "zero": 1}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"pp": 2, "tp": 2},
-    {"dp": 4, "zero": 3, "offload": "all"}, {"dp": 4, "zero": 2, "offload": "optimizer"}, {"cp": 4, "zero": 3}]
+    {"dp": 4, "zero": 3, "offload": "all"}, {"dp": 4, "zero": 2, "offload": "optimizer"}, {"cp": 4, "zero": 3},
+    {"pp": 2, "tp": 2, "offload": "optimizer"}, {"dp": 2, "tp": 2, "zero": 3, "shard": 1, "offload": "all"}]
 
 
 def trained(world: Any, plans: list[dict[str, Any]], steps: int,
@@ -36,7 +37,7 @@ def trained(world: Any, plans: list[dict[str, Any]], steps: int,
 
 
 @pytest.mark.parametrize(("first", "second"), [
-    (0, 3), (2, 7), (5, 1), *(pytest.param(first, second, marks=pytest.mark.soak)
+    (0, 3), (2, 11), (5, 1), *(pytest.param(first, second, marks=pytest.mark.soak)
                               for first in range(len(PLANS)) for second in range(len(PLANS)) if first != second)])
 def test_goes_on_as_one_process(first: int, second: int) -> None:
     serial = md.run(trained, [{}], 6, {}, size=1)[0]

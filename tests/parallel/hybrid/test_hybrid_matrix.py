@@ -67,12 +67,13 @@ def any_plan(draw: Any, ranks: int, layers: int) -> Job:
             "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
             "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
             "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
+            "offload": draw(st.sampled_from(["none", "none", "optimizer", "all"])),
             "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
     plan["keep_gathered"] &= plan["zero"] == 3
     if sizes["pp"] > 1 and plan["schedule"] == "interleaved":
         plan["stages_per_rank"] = draw(st.integers(1, 3))
     if sizes["pp"] > 1:
-        splits = uneven(changes["layers"], Plan(**plan).stages)
+        splits = uneven(changes["layers"], Plan(**{**plan, "offload": "none"}).stages)
         plan["stage_layers"] = draw(st.sampled_from(["even", "measured"]) | splits)
     if plan["zero"]:
         plan["shard"] = draw(st.sampled_from([None, *divisors(sizes["dp"] * sizes["cp"])]))
@@ -185,7 +186,8 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "second halves not reduced": (DataPipeline, "go_back_weights",
                                       lambda self, stage, put_off: self.precision.backward_weights(put_off)),
         "a stage's gradients not reduced": (
-            Zero2, "set_segments", lambda self, segments: self.__dict__.update(_segments=[[] for _ in segments])),
+            Zero2, "set_segments",
+            lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments])),
         "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
         "copies not summed": (GradientShards, "sum_copies", lambda self: None)}
     monkeypatch.setattr(*planted[bug])
