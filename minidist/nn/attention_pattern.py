@@ -32,6 +32,8 @@ import numpy as np
 from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
 
+NAMES = ("local", "strided", "global")
+DIGITS = 16         # a number of as many is none
 SPELLINGS = "local:N, strided:N, global:G, rows:R/R/… or several of them joined by +"
 
 
@@ -45,9 +47,9 @@ def check_pattern(pattern: str, context: int) -> None:
         if name == "rows":
             _check_rows(value, _count(context))
             continue
-        if name not in ("local", "strided", "global"):
+        if name not in NAMES:
             raise ConfigError(f"attention pattern {pattern!r}: {term!r} is no pattern; write {SPELLINGS}")
-        number = int(value) if value.isascii() and value.isdigit() else 0
+        number = int(value) if value.isascii() and value.isdigit() and len(value) < DIGITS else 0
         if name == "global" and number < 1:
             raise ConfigError(f"attention pattern {pattern!r}: {term!r} needs a number of blocks from 1, as global:2")
         if name != "global" and (number < SIDE or number % SIDE):

@@ -17,11 +17,12 @@ from minidist.console import (
     positive_number,
     rank_count,
     seed_number,
+    shown,
     whole_number,
 )
 from minidist.errors import ConfigError
 from minidist.launch.transports import PROCESSES, THREADS
-from minidist.nn.attention_pattern import read_pattern
+from minidist.nn.attention_pattern import NAMES, SPELLINGS, read_pattern
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
 from minidist.observe.rank_records import DIGEST_EVERY
@@ -90,9 +91,12 @@ def bucket_size(text: str) -> int | str:
 def attention_pattern(text: str) -> str:
     """The value of --attention-pattern, with a file's contents in place of its name. Raises: ArgumentTypeError."""
     try:
-        return read_pattern(text)
+        pattern = read_pattern(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if unknown := [term for term in pattern.split("+") if term.partition(":")[0] not in (*NAMES, "rows")]:
+        raise argparse.ArgumentTypeError(f"{shown(unknown[0])} is no pattern; write {SPELLINGS}")
+    return pattern
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
