@@ -39,9 +39,9 @@ from minidist.comm.health.failure import say_line, words
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import device_of
+from minidist.device.device_copies import copy, host_bytes, mark
 from minidist.errors import CheckpointError, CommError
 from minidist.optim import Optimizer
-from minidist.parallel.data.device_copies import copy, host_bytes, mark
 from minidist.parallel.hybrid.state_map import small_state, state_arrays, state_places
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive.checkpoint import chosen, share_out, write_checkpoint

@@ -58,7 +58,7 @@ def test_a_figure_is_measured(figure):
 
 
 def test_a_rank_is_started_and_measured(monkeypatch):
-    few = [figure for figure in FIGURES if figure[0] != "matmul" or max(figure[2]) <= 128]
+    few = [figure for figure in FIGURES if figure[0] == "pass" or max(figure[2]) <= 128]
     monkeypatch.setattr(computation, "FIGURES", few)
     told = []
     cost, = computation.measure_all([1], 1, told.append)

@@ -132,6 +132,7 @@ def test_every_survivor_learns_who_died():
                 assert "was killed by SIGKILL" in (said := file.read()), said
 
 
+@pytest.mark.soak
 def test_a_rank_that_ignores_the_end_is_ended():
     def work(world):
         if world.rank == 0:

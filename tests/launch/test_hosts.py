@@ -91,6 +91,7 @@ def test_a_rank_that_dies_is_named_once_and_its_status_is_the_jobs(ssh):
     assert re.fullmatch(r"minidist: rank 2 \(process \d+ on \S+\) was killed by SIGKILL; the job ends\n", done.stderr)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_told_to_stop_or_killed_it_leaves_no_rank_on_any_host(ssh, number, status):
     with nothing_left(limit=8) as environment:
@@ -128,6 +129,7 @@ def test_a_folder_that_a_host_lacks_is_named(ssh, tmp_path, monkeypatch):
         spawn_on_hosts(["echo", "ran"], [HostRanks("127.0.0.2", 1)], ssh=ssh(f"rmdir {away}"))
 
 
+@pytest.mark.soak
 def test_a_host_whose_ssh_is_lost_ends_its_ranks_and_is_named(ssh, tmp_path, monkeypatch, capfd):
     """The ssh stand-in ends by itself; the launcher behind it sees that its input ends."""
     monkeypatch.setattr(hosts_module, "ENDING", 2)

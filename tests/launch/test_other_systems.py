@@ -75,6 +75,7 @@ def test_no_module_takes_a_name_of_linux_unasked() -> None:
     assert files > 400
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.soak),
                                        pytest.param("threads", marks=pytest.mark.soak)])
 def test_a_run_gives_the_same_weights(transport: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_name_of_before_is_told_once_a_job():
     assert done.stdout.count("of 2 over tcp") == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("by", [by_launch, by_mpirun])
 def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     """It has the rank's connections, and runs its hooks and its atexit: they are not the child's."""

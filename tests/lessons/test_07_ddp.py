@@ -56,6 +56,7 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     assert "fill hole 1" in result.results[-1].line() and "exercise_07.py line" in result.results[-1].line()
 
 
+@pytest.mark.soak
 def test_how_nearly_linear_it_is() -> None:
     """N0:430, on chapter 24's clock; the story has these numbers."""
     lab, told = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text()

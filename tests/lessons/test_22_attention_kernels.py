@@ -86,6 +86,7 @@ def test_without_a_compiler_the_check_says_how_to_get_one(monkeypatch, tmp_path:
     assert "C++ compiler: none, target g++" in result.results[-1].line() and "apt install" in result.results[-1].line()
 
 
+@pytest.mark.soak
 def test_without_a_compiler_the_lesson_says_so_in_a_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr(on_cpu, "compiler", lambda: None)
     lesson = load_module(FOLDER / "lesson.py", "22")

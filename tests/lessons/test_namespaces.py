@@ -44,6 +44,7 @@ def ended(nodes):
     return [finish(node) for node in reversed(nodes)]
 
 
+@pytest.mark.soak
 def test_two_hosts_meet_and_only_leaders_use_the_link_between(hosts):
     with nothing_left() as environment:
         done = ended(launch(environment, hosts, HOSTS_JOB))

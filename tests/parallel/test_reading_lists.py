@@ -21,8 +21,8 @@ CHAPTERS = {
 }
 """The module of each chapter, inside parallel/."""
 
-LARGER = {"hybrid.hybrid": (25, 4500), "memory.offload_disk": (8, 1100)}
-"""A chapter that composes others, and the disk half of chapter 20 (1,050 before it had sums beyond ZeRO's)."""
+LARGER = {"hybrid.hybrid": (25, 4500), "memory.offload_disk": (8, 1050)}
+"""A chapter that composes others, and the disk half of chapter 20."""
 
 TODAY: dict[str, tuple[int, int]] = {}
 """Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only go.

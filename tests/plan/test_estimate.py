@@ -60,6 +60,7 @@ def test_the_fast_path_is_near_the_replay(estimates: Estimates, wanted: dict[str
     assert abs(seconds) < SECONDS and abs(nbytes) < BYTES, (seconds, nbytes)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("wanted", "seconds", "nbytes"), [
     (dict(dp=4, zero=1, offload=1), 0.05, 0.09),
     pytest.param(dict(dp=2, tp=2, zero=2, offload=1, pieces=2), 0.05, 0.09, marks=pytest.mark.soak),
@@ -76,6 +77,7 @@ def test_an_offload_beside_other_axes_is_near_the_replay(wanted: dict[str, int],
     assert found.total[0] == pytest.approx(exact.peak(exact.fullest)["total"], rel=nbytes)
 
 
+@pytest.mark.soak
 def test_memory_of_deferred_backwards_and_of_copies_in_each_node() -> None:
     found = estimated(MEMORY_PLANS)
     for number, wanted in enumerate(MEMORY_PLANS):

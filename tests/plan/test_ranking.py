@@ -60,6 +60,7 @@ def test_the_command_line_runs_the_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert "s a step" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_what_fits_nowhere_is_refused_with_a_cluster_that_does() -> None:
     with pytest.raises(ConfigError, match=r"fits into h100:1x1 with no plan; choose h100:\d+x1") as told:
         plan_for(LARGE, "h100:1x1", batch=64)     # nor does one layer, from disk
@@ -131,6 +132,7 @@ def test_a_premise_that_cannot_be_is_refused(word: str, told: str) -> None:
         Prices.given([word])
 
 
+@pytest.mark.soak
 def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
     near, far = weak(CONFIG, "h100:2x2", a_device=4), strong(CONFIG, "h100:2x2", batch=8)
     assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[0].efficiency == 1.0

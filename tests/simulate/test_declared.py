@@ -16,7 +16,7 @@ PLACES = {
     "minidist/nn/weight_shard.py": 1,                   # nor a shard's positions computed
     "minidist/autograd/ops/experts.py": 1,              # which experts tokens choose: evenly
     "minidist/nn/expert_nodes.py": 1,                   # nor on which nodes they lie
-    "minidist/parallel/data/device_copies.py": 1,       # the host's memory for a GPU has no data either
+    "minidist/device/device_copies.py": 1,              # the host's memory for a GPU has no data either
     "minidist/parallel/memory/disk.py": 3,              # files hold nothing, and take no room
     "minidist/parallel/memory/transfer_lanes.py": 1,    # a move is an event, and no thread carries it out
     "minidist/kernels/loader.py": 2,                    # a launch is recorded

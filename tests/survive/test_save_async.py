@@ -144,6 +144,7 @@ def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(transport: 
     assert (tmp_path / "a" / MANIFEST).is_file()
 
 
+@pytest.mark.soak
 def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              capfd: pytest.CaptureFixture[str]) -> None:
     drafts = []

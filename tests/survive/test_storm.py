@@ -181,6 +181,7 @@ def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **se
     return storm, json.loads((folder / "result.json").read_text())
 
 
+@pytest.mark.soak
 def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(tmp_path):
     """Under ZeRO only the partner has a lost rank's shards. (About 3 s of a core.)"""
     settings = {"zero": 1, "steps": 24, "pause": 0.04, "transport": "tcp"}

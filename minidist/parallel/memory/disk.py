@@ -24,10 +24,10 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, bytes_view, is_simulated, to_host
+from minidist.device.device_copies import host_bytes
 from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import DiskError, TimeoutError
 from minidist.files import reserve
-from minidist.parallel.data.device_copies import host_bytes
 from minidist.parallel.memory.transfer_lanes import LIMIT, Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder
 

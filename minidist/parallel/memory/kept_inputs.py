@@ -41,9 +41,9 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, device_of, empty, random_uniform, widen
+from minidist.device.device_copies import copy, host_bytes, mark
 from minidist.device.memory_traffic import MemoryTraffic
 from minidist.nn import DropoutKey
-from minidist.parallel.data.device_copies import copy, host_bytes, mark
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder, Silent
 

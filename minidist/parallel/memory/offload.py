@@ -65,11 +65,11 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of, to_host
+from minidist.device.device_copies import bring, copy, host_bytes, mark
 from minidist.nn import GPT, Module
 from minidist.nn.weights import unround
 from minidist.optim import Optimizer
 from minidist.optim.optimizer import Slot
-from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.precision import Precision

@@ -14,9 +14,9 @@ import numpy as np
 
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, widen
+from minidist.device.device_copies import copy, mark
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.data.device_copies import copy, mark
 from minidist.parallel.memory.disk import Disk, Loan, Record
 from minidist.parallel.memory.offload import OffDevice, by_run, take_down
 from minidist.parallel.memory.transfer_lanes import Pace

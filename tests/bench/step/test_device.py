@@ -168,6 +168,7 @@ def test_ours_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert "PyTorch was left out" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 @needs_compiler
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_ours_over_the_stand_in_for_cupy(captured, monkeypatch):

@@ -21,6 +21,7 @@ def plan(axes, **options):
     return replace(Plan.parse(axes), **options)
 
 
+@pytest.mark.soak
 def test_a_plan_is_measured(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed: tokens/s are batch × context × ranks over the median step."""
     monkeypatch.setattr(plan_bench.importlib.util, "find_spec", lambda name: None)

@@ -35,6 +35,7 @@ def test_all_three_ways(tmp_path: Path) -> None:
     assert kept["host_bytes"] == kept["kept_bytes"] // 5
 
 
+@pytest.mark.soak
 def test_a_budget(tmp_path: Path) -> None:
     found = metrics(tmp_path, "-n", "2", "--plan", "tp=2", "--activation-memory", "1GiB")
     assert found["activation_choice"] == ["none", "none"]

@@ -68,6 +68,7 @@ def test_the_same_over_mpi(kind, tmp_path):
     check_disagreement(kind, 2, tmp_path, size=4, transport="mpi")
 
 
+@pytest.mark.soak
 def test_a_wait_keeps_the_limit_and_yields_its_core():
     run(native_calls.left_waiting, size=2, transport="mpi")
 

@@ -76,6 +76,7 @@ def allocated(world, length, calls):
     return min(left), min(held)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak)])
 def test_what_a_call_allocates_is_constant(transport):
     """Call after call nothing is left, and a call on an array forty times as long allocates no more."""

@@ -83,6 +83,7 @@ def vanish(link):
     link._sock.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.soak
 def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
     agent = NodeAgent([2])
     with job(agent, pid=process.pid) as (monitor, links):

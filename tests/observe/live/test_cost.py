@@ -156,6 +156,7 @@ def grown(run: Path, steps: int) -> float:
     return (sum(records) + log) / 2 / steps
 
 
+@pytest.mark.soak
 def test_the_disk_holds_a_ring_a_rank_and_less_than_a_kibibyte_a_rank_and_step(tmp_path: Path) -> None:
     assert main(["train", "-n", "2", "--transport", "threads", "--quiet", "--steps", "3", "--batch", "2",
                  "--context", "8", "--layers", "1", "--width", "8", "--heads", "1", "--out", str(tmp_path)]) == 0

@@ -197,6 +197,7 @@ def test_the_traffic_matrix_has_the_bytes_of_each_pair(parts: Parts) -> None:
     assert "48 of 24,624 bytes have no one receiver" in parts.text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "steps", "calls"), [
     (5, 60, 20), pytest.param(300, 2, 110, marks=pytest.mark.soak)])
 def test_the_page_of_a_large_job_stays_small(ranks: int, steps: int, calls: int) -> None:

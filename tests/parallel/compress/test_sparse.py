@@ -115,6 +115,7 @@ def test_payloads() -> None:
             unpack(wrong, 0, np.dtype(np.float64), size)
 
 
+@pytest.mark.soak
 def test_random_k_without_feedback_is_right_on_average() -> None:
     given = partial(lambda rank: np.repeat(gradients(rank, 1, N), 3000, axis=0))
     wanted = gradients(0, 1, N)[0] + gradients(1, 1, N)[0]

@@ -62,6 +62,7 @@ def periods(draw: st.DrawFn) -> dict[str, Any]:
 any_period = given(size=st.integers(1, 6), case=periods(), steps=st.integers(1, 20))
 
 
+@pytest.mark.soak
 @settings(max_examples=3)
 @any_period
 def test_any_period(size: int, case: dict[str, Any], steps: int) -> None:

@@ -53,6 +53,7 @@ def job(world: Any, devices: str) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "places": places, "state": state}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("devices", "places"), [("0,1", [{0}, {1}]), ("1,0,1", [{1}, {0}, {1}]), ("", [{0}] * 3)])
 def test_each_replica_is_on_its_gpu(devices: str, places: list[set[int]], two_gpus: None) -> None:
     found, = md.run(job, devices, size=1)

@@ -46,6 +46,7 @@ def test_goes_on_as_one_process(first: int, second: int) -> None:
     assert len({(*losses, *digests) for losses, digests in ranks}) == 1
 
 
+@pytest.mark.soak
 def test_there_and_back_changes_no_bit() -> None:
     """Moments and counts come back as they were: the run equals one that never changed."""
     stayed = md.run(trained, [PLANS[0]], 4, {"dtype": "float32"}, size=4)[0]

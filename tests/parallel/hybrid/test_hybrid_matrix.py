@@ -139,6 +139,7 @@ def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
     assert 1 / 4 < sequence < 0.95 * tensor < 1 / 3      # what was gathered for the regions stays whole (chapter 13)
 
 
+@pytest.mark.soak
 def test_stages_keep_their_promise_behind_a_pipeline() -> None:
     """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
     changes = {"layers": 6, "width": 16, "vocabulary": 8}

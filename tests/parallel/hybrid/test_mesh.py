@@ -94,6 +94,7 @@ def trained(world: Any, nodes: tuple[int, ...], plan: dict[str, Any]) -> tuple[A
     return (found["digest"], *found["losses"]), crossed
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", [{"dp": 2, "pp": 2, "tp": 2, "zero": 1}, pytest.param(
     {"dp": 2, "cp": 2, "tp": 2, "zero": 3}, marks=pytest.mark.soak)], ids=str)
 def test_tensor_parallel_stays_inside_nodes_and_no_bit_changes(plan: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ def check(plan: dict[str, Any], parts: list[float]) -> None:
         train({**plan, "activation_memory": least // 2}, steps=MEASURED)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("plan", "parts"), [({}, [0.5, 1.0]), ({"dp": 2, "zero": 3, "accumulate": 2}, [0.5]),
                                              ({"pp": 2, "microbatches": 4}, [0.5])], ids=str)
 def test_within_the_budget(plan: dict[str, Any], parts: list[float]) -> None:

@@ -73,6 +73,7 @@ def test_with_tensor_parallelism_and_a_pipeline(kept: str) -> None:
     check({"pp": 2, "tp": 2, "microbatches": 2}, kept)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", [
     {}, {"dp": 2, "zero": 3, "checkpoint_blocks": "0,2"}, {"dp": 3, "zero": 1}, {"cp": 2},
     {"tp": 2, "sequence_parallel": True}, {"accumulate": 2},

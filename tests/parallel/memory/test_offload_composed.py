@@ -120,6 +120,7 @@ def held(world: Any, plan: dict[str, Any], limit: int | None = None) -> dict[str
         return found
 
 
+@pytest.mark.soak
 def test_a_rank_of_three_axes_holds_what_is_at_work() -> None:
     """Two units of weights and three of gradients on the device; buffers on the host; 16 bytes a number on disk."""
     plan = {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "microbatches": 2, "checkpoint_blocks": "all"}

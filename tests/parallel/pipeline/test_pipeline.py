@@ -252,6 +252,7 @@ def test_zero_bubble_holds_no_more_than_1f1bs_first_stage() -> None:
         assert zero[rank][0] <= one[rank][0] + (3 - 1) * each
 
 
+@pytest.mark.soak
 def test_v_schedules_hold_equally_much_on_every_rank() -> None:
     """ZB-V as much as 1F1B's first stage, which holds most there; DualPipe-V an activation of a stage more."""
     one, v, dual = ([peak for peak, _ in md.run(activations, name, 7, 12, size=3)]

@@ -63,6 +63,7 @@ def test_in_flight() -> None:
 
 # -------------------------------------------------------------------------------------------------------- measured
 
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("zero", "size", "shard"), [(0, 2, None), (1, 3, None), (2, 3, None), (3, 3, None), (3, 4, 2)])
 def test_every_rank_holds_the_formula(zero: int, size: int, shard: int | None, precision: str) -> None:

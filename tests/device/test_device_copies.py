@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
+from minidist.device.device_copies import bring, copy, host_bytes, mark
 
 
 @pytest.fixture
