@@ -63,10 +63,10 @@ def _list(file: str | None) -> int:
     """The table of lessons: their modules too where the terminal has room."""
     there, graded, console = lessons.every_lesson(), passed.when(), page_console()
     names = ["lesson", "title and notes", "min", "after", "passed", *["module"] * (console.width >= WITH_MODULES)]
-    table = Table(*(Column(name, overflow="fold", no_wrap=name in ("module", "passed")) for name in names),
+    table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names),
                   title="Lessons", title_justify="left", header_style="bold cyan")
     rows = [[lesson.number, f"{lesson.title}\n[dim]{escape(lesson.notes)}[/dim]", str(lesson.minutes),
-             " ".join(lesson.after), graded.get(lesson.number, ""), lesson.module.replace(", ", "\n")][:len(names)]
+             " ".join(lesson.after), graded.get(lesson.number, ""), re.sub("[,;] ", "\n", lesson.module)][:len(names)]
             for lesson in there]
     for row in rows:
         table.add_row(*row)

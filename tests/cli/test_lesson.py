@@ -42,9 +42,10 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
         assert 10 <= row["minutes"] <= 120
 
 
-def test_the_list_breaks_between_words_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [80, 100, 110])
+def test_the_list_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=80))
+    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=columns))
     assert main(["lesson"]) == 0
     for lesson in lessons.every_lesson():
         assert {*re.findall(r"\w+", lesson.title, re.ASCII)} <= {*re.findall(r"\w+", out.getvalue(), re.ASCII)}
