@@ -89,8 +89,11 @@ def where_to_listen(host: str) -> str:
     """Where `host`, this machine, listens for other machines: at an address as it stands, else at all it has.
 
     What a name means differs between machines: Debian's /etc/hosts has a machine's own name as 127.0.1.1, and the name
-    may mean a network card that no other machine reaches. Every caller has to know the job's token.
+    may mean a network card that no other machine reaches. Every caller has to know the job's token. `localhost` means
+    this machine on every machine.
     """
+    if host == "localhost":
+        return host
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     except OSError:

@@ -374,3 +374,9 @@ def test_a_process_that_has_ended_is_heard_to_the_end_first():
         wire.recv_frame(here)
         watchdog._seen([seat], set(), {4711: "exited with status 0 without goodbye"})
         assert [loss.world_rank for loss in lost] == [1]
+
+
+@pytest.mark.parametrize(("host", "place"), [("10.1.2.3", "10.1.2.3"), ("127.0.0.2", "127.0.0.2"), ("::1", "::1"),
+                                             ("localhost", "localhost"), ("a-name", "")])
+def test_only_a_name_that_differs_between_machines_is_listened_for_at_all_addresses(host, place):
+    assert acceptor.where_to_listen(host) == place
