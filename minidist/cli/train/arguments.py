@@ -6,7 +6,7 @@ from typing import Any
 
 from minidist.cli.limits import add_limits
 from minidist.cli.train.rate import add_rate
-from minidist.cli.train.settings import AUTO
+from minidist.cli.train.values import Given, GivenFlag, attention_pattern, bucket_size, node_counts, save_steps
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -17,12 +17,9 @@ from minidist.console import (
     positive_number,
     rank_count,
     seed_number,
-    shown,
     whole_number,
 )
-from minidist.errors import ConfigError
 from minidist.launch.transports import PROCESSES, THREADS
-from minidist.nn.attention_pattern import NAMES, SPELLINGS, read_pattern
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
 from minidist.observe.rank_records import DIGEST_EVERY
@@ -45,65 +42,11 @@ from minidist.parallel.pipeline.schedules import ORDERS
 Add = Callable[..., Any]
 
 
-class _Given(argparse._StoreAction):
-    """Stores a value, and notes in `given` that the user gave this option: --resume takes the others from the run."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        namespace.given = [*getattr(namespace, "given", []), self.dest]
-
-
-class _GivenFlag(argparse._StoreTrueAction):
-    """The same of an option without a value."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        namespace.given = [*getattr(namespace, "given", []), self.dest]
-
-
-def save_steps(text: str) -> int | str:
-    """The value of --save-every. Raises: ArgumentTypeError."""
-    try:
-        return AUTO if text == AUTO else positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from error
-
-
-def node_counts(text: str) -> str:
-    """How many nodes, or how many experts on each: "2" or "6,2", as it is."""
-    for number in text.split(","):
-        positive(number)
-    return text
-
-
-def bucket_size(text: str) -> int | str:
-    """The value of --bucket-bytes. Raises: ArgumentTypeError."""
-    if text == AUTO:
-        return AUTO
-    size = number_of_bytes(text)
-    if not size:
-        raise argparse.ArgumentTypeError("a bucket holds at least one byte; write 1MiB, or auto")
-    return size
-
-
-def attention_pattern(text: str) -> str:
-    """The value of --attention-pattern, with a file's contents in place of its name. Raises: ArgumentTypeError."""
-    try:
-        pattern = read_pattern(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if unknown := [term for term in pattern.split("+") if term.partition(":")[0] not in (*NAMES, "rows")]:
-        raise argparse.ArgumentTypeError(f"{shown(unknown[0])} is no pattern; write {SPELLINGS}")
-    return pattern
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
-        parser.register("action", kind, _Given)
-    parser.register("action", "store_true", _GivenFlag)
+        parser.register("action", kind, Given)
+    parser.register("action", "store_true", GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
               "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,
               "the model": _model, "a mixture of experts": _placed_experts, "the training": _training,
