@@ -6,7 +6,7 @@ from typing import Any
 
 from minidist.cli.limits import add_limits
 from minidist.cli.train.rate import add_rate
-from minidist.cli.train.values import Given, GivenFlag, attention_pattern, bucket_size, node_counts, save_steps
+from minidist.cli.train.values import GivenFlag, GivenValue, attention_pattern, bucket_size, node_counts, save_steps
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -45,7 +45,7 @@ Add = Callable[..., Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
     for kind in (None, "store"):
-        parser.register("action", kind, Given)
+        parser.register("action", kind, GivenValue)
     parser.register("action", "store_true", GivenFlag)
     groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
               "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,

@@ -9,7 +9,7 @@ from minidist.errors import ConfigError
 from minidist.nn.attention_pattern import NAMES, SPELLINGS, read_pattern
 
 
-class Given(argparse._StoreAction):
+class GivenValue(argparse._StoreAction):
     """Stores a value, and notes in `given` that the user gave this option: --resume takes the others from the run."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
