@@ -71,7 +71,7 @@ def test_ranks_that_never_connect_are_named():
 
 @pytest.mark.parametrize("strangers", [1, pytest.param(200, marks=pytest.mark.soak)])
 def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
-    callers = []
+    callers, greeting = [], []
 
     class Link:
         world_rank, world_size = 0, 2
@@ -79,7 +79,8 @@ def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
         def meet(self, info):
             for _ in range(strangers + 1):
                 callers.append(socket.create_connection(info["address"]))       # the last is the rank
-            threading.Thread(target=wire.greet, args=(callers[-1], b"token", {"world_rank": 1}, LIMIT)).start()
+            greeting.append(threading.Thread(target=wire.greet, args=(callers[-1], b"token", {"world_rank": 1}, LIMIT)))
+            greeting[0].start()
             return [info] * 2
 
     start = time.monotonic()
@@ -87,6 +88,7 @@ def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
         transport = connect(Link(), b"token", LIMIT, host="127.0.0.1")
         assert time.monotonic() - start < HANDSHAKE_LIMIT / 2
         assert transport._connections[1].getpeername() == callers[-1].getsockname()
+        greeting[0].join(LIMIT)             # it reads the answer, and may be later than this end
         transport.close()
         for caller in callers:
             caller.close()
