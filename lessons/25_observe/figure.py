@@ -75,7 +75,7 @@ def _shares(ax: Any, job: Any) -> None:
 
 
 def _caps(ax: Any) -> None:
-    """Joules over seconds of a step, for each frequency."""
+    """For each frequency, the joules of a step (y) beside its seconds (x)."""
     look.quiet(ax, grid="y")
     ax.set_ylim(68, 116)
     given = {"work": COMPUTE, "rest": REST}

@@ -95,7 +95,7 @@ def leak(page: Page) -> None:
 
 
 def first_bad(page: Page) -> None:
-    """Who had the first number that is not finite."""
+    """Which rank had the first number that is not finite."""
     job = lab.sick_job("not finite", size=4, seed=5)
     found = plain_first_bad(job.bad)
     rows = [[f"step {step}", rank, layer, "ok" if (rank, layer) == found == job.culprit else ""]
@@ -148,7 +148,7 @@ def real(page: Page) -> None:
     for finding in found.findings[:1]:
         page.say(f"minidist diagnose: {finding.what} ({finding.cause}, {finding.sure}).")
     if not found.findings:
-        page.say("minidist diagnose names nobody: on so busy a machine 10 steps are too few to be sure.")
+        page.say("minidist diagnose names no rank: this machine is busy, and 10 steps are too few to be sure.")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it

@@ -59,7 +59,7 @@ def signs_for(encoding: str) -> Signs:
 def lines_of(now: RunNow, *, width: int, height: int | None = None, signs: Signs = FULL) -> list[Text]:
     """The view.
 
-    Args:    width: columns, of which no line takes more; height: lines, of which ranks take what is left.
+    Args:    width: columns, the most that a line takes; height: lines; ranks take those that are left.
     """
     head = [*_head(now, width, signs), *_faults(now, width)]
     foot = [*_axes(now, width), *_memory(now, width, signs), *_power(now, width)]
@@ -155,7 +155,7 @@ def _ranks(now: RunNow, width: int, room: int, signs: Signs) -> Iterator[Text]:
 
 
 def shown_ranks(now: RunNow, room: int) -> list[RankNow]:
-    """All ranks if there is room, else those that wait least and most: the cause, and who suffers."""
+    """All ranks if there is room, else those that wait least and most: the cause, and the ranks that wait for it."""
     if len(now.ranks) <= room:
         return [*now.ranks]
     ordered = sorted(now.ranks, key=lambda rank: rank.parts.waiting if rank.parts else math.inf)

@@ -187,7 +187,7 @@ class Call(RunningCall):
             "nbytes": sum(array.nbytes for array in into), **known}))
 
     def _named(self, way: str, peer: int) -> dict[str, str]:
-        """What tells the next message to or from rank `peer` from others; nothing if nobody asks for receives."""
+        """The number of the next message to or from rank `peer`; empty if no listener asks for receives."""
         if not self.ledger.receivers:
             return {}
         number = self._numbers[way, peer] = self._numbers.get((way, peer), 0) + 1

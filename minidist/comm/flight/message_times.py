@@ -7,9 +7,9 @@
     in      [peer, group, number, bytes, posted, arrived]       posted: the receiver's start_recv
 
 All times are microseconds of time.perf_counter(). Where the receive was posted before the message was sent, the message
-took arrived - sent; else the receiver was late, and nobody knows when it came. Both ends keep the same message of a
-step without talking: in even steps the largest to a peer, in odd ones the smallest, and of several the first. They
-count the messages of a group from the job's first one, so a reader can match both ends.
+took arrived - sent; else the receiver was late, and the time of its arrival is unknown. Both ends choose the same
+message of a step without talking: in even steps the largest to a peer, in odd ones the smallest, and of several the
+first. They count the messages of a group from the job's first one, so a reader can match both ends.
 """
 
 import time
