@@ -15,18 +15,19 @@ previous one. Measured are
 
 and, over each link of this host,
 
-    step       steps of a small model, a call every few kernels  what a call costs beside its messages (call_cost.py)
+    tp, dp     steps of two small models    what calls and kernels of training cost beyond these figures (call_cost.py)
 
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
 Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
 because real links are not straight lines: protocols change with the size, and small arrays stay in caches.
 """
 
+import itertools
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,11 +51,11 @@ Measure = Callable[..., list[float]]
 
 
 class Fitted(NamedTuple):
-    """The costs of a link, the samples they were fitted to, and seconds of a small model's step in each round."""
+    """The costs of a link, the samples they were fitted to, and seconds of each small model's step in each round."""
 
     cost: LinkCost
     samples: list[Sample]
-    steps: tuple[float, ...] = ()
+    steps: Mapping[str, Sequence[float]] = {}
 
 
 def links_here() -> list[str]:
@@ -84,12 +85,12 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
                 jobs.append(start_job(link, count))
             asks: dict[str, Measure] = {job.name: partial(slowest, job) for job in jobs}
             found = _fit_all(asks, count, sizes, rounds, progress)
-            steps: dict[str, list[float]] = {link: [] for link in asks}
+            steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in call_cost.KINDS} for link in asks}
             for round_number in range(rounds):
                 progress(f"{count} ranks, round {round_number + 1} of {rounds}: training steps")
-                for link, ask in asks.items():
-                    steps[link].append(statistics.median(ask(kind=call_cost.KIND, nbytes=0, repeats=0)))
-            fitted += [each._replace(steps=tuple(steps[each.cost.link])) for each in found]
+                for (link, ask), kind in itertools.product(asks.items(), call_cost.KINDS):
+                    steps[link][kind].append(statistics.median(ask(kind=kind, nbytes=0, repeats=0)))
+            fitted += [each._replace(steps=steps[each.cost.link]) for each in found]
     return fitted
 
 
@@ -139,8 +140,8 @@ def start_job(link: str, ranks: int) -> Job:
 def measuring(world: Group) -> Measure:
     """`measure(kind, nbytes, repeats)`: seconds of each repetition of STEPS steps on this rank."""
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
-        if kind == call_cost.KIND:
-            return call_cost.step_seconds(world)
+        if kind in call_cost.KINDS:
+            return call_cost.step_seconds(kind, world)
         send, into = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
         step = {"exchange": _exchange, "add": _exchange_and_add, "spread": _spread, "burst": _burst}[kind]
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
 from minidist.bench.arguments import add_arguments
-from minidist.bench.call_cost import with_call
+from minidist.bench.call_cost import with_steps
 from minidist.bench.compress import command as compress
 from minidist.bench.compress import plots as compress_plots
 from minidist.bench.compress import tables as compress_tables
@@ -228,7 +228,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
             return None
     measured = Profile([each.cost for each in fitted], machine(), tuple(costs))
     known = replace(measured, computation=measured.beside(out).computation)
-    measured = replace(measured, links=[with_call(each.cost, each.steps, known) if each.steps else each.cost
+    measured = replace(measured, links=[with_steps(each.cost, each.steps, known) if each.steps else each.cost
                                         for each in fitted])
     try:
         save_profile(measured.beside(out), out)

@@ -14,9 +14,11 @@ A figure is the time of the slowest rank: median over repetitions, and over roun
 squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
+import itertools
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,6 +57,8 @@ DEAREST = 4.0               # a step's passes are no more than this dearer than 
 MOST_PRODUCTS = 0.9         # of a step's seconds: more of them, and something disturbed the products
 TURNS = 8                   # until the fit of the steps changes no more
 INNER = 2                   # runs between two looks at the clock
+MOST_PAIRS = 16             # operands of a product, which take turns: layers have weights and activations of their own
+MOST_BYTES = 64 << 20       # of all pairs and their results
 
 
 def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], None]) -> list[ComputationCost]:
@@ -202,8 +206,17 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
 
 
 def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
-    a, b = np.ones((m, k), dtype), np.ones((k, n), dtype)
-    return lambda: a @ b
+    """A product of the next of several pairs, as each layer has operands of its own; results stay for as long."""
+    nbytes = (m * k + k * n + m * n) * np.dtype(dtype).itemsize
+    count = max(2, min(MOST_PAIRS, MOST_BYTES // nbytes))
+    pairs = itertools.cycle([(np.ones((m, k), dtype), np.ones((k, n), dtype)) for _ in range(count)])
+    results: deque[Any] = deque(maxlen=count)
+
+    def work() -> None:
+        a, b = next(pairs)
+        results.append(a @ b)
+
+    return work
 
 
 def _passes(dtype: str, elements: int) -> Callable[[], Any]:

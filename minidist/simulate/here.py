@@ -5,7 +5,7 @@
 
     link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
     call            in a training step        what it takes beside its messages, of the same
-    device          one rank's processor      rates measured with as many ranks at once
+    device          one rank's processor      rates measured with as many at once; slower in training
 
 More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
 that waits sleeps, so this is the longest that it can be. Where ranks fill the cores, a call in the background takes
@@ -48,18 +48,20 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
-    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine)
+    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine,
+                       1.0 if link is None else link.slowdown)
     topology = Topology(ranks, _wire(transport, link))
     return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()),
                    call=0.0 if link is None else link.call)
 
 
-def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any]) -> Device:
-    """One rank's processor, where `ranks` compute at once."""
+def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],
+              slowdown: float = 1.0) -> Device:
+    """One rank's processor, where `ranks` compute at once, and train that much slower than they compute."""
     at_once = min(ranks, cores)
     fewer = [cost for cost in measured if cost.ranks <= at_once]
     cost = max(fewer, key=lambda cost: cost.ranks) if fewer else min(measured, key=lambda cost: cost.ranks)
-    turns = max(1.0, ranks / cores)
+    turns = slowdown * max(1.0, ranks / cores)
     efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
                             launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
                             cache_factor=cost.cache_factor)

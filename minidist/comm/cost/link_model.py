@@ -59,6 +59,7 @@ class LinkCost:
     misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
     call: float = 0.0           # what a call of a training step takes beside its messages; only `here` counts it
+    slowdown: float = 1.0       # by which kernels take longer where so many ranks train; only `here` counts it
 
     def seconds(self, work: LinkWork) -> float:
         """What the model says that this work takes."""
