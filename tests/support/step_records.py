@@ -30,8 +30,8 @@ def table(size=4, steps=20, *, alike=None, at=8, victim=2, hosts=None, **changed
     return StepTable(ranks)
 
 
-def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30):
-    """Records of a ring of four ranks, a message a link and step of 10 ms; from 1 to 2 `slow` times as long.
+def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30, during=range(1 << 30)):
+    """Records of a ring of four ranks, a message a link and step of 10 ms; from 1 to 2 `slow` times as long `during`.
 
     Args:    late: rank 3's receive is posted so many seconds after the message was sent. ahead: rank 2's clock.
     """
@@ -40,7 +40,7 @@ def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30):
     for rank, each in ring.ranks.items():
         for line in each.steps:
             at = 1_000_000 * line["step"]
-            source, takes = (rank - 1) % 4, 30_000 if rank == 2 and slow == 3.0 else 10_000
+            source, takes = (rank - 1) % 4, 30_000 if rank == 2 and slow == 3.0 and line["step"] in during else 10_000
             posted = at + int(1e6 * late) if rank == 3 else at - 5_000
             line["out"] = [[(rank + 1) % 4, 7, line["step"], 50_000, at + shift[rank]]]
             line["in"] = [[source, 7, line["step"], 50_000, posted + shift[rank],

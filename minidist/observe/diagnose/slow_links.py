@@ -1,10 +1,13 @@
 """The rule of a slow link, one way: its messages take TIMES as long as those of the other links of the same steps.
 
-Another program on a core makes a message late, and never early. So a link counts as slow only where WINDOW messages on
-end, but for one, are late: named from three times the others' time, if that is LEAST seconds longer. A late rank makes
-no link slow: the time of a message counts from its sending, where the receiver waited (observe/link_times.py).
+Another program on a core makes a message late, and never early. So a window of a link counts as slow only where WINDOW
+messages on end, but for one, are late: named from three times the others' time, if that is LEAST seconds longer. Other
+programs also go away again: a link is named if from some message on at least LASTING of its windows are slow, to the
+end of what is recorded. A late rank makes no link slow: the time of a message counts from its sending, where the
+receiver waited (observe/link_times.py).
 """
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,6 +23,8 @@ LATE = 1.2          # times the middle message of the others
 WINDOW = 12         # messages
 SURE = 24           # messages: so many in a row are certainly slow
 STRIDE = 2          # messages between two windows
+LASTING = 0.6       # of the windows, and
+LEAST_WINDOWS = 4   # of them
 FEW = 4             # messages: fewer tell nothing of what is usual
 
 
@@ -29,14 +34,30 @@ def slow_links(table: StepTable) -> list[Fault]:
     usual = _usual(by_link)
     found: dict[Link, list[Message]] = {}
     for link, messages in by_link.items():
-        for at in range(0, len(messages) - WINDOW + 1, STRIDE):
-            window = messages[at:at + WINDOW]
-            if (_times(window, usual) >= TIMES and _times(window, _beside(by_link, window)) >= BESIDE
-                    and _times(window, _beside(by_link, window, 0.5)) >= LATE):
-                found.setdefault(link, []).extend(each for each in window if each not in found.get(link, [])[-WINDOW:])
+        windows = [messages[at:at + WINDOW] for at in range(0, len(messages) - WINDOW + 1, STRIDE)]
+        slow = [_is_slow(window, usual, by_link) for window in windows]
+        first = _lasting_from(slow)
+        for window in itertools.compress(windows[first:], slow[first:]):
+            found.setdefault(link, []).extend(each for each in window if each not in found.get(link, [])[-WINDOW:])
     if not found:
         return []
     return [_fault(table, max(found, key=lambda link: (len(found[link]), _times(found[link], usual))), found, by_link)]
+
+
+def _is_slow(window: list[Message], usual: dict[int, float], by_link: dict[Link, list[Message]]) -> bool:
+    """Compared with what is usual, and with the other senders in the same steps."""
+    return (_times(window, usual) >= TIMES and _times(window, _beside(by_link, window)) >= BESIDE
+            and _times(window, _beside(by_link, window, 0.5)) >= LATE)
+
+
+def _lasting_from(slow: list[bool]) -> int:
+    """The first slow window from which LASTING of all to the end are slow, and LEAST_WINDOWS; len(slow) if none is."""
+    late, first = 0, len(slow)
+    for at in reversed(range(len(slow))):
+        late += slow[at]
+        if slow[at] and late >= max(LEAST_WINDOWS, LASTING * (len(slow) - at)):
+            first = at
+    return first
 
 
 def _class(message: Message) -> int:

@@ -139,6 +139,13 @@ def test_a_slow_link_is_named_one_way():
     assert slow_links(linked(slow=1.0)) == []
 
 
+def test_a_link_that_was_slow_for_a_while_is_not_named():
+    """Another program on a core did that: it went away again."""
+    assert slow_links(linked(steps=200, during=range(60, 90))) == []
+    (fault,) = slow_links(linked(steps=200, during=[*range(20, 35), *range(140, 200)]))
+    assert fault.steps[0] > 100 and fault.sure == "certain"
+
+
 def test_a_late_receiver_makes_no_link_slow():
     assert slow_links(linked(slow=1.0, late=0.5)) == []
 
