@@ -62,7 +62,7 @@ def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> Non
     assert sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + twice
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "threads-unbuffered", "shm"])
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
     assert differ(ranks[1], serial) < BOUND
