@@ -122,8 +122,8 @@ def test_no_other_module_draws_progress() -> None:
     assert found == {"minidist/progress.py", "minidist/cli/watch.py"}
 
 
-@pytest.mark.parametrize(("command", "says"), [("simulate", "simulating 8 ranks"), ("plan", "ranking the plans")])
+@pytest.mark.parametrize(("command", "says"), [("simulate", "simulating 2 ranks"), ("plan", "ranking the plans")])
 def test_long_commands_show_what_they_do(command: str, says: str, tmp_path: Path) -> None:
-    words = [command, "--cluster", "h100:1x8", "--model", "gpt2", "--batch", "8"]
+    words = [command, "--cluster", "h100:1x2", "--model", "gpt2", "--batch", "8"]
     assert says in on_terminal([sys.executable, "-m", "minidist", *words], result=tmp_path / "out")
     assert (tmp_path / "out").read_text()

@@ -75,6 +75,7 @@ def test_a_balance_loss_undoes_a_lopsided_start() -> None:
     assert late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum() and late["none"][0] < 0.5 * late["loss"][0]
 
 
+@pytest.mark.soak       # tests/parallel/experts/test_node_experts.py counts copies that travel
 def test_what_leaves_a_node() -> None:
     """The story's table is the lesson's: one run of it here, the others below."""
     check_rows({"a token once a node": {}})

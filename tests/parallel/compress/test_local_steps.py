@@ -134,6 +134,7 @@ def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.soak
 def test_four_bits_of_the_way_are_nearly_the_way() -> None:
     """The outer step is that of the whole outer gradient to a part of its largest entry: 1/14, in two phases, times
     the rate 0.7 × 1.9 of the first step."""

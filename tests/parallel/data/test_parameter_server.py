@@ -305,7 +305,7 @@ def test_clocks() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- the lost
 
-@pytest.mark.parametrize("transport", ["threads", "tcp"])
+@pytest.mark.parametrize("transport", ["tcp", "threads"])
 def test_a_lost_worker_slows_nobody(transport: str) -> None:
     """Although the bound would have the others wait for it."""
     ranks, records = check_replay(3, 2, transport=transport, steps=8, dies={1: 3}, staleness=1)

@@ -147,6 +147,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         check(MOST, {"pp": 2, "tp": 2, "microbatches": 2}, optimizer="sgd", clip=0.1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", ["lie apart", "counted by each", "not added up"])
 def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "lie apart":

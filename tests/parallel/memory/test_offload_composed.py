@@ -160,6 +160,7 @@ def test_the_optimizer_leaves_a_device_that_shares_its_weights_with_no_other() -
         assert rank["host"]["optimizer"] == 8 * rank["numbers"]
 
 
+@pytest.mark.soak       # tests/parallel/memory/test_offload.py has a full disk
 def test_too_small_a_disk_is_told_with_the_need_of_the_ranks_part(tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """32 bytes a number in float64: of a stage's tensor shard on two ranks, half."""
