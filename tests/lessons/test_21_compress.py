@@ -88,6 +88,7 @@ def test_the_picture_of_fragments_is_that_of_streaming() -> None:
     assert lab.fragment_rows(2, 1, 0, 4) == ["·X·X"]
 
 
+@pytest.mark.soak       # tests/parallel/compress/test_state.py has restarts
 def test_a_restart_with_residuals_changes_no_bit() -> None:
     gaps = broken.gaps_after_restart("top-k:density=0.01")
     assert gaps["restored"] == 0 and gaps["lost"] > 1e-4

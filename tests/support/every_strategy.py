@@ -1,4 +1,4 @@
-"""A short job of every strategy, for ranks on any transport: an import of pytest would cost each rank of mpirun more."""
+"""A short job of every strategy, for ranks on any transport; without pytest, which each rank of mpirun would import."""
 
 import hashlib
 from collections.abc import Callable

@@ -17,7 +17,7 @@ def test_a_fault_is_named(fault, tmp_path):
 
 
 def test_a_clean_job_names_nobody(tmp_path):
-    assert sick_job(tmp_path, Fault("none", 0, 3, steps=12)).found == []
+    assert sick_job(tmp_path, Fault("none", 0, 3, steps=8)).found == []
 
 
 @pytest.mark.soak
