@@ -225,6 +225,7 @@ def test_any_numbers_equal_their_replay(workers: int, servers: int, transport: s
     check_replay(workers, servers, transport=transport, steps=20, slow={0: 0.002})
 
 
+@pytest.mark.soak
 def test_the_replay_test_sees_a_wrong_record() -> None:
     _, records = check_replay(2, 1, steps=5, slow={1: 0.004}, staleness=None)
     model = new_model({})
