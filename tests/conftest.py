@@ -124,7 +124,7 @@ SAMPLED = {
     "test_static_buckets_follow_the_first_step": 4, "test_summed_in_float32_and_rounded_once": 5,
     "test_the_peak_is_known_beforehand": 5, "test_the_same_bits_on_every_transport": 2,
     "test_the_same_run_over_threads_and_over": 2, "test_the_same_weights": 3, "test_through_the_trainer": 2,
-    "test_traffic": 7, "test_traffic_is_the_formula": 4, "test_training_equals_one_process": 5, "test_uneven_splits": 3,
+    "test_traffic": 5, "test_traffic_is_the_formula": 4, "test_training_equals_one_process": 5, "test_uneven_splits": 3,
     "test_who_waits_for_what_it_starts_is_seen": 5, "test_within_five_percent_of_tracemalloc": 2,
     # checkpoints
     "test_a_checkpoint_of_another_model_is_refused": 2, "test_a_rank_killed_while_a_save_is_under_way": 2,
