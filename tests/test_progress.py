@@ -122,8 +122,9 @@ def test_no_other_module_draws_progress() -> None:
     assert found == {"minidist/progress.py", "minidist/cli/watch.py"}
 
 
-@pytest.mark.parametrize(("command", "says"), [("simulate", "simulating 8 ranks"), ("plan", "ranking the plans")])
-def test_long_commands_show_what_they_do(command: str, says: str, tmp_path: Path) -> None:
-    words = [command, "--cluster", "h100:1x8", "--model", "gpt2", "--batch", "8"]
+@pytest.mark.parametrize(("command", "cluster", "says"), [
+    ("simulate", "h100:1x2", "simulating 2 ranks"), ("plan", "h100:1x1", "ranking the plans")])
+def test_long_commands_show_what_they_do(command: str, cluster: str, says: str, tmp_path: Path) -> None:
+    words = [command, "--cluster", cluster, "--model", "gpt2", "--batch", "2"]
     assert says in on_terminal([sys.executable, "-m", "minidist", *words], result=tmp_path / "out")
     assert (tmp_path / "out").read_text()

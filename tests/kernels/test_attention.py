@@ -116,7 +116,7 @@ def test_log_total():
 @on_each_device
 @pytest.mark.parametrize(("version", "kind"), EACH)
 @given(shape=st.sampled_from(SHAPES), causal=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=2)
+@settings(max_examples=1)
 @example(shape=(1, 4, 2, 5, 5, 3), causal=True, seed=0)          # two key heads, each of two query heads
 def test_each_version_is_the_reference(device, version, kind, shape, causal, seed):
     with on_cpu.watch(seed=seed):
@@ -166,7 +166,7 @@ def test_tiles_that_nobody_sees_are_not_read(version):
 def test_extreme_scores(device, version):
     """Scores far above exp's range, and a maximum that grows from tile to tile, forward and backward."""
     kind = "float16" if version == 3 else "float32"
-    arrays = drawn((1, 1, 1, 70, 70, 4), kind, 0)
+    arrays = drawn((1, 1, 1, 5, 70, 4), kind, 0)
     arrays[0][...], arrays[1][...] = 32, np.arange(70)[:, None] / 8
     check(device, version, arrays, kind)
 

@@ -26,6 +26,7 @@ WRONG = {
 }
 
 
+@pytest.mark.soak       # tests/parallel/data/test_parameter_server.py replays late updates
 def test_how_late_a_slow_worker_is_on_a_clock_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """The same on every machine: updates of workers 0 and 1 between what worker 2 read and what it pushes."""
     load_module(find("06").part("lesson.py"), "06").BREAKS["no-bound"]()

@@ -45,6 +45,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
+@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("07", mistake, WRONG[mistake], tmp_path)
@@ -64,6 +65,7 @@ def test_how_nearly_linear_it_is() -> None:
         assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told
 
 
+@pytest.mark.soak       # tests/parallel/data/test_ddp.py counts the bytes of a parameter
 def test_a_rank_of_ddp_holds_the_state_of_one_process() -> None:
     """N1:29 and N1:32, corrected: the story's table is what the account says; ranks without a sequence hold it too."""
     lab, story = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text("utf-8")

@@ -60,6 +60,7 @@ def lab() -> Any:
     return load_module(lessons.find("11").part("experiments.py"), "11")
 
 
+@pytest.mark.soak       # tests/parallel/pipeline/test_pipedream.py counts the copies
 def test_what_pipedream_keeps_is_what_the_lesson_says(capsys: pytest.CaptureFixture[str]) -> None:
     lesson = load_module(lessons.find("11").part("lesson.py"), "11")
     run(lambda group: lesson.pipedream(group, Page(group)), size=2)

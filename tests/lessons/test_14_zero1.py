@@ -40,6 +40,7 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     assert "fill hole 1" in result.results[-1].line() and "exercise_14.py line" in result.results[-1].line()
 
 
+@pytest.mark.soak
 def test_the_mountain_of_activations_is_the_same_in_both_pictures() -> None:
     """Array for array, as README.md says; what lies below it differs by the optimizer's share alone."""
     def mountain(world: Any, stage: int) -> tuple[list[int], list[int]]:

@@ -63,6 +63,7 @@ def test_where_tokens_cost_what_reducing_experts_would() -> None:
     assert lab.SEQUENCES * lab.CONFIG.context == 128
 
 
+@pytest.mark.soak
 def test_a_balance_loss_undoes_a_lopsided_start() -> None:
     """As section 4 tells: without it two experts keep nearly everything for longer."""
     lab = load_module(lessons.find("18").part("experiments.py"), "18")
@@ -75,6 +76,7 @@ def test_a_balance_loss_undoes_a_lopsided_start() -> None:
     assert late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum() and late["none"][0] < 0.5 * late["loss"][0]
 
 
+@pytest.mark.soak       # tests/parallel/experts/test_node_experts.py counts copies that travel
 def test_what_leaves_a_node() -> None:
     """The story's table is the lesson's: one run of it here, the others below."""
     check_rows({"a token once a node": {}})

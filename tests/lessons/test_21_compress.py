@@ -46,6 +46,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
+@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("21", mistake, WRONG[mistake], tmp_path)
@@ -87,6 +88,7 @@ def test_the_picture_of_fragments_is_that_of_streaming() -> None:
     assert lab.fragment_rows(2, 1, 0, 4) == ["·X·X"]
 
 
+@pytest.mark.soak       # tests/parallel/compress/test_state.py has restarts
 def test_a_restart_with_residuals_changes_no_bit() -> None:
     gaps = broken.gaps_after_restart("top-k:density=0.01")
     assert gaps["restored"] == 0 and gaps["lost"] > 1e-4

@@ -141,6 +141,7 @@ def test_the_tiles_of_the_notes_table_are_counted(lab):
         assert row[3] == f"{causal / pattern:.1f}"
 
 
+@pytest.mark.soak
 def test_a_pattern_takes_less_of_everything_and_is_attention(lab):
     """Bytes as measured: under the pattern 10 times the tokens take about the bytes of every score; no seconds."""
     nbytes = {key: lab.forward_and_backward(*key)[1] for key in (

@@ -57,6 +57,7 @@ def test_the_break_its_lose_what_the_story_says(capsys: pytest.CaptureFixture[st
         assert all(figure in out and figure in told for figure in figures), name
 
 
+@pytest.mark.soak
 def test_data_parallel_efficiency_depends_on_bandwidth_and_passes_rather_than_on_size() -> None:
     """N1:100 says that large models are limited; their gradients grow, and so does the computing beside them."""
     lab = LESSON.lab

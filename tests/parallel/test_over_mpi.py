@@ -3,52 +3,24 @@
 A start of four ranks takes two seconds of processor time, a job of one strategy a tenth of that.
 """
 
-import hashlib
-from collections.abc import Callable
-from typing import Any
-
-import experts
 import plans
-import split
-from training import train_tiny
+import pytest
+from every_strategy import JOBS, every_job
 
 import minidist as md
-from minidist.device import account
 
-JOBS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]] = {
-    "DDP, three passes": (train_tiny, ({}, {"accumulate": 3, "steps": 2})),
-    "ZeRO-3": (train_tiny, ({}, {"zero": 3, "steps": 2})),
-    "ZeRO-2 in bf16": (train_tiny, ({"dtype": "float32"}, {"zero": 2, "precision": "bf16", "steps": 2})),
-    "tensor": (split.tensor, (split.GROUPED, {"steps": 1})),
-    "sequence": (split.sequence, (split.GROUPED, {"steps": 1})),
-    "context, a ring": (split.context, (split.GROUPED, {"steps": 1})),
-    "context, all-to-all": (split.swapped, (split.GROUPED, {"steps": 1})),
-    "experts": (experts.in_processes, ({}, {}, {"steps": 1})),
-    "context × tensor": (plans.train, (plans.MOST, {
-        "plan": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2}, "steps": 1})),
-    "pipeline × tensor": (plans.train, (plans.MOST, {"plan": {"pp": 2, "tp": 2, "microbatches": 2}, "steps": 1})),
-    "data (ZeRO-1) × pipeline": (plans.train, ({**plans.MOST, "layers": 4}, {
-        "plan": {"dp": 2, "pp": 2, "zero": 1, "schedule": "interleaved"}, "steps": 1})),
-}
+FEW = ["DDP, three passes", "ZeRO-3", "tensor", "context, a ring"]
+"""On three ranks, whose start is cheaper. The soak takes all, and holds two plans against one process."""
 
 
-def every_job(world: Any) -> dict[str, str]:
-    """A digest of losses and weights, job by job."""
-    found = {}
-    for name, (train, options) in JOBS.items():
-        with account.use(account.MemoryAccount()):
-            world.ledger.clear()
-            rank = train(world, *options)
-        weights = [array.tobytes() for _, array in sorted(rank["weights"].items())]
-        found[name] = hashlib.sha256(b"".join([repr(rank["losses"]).encode(), *weights])).hexdigest()
-    return found
-
-
-def test_same_bits_over_mpi() -> None:
-    """Threads equal one process, too: checked here for two plans that cut the model."""
-    over_threads, over_mpi = (md.run(every_job, size=4, transport=transport) for transport in ("threads", "mpi"))
+@pytest.mark.parametrize(("names", "size"), [(FEW, 3), pytest.param(list(JOBS), 4, marks=pytest.mark.soak)],
+                         ids=["few", "all"])
+def test_same_bits_over_mpi(names: list[str], size: int) -> None:
+    """Threads equal one process, too: checked here for plans that cut the model."""
+    over_threads, over_mpi = (md.run(every_job, names, size=size, transport=transport)
+                              for transport in ("threads", "mpi"))
     for rank in over_mpi:
         assert rank == over_threads[0]
-    for name in ("context × tensor", "pipeline × tensor"):
+    for name in {"context × tensor", "pipeline × tensor"} & set(names):
         changes, options = JOBS[name][1]
         plans.check(changes, options["plan"], steps=options["steps"])

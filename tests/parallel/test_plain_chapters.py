@@ -120,7 +120,7 @@ def test_parameter_server(serial: np.ndarray, workers: int) -> None:
     assert all(off(rank, serial) < BOUND for rank in md.run(job, size=workers + 1))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 5))])
 def test_zero(serial: np.ndarray, size: int) -> None:
     def job(world: Any) -> list[np.ndarray]:
         models = [new_model() for _ in range(3)]

@@ -67,10 +67,10 @@ def test_the_page_has_every_row():
 
 
 def test_the_page_says_what_the_simulator_predicts():
-    """By the default and by the fitted constants, for the cheapest rows of a table that was fitted."""
+    """By the default and by the fitted constants, for the cheapest row of a table that was fitted."""
     profile, predicted = CostProfile.load(PAGE.with_name("a100.json")), Predictor()
     section = PAGE.read_text(encoding="utf-8").split("### llm-foundry-a100\n")[1]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-    for row, run in list(zip(rows, read_runs(PUBLISHED / "llm-foundry-a100.csv", "a100-80g"), strict=False))[:2]:
+    for row, run in list(zip(rows, read_runs(PUBLISHED / "llm-foundry-a100.csv", "a100-80g"), strict=False))[:1]:
         assert predicted(run, CostProfile("a100-80g")) == pytest.approx(float(row[3]), rel=1e-3)
         assert predicted(run, profile) == pytest.approx(float(row[5]), rel=1e-3)

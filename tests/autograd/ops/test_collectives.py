@@ -84,7 +84,7 @@ def check_rank(group: Any, name: str, shape: tuple[int, ...], dim: int) -> None:
                 assert leaf.grad[place] == pytest.approx((values[0] - values[1]) / (2 * STEP), rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3, 5))])
 @pytest.mark.parametrize("name", PAIRS)
 def test_gradients_match_finite_differences(name: str, size: int) -> None:
     """Also where the dim does not divide, and where a rank has nothing."""

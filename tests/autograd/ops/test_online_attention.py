@@ -51,8 +51,8 @@ def around(size: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch) 
 
 @needs_compiler
 @pytest.mark.parametrize(("size", "length", "heads"), [
-    (2, 20, 1), pytest.param(1, 9, 2, marks=pytest.mark.soak), pytest.param(2, 70, 2, marks=pytest.mark.soak),
-    pytest.param(3, 11, 1, marks=pytest.mark.soak)])
+    (1, 9, 1), *(pytest.param(*case, marks=pytest.mark.soak)
+                 for case in [(2, 20, 1), (1, 9, 2), (2, 70, 2), (3, 11, 1)])])
 def test_passes_of_the_kernel_join_to_the_whole(size: int, length: int, heads: int,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     assert around(size, length, heads, monkeypatch) < BOUND

@@ -77,6 +77,7 @@ def test_a_plan_that_keeps_nothing_says_so(capfd: pytest.CaptureFixture[str]) ->
                                       "residuals\n")
 
 
+@pytest.mark.soak       # test_another_plan_owes_as_much divides residuals
 def test_fewer_ranks_go_on_from_a_checkpoint_of_more(tmp_path: Path) -> None:
     def save(world: Any) -> Any:
         trainer = make(world, {"dp": 3, "compress": SCHEME}, CHANGES, {})

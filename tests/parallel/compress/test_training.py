@@ -37,7 +37,7 @@ def trained(text: str, steps: int, zero: int = 0, precision: str = "fp32", optim
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("text", TEXTS)
 def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
-    ranks = trained(text, 25, zero)
+    ranks = trained(text, 12, zero)
     assert len({rank["digest"] for rank in ranks}) == 1
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
     assert min(ranks[0]["losses"][-5:]) < 0.97 * ranks[0]["losses"][0]
@@ -54,9 +54,9 @@ def test_low_precision(text: str, precision: str) -> None:
 
 
 def test_one_bit_adam_learns_and_names_its_optimizer() -> None:
-    ranks = trained("1-bit:warmup=8", 25)
+    ranks = trained("1-bit:warmup=4", 12)
     assert len({rank["digest"] for rank in ranks}) == 1
-    assert min(ranks[0]["losses"][-5:]) < 0.97 * ranks[0]["losses"][0]
+    assert min(ranks[0]["losses"][-5:]) < 0.97 * ranks[0]["losses"][3]
     with pytest.raises(ConfigError, match="choose adam or adamw"):
         trained("1-bit", 1, optimizer="sgd")
     with pytest.raises(ConfigError, match="use DDP"):

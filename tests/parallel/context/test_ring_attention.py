@@ -294,6 +294,7 @@ def test_training_equals_one_process(size: int) -> None:
     check_job(context, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
 
 
+@pytest.mark.soak       # test_any_job draws both
 def test_grouped_queries_and_rotary_positions() -> None:
     check_job(context, elements_sent, 3, {**GROUPED, "context": 13},
               {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)

@@ -47,7 +47,7 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert run(size)[0]["digest"] == ranks[0]["digest"]          # and on a second run
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "threads-unbuffered"])
 def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     over_threads, over_processes = run(3)[0], md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
     assert difference(over_processes["weights"], serial["weights"]) < BOUND

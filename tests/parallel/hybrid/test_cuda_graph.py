@@ -42,8 +42,9 @@ def run(world: Any, config: GPTConfig, captured: bool, steps: int, options: dict
     with account.use(account.MemoryAccount()):
         trainer = trainer_of(world, config, **options)
         step: Any = CapturedStep(trainer, warm_up=1) if captured else trainer
+        rows = options.get("accumulate", 1)
         fake_gpu.waits.clear()
-        losses = [step.start_step(global_batch(number, 2, config)) for number in range(steps)]
+        losses = [step.start_step(global_batch(number, rows, config)) for number in range(steps)]
         waits = list(fake_gpu.waits)
         assert not captured or step.launches == steps - 1
         return {"losses": [late.wait() for late in losses], "waits": waits, "weights": trainer.state_dict(),

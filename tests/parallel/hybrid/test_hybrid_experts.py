@@ -91,6 +91,7 @@ def test_eight_ranks_everywhere(transport: str) -> None:
     assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
+@pytest.mark.soak       # tests/parallel/experts/test_expert_parallel.py has it, too
 @pytest.mark.parametrize(("precision", "plan"), [("fp16", {"ep": 2, "tp": 2, "zero": 1})])
 def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
     """Nearer to one process in the same precision than a tenth of the way that training went; all ranks alike."""

@@ -93,7 +93,7 @@ def check_job(job: Job, **options: Any) -> None:
 
 
 @settings(max_examples=2)
-@given(any_plan(8, layers=4))
+@given(any_plan(4, layers=3))
 def test_any_plan(job: Job) -> None:
     check_job(job)
 
@@ -123,6 +123,7 @@ def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- memory
 
+@pytest.mark.soak       # tests/parallel/hybrid/test_hybrid_step.py has memory
 def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
     """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the regions too."""
     changes, options = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}, {"steps": 1}

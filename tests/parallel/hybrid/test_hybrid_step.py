@@ -35,6 +35,7 @@ def test_equals_one_process(plan: dict[str, Any]) -> None:
     check(MOST, plan)
 
 
+@pytest.mark.soak       # tests/parallel/context/test_ulysses.py has shared key heads
 @pytest.mark.parametrize("plan", [{"dp": 3, "tp": 2, "zero": 2, "bucket_bytes": 300}, *(
     pytest.param(plan, marks=pytest.mark.soak) for plan in (
         {"dp": 2, "pp": 2, "tp": 2}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
@@ -147,6 +148,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         check(MOST, {"pp": 2, "tp": 2, "microbatches": 2}, optimizer="sgd", clip=0.1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", ["lie apart", "counted by each", "not added up"])
 def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "lie apart":

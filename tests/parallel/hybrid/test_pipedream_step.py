@@ -99,6 +99,7 @@ def test_tensor_parallel_stages_are_as_late(options: dict[str, Any]) -> None:
     assert sent_by_axis(ranks) == ranks[0]["formula"]
 
 
+@pytest.mark.soak       # tests/parallel/pipeline/test_pipeline.py has half precision
 def test_low_precision() -> None:
     """bfloat16: nearer to the replay in float64 than a tenth of the way that training went; masters are float32."""
     options = {"dp": 2, "pp": 2, "microbatches": 3}
@@ -149,6 +150,7 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
         assert steps == 3 and all(np.array_equal(weights[name], array) for name, array in saved.items())
 
 
+@pytest.mark.soak       # tests/parallel/hybrid/test_change_plan.py changes plans
 def test_to_pipedream_and_back_between_two_steps() -> None:
     """From memory to memory; a trainer that clips cannot."""
     def job(world: Any) -> list[bool]:

@@ -82,6 +82,7 @@ def test_with_each_axis(plan: dict[str, Any]) -> None:
     check(plan, "8bit,offload")
 
 
+@pytest.mark.soak       # test_with_each_axis and test_what_one_block_more_takes remain
 def test_with_experts() -> None:
     config = tiny(layers=2, mixture=md.nn.MixtureConfig(experts=4))
     plain, ours = (train({"ep": 2, "tp": 2, "checkpoint_blocks": "all", "keep_activations": kept}, config=config)

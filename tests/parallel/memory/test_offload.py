@@ -204,6 +204,7 @@ def test_what_lies_where_with_all_on_disk(tmp_path: Path) -> None:
 DEEP = {"layers": 12, "dtype": "float32"}
 
 
+@pytest.mark.soak       # test_offload_composed.py has a limit below the state
 def test_a_model_four_times_over_the_limit_trains() -> None:
     """Whose sixteen bytes a parameter alone are four times the limit; to the bits that it gets without one."""
     free = md.run(lambda world: job(world, {}, DEEP, sequences=2), size=1)[0]

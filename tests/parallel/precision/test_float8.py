@@ -113,6 +113,7 @@ def test_a_product_on_a_gpu_is_the_host_s(largest: float, monkeypatch: pytest.Mo
     assert [seen.item() for seen in results[1][3:]] == [float(np.abs(array).max()) for array in (x, w, dy)]
 
 
+@pytest.mark.soak       # test_late_loss.py counts the waits of other steps
 @needs_compiler
 def test_a_step_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """To agree on scales; and it is the CPU's step."""

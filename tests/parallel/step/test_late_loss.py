@@ -59,6 +59,7 @@ def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], optimizer: st
     assert difference(masters, weights) < bound
 
 
+@pytest.mark.soak       # tests/parallel/hybrid/test_cuda_graph.py counts waits with kernels, too
 @needs_compiler
 def test_nor_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with the ops' and Adam's kernels."""

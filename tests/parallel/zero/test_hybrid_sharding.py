@@ -35,7 +35,7 @@ def check(stage: int, size: int, choice: int, accumulate: int, options: dict[str
                 strategy_options={"shard": fits[choice % len(fits)]}, **options)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @any_shard
 def test_equals_one_process(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
     check(stage, size, choice, accumulate, options)
