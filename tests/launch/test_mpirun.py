@@ -44,7 +44,7 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    ("kill", "was killed"), ("exit", "exited with status 256"),
+    ("kill", "was killed"), pytest.param("exit", "exited with status 256", marks=pytest.mark.soak),
     pytest.param("leave", "exited with status 1", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):

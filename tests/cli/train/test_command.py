@@ -32,9 +32,24 @@ TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--w
 MINIDIST = [sys.executable, "-m", "minidist"]
 
 
+NO_FIGURE = """import os
+if "0" in (os.environ.get("RANK"), os.environ.get("PMI_RANK")):
+    from minidist.cli.train import run_folder
+    run_folder.draw_loss = lambda path, losses, **options: path.write_text(str(len(losses)))
+"""
+"""A sitecustomize.py: Python runs it when it starts. In processes of their own, runs do without matplotlib, too."""
+
+
+def starting(folder: Path, text: str = "") -> str:
+    """PYTHONPATH for processes that begin with NO_FIGURE and `text`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(NO_FIGURE + text)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`; a busy machine has a hundred seconds."""
-    environment = {**os.environ, "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": starting(folder / "start")}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
                           check=False)
 
@@ -81,7 +96,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
     """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder.
 
-    Alone it runs in this process.
+    Alone it runs in this process, and has a figure.
     """
     folder = tmp_path_factory.mktemp("runs")
     found = {}
@@ -189,6 +204,7 @@ def test_the_run_folder(runs: dict[str, Any]) -> None:
         assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight",
                          "steps"}
         rings = sorted(file.name for file in (folder / "flight").iterdir())
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") == (metrics["size"] == 1)
         assert rings == [f"{rank:05d}.ring" for rank in range(metrics["size"])]
         assert json.loads((folder / "metrics.json").read_text()) == metrics
         weights = load_file(folder / "model.safetensors")
@@ -238,7 +254,7 @@ def test_validate_bounds_the_held_out_text(most: int, book: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("stage", "options", "says"), [
-    (2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes"),
+    pytest.param(2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes", marks=pytest.mark.soak),
     (3, ["--tied", "--batch", "2"], "2.67 + 2.67 + 5.33 = 10.67 bytes")])
 def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
               capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +288,7 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
+@pytest.mark.soak       # test_experts_on_two_nodes has a plan with ep, its table and its bytes
 def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                  capsys: pytest.CaptureFixture[str]) -> None:
     """By a plan with ep, compared with one process; each expert's load, in the table and the JSON."""
@@ -311,7 +328,8 @@ def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("cut", "options", "stages"), [
     ("pp=2", ["--schedule", "zb-v", "--tied"], [1, 1, 1, 1]),
-    ("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2]),
+    pytest.param("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2],
+                 marks=pytest.mark.soak),
     pytest.param("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0],
                  marks=pytest.mark.soak),
     pytest.param("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1], marks=pytest.mark.soak)])
@@ -397,7 +415,7 @@ def test_one_place_that_everything_passes(options: list[str], who: list[str], bo
     assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
 
 
-MORTAL = """import os
+MORTAL = """
 if os.environ.get("RANK") == "1":
     import signal
     from minidist.parallel.data.parameter_server import ParameterServer
@@ -409,16 +427,14 @@ if os.environ.get("RANK") == "1":
 
     ParameterServer.step = step
 """
-"""A sitecustomize.py: Python runs it when it starts. By rank 1 itself, for who kills it from outside may come late."""
+"""Of a sitecustomize.py. Rank 1 kills itself, because a signal from outside may come late."""
 
 
 def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capfd: pytest.CaptureFixture[str]) -> None:
     """In its 11th step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says
     who it was."""
-    (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "sitecustomize.py").write_text(MORTAL)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", starting(tmp_path / "start", MORTAL))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
     status = main(["train", *TINY, "--steps", "30", "-n", "3", "--strategy", "parameter-server", "--asynchronous",
@@ -432,9 +448,9 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path,
     assert len(metrics["losses"]) == 30 and metrics["validation_loss"] < 4
 
 
-@pytest.mark.parametrize("by", [
-    pytest.param(["train", "-n", "2"], id="train"),
-    pytest.param(["launch", "-n", "2", "-m", "minidist", "train"], id="launch", marks=pytest.mark.soak)])
+@pytest.mark.soak       # test_saving.py tells a launcher to stop, the next test looks at the folder
+@pytest.mark.parametrize("by", [["train", "-n", "2"], ["launch", "-n", "2", "-m", "minidist", "train"]],
+                         ids=["train", "launch"])
 def test_a_run_whose_launcher_is_told_to_stop_leaves_no_empty_folder(by: list[str], book: Path, tmp_path: Path) -> None:
     run = subprocess.Popen([*MINIDIST, *by, *TINY, "--steps", "100000", "--data", str(book), "--out", "runs/one"],
                            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

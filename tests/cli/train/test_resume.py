@@ -55,7 +55,7 @@ def soak(*options: str) -> Any:
 
 @pytest.mark.parametrize("options", [
     ("-n", "2", "--plan", "tp=2", "--dropout", "0.1"),
-    ("--dtype", "float32", "--precision", "fp16", "--tied"),
+    soak("--dtype", "float32", "--precision", "fp16", "--tied"),
     soak("--strategy", "data-parallel", "--replicas", "2"),
     soak("-n", "4", "--plan", "dp=2,tp=2", "--zero", "1"), soak(), soak("-n", "3"),
     soak("-n", "2", "--zero", "2", "--accumulate", "2"),
