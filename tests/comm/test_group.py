@@ -709,7 +709,7 @@ def test_every_algorithm_takes_cupy_arrays(size):
     run(gpu_calls.every_algorithm, size, size=size)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "threads"])
+@pytest.mark.parametrize("transport", ["threads", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_messages_to_oneself_in_two_groups(transport):
     """Each group has a link of its own to itself; all of them end with the transport, however that ends."""
     def job(world):

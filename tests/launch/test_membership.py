@@ -31,18 +31,22 @@ def python(environment, code, **variables):
     return finish(start([sys.executable, "-c", code], environment, **variables))
 
 
-def test_alone_there_is_a_world_of_one():
+@pytest.fixture(scope="module")
+def alone():
+    """A process alone: its world, in a line; and what is loaded when it has begun, in another."""
+    code = ("import sys, minidist as md; w = md.init(); assert md.init() is w\n"
+            "loaded = sorted({'mpi4py.MPI', 'cupy', 'torch', 'matplotlib'} & set(sys.modules))\n"
+            "print(w.rank, w.size, w.all_reduce(2.0), w.all_gather([1, 2])); print(*loaded)")
     with nothing_left() as environment:
-        done = python(environment, "import minidist as md; w = md.init(); assert md.init() is w; "
-                                   "print(w.rank, w.size, w.all_reduce(2.0), w.all_gather([1, 2]))")
-    assert (done.stdout, done.stderr) == ("0 1 2.0 [1 2]\n", "")
+        return python(environment, code)
 
 
-def test_importing_minidist_loads_neither_mpi_nor_cupy():
-    code = ("import sys, minidist as md; md.init()\n"
-            "print(*sorted({'mpi4py.MPI', 'cupy', 'torch', 'matplotlib'} & set(sys.modules)))")
-    with nothing_left() as environment:
-        assert python(environment, code).stdout == "\n"
+def test_alone_there_is_a_world_of_one(alone):
+    assert (alone.stdout.splitlines()[0], alone.stderr) == ("0 1 2.0 [1 2]", "")
+
+
+def test_importing_minidist_loads_neither_mpi_nor_cupy(alone):
+    assert alone.stdout.splitlines()[1:] == [""]
 
 
 def test_launcher_monitor_and_node_agent_start_without_numpy():
@@ -358,11 +362,12 @@ def test_ranks_meet_by_a_private_file(variables, cache):
 
 def test_a_death_under_srun_is_named(cache):
     with nothing_left() as environment:
-        done = [finish(process) for process in by_hand(environment, "kill", size=3, variables=slurm)]
-    assert [process.returncode for process in done] == [1, 1, -9]
-    assert re.search(f"^minidist: {WHO} .*killed.*; the job ends$", done[0].stderr, re.M)
-    for rank in (0, 1):
-        assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO}", done[rank].stderr, re.M)
+        done = [finish(process) for process in by_hand(environment, "kill", "shm", "1", size=2,
+                                                       variables=functools.partial(slurm, size=2))]
+    assert [process.returncode for process in done] == [1, -9]
+    who = WHO.replace("2", "1", 1)
+    assert re.search(f"^minidist: {who} .*killed.*; the job ends$", done[0].stderr, re.M)
+    assert re.search(f"^minidist: rank 0 stops: PeerLostError: {who}", done[0].stderr, re.M)
 
 
 @pytest.mark.soak       # tests/launch/test_spawning.py has it of our launcher, test_joining.py of the monitor without rank 0

@@ -326,13 +326,12 @@ def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypa
         assert found["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
 
 
+@pytest.mark.soak       # test_a_composed_plan has stages and zb-h1; tests/parallel/pipeline/ has the schedules
 @pytest.mark.parametrize(("cut", "options", "stages"), [
     ("pp=2", ["--schedule", "zb-v", "--tied"], [1, 1, 1, 1]),
-    pytest.param("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2],
-                 marks=pytest.mark.soak),
-    pytest.param("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0],
-                 marks=pytest.mark.soak),
-    pytest.param("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1], marks=pytest.mark.soak)])
+    ("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2]),
+    ("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0]),
+    ("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1])])
 def test_schedules_of_a_pipeline(cut: str, options: list[str], stages: list[int], book: Path, tmp_path: Path,
                                  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As one process, but for PipeDream; its stages, and its bytes beside the formula."""

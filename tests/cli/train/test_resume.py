@@ -120,6 +120,7 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.soak       # tests/survive/test_plan_pairs.py, tests/cli/test_checkpoint.py; the next test has more steps
 def test_on_another_plan_and_for_more_steps(saved: Path, book: Path, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     """A constant rate, so that the number of steps changes none; the new plan's options come anew."""
