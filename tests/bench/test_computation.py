@@ -57,6 +57,7 @@ def test_a_figure_is_measured(figure):
     assert 1e-7 < seconds < 1
 
 
+@pytest.mark.soak       # test_calibrate.py starts ranks that are measured, and the test above measures figures
 def test_a_rank_is_started_and_measured(monkeypatch):
     few = [figure for figure in FIGURES if figure[0] == "pass" or max(figure[2]) <= 128]
     monkeypatch.setattr(computation, "FIGURES", few)

@@ -43,8 +43,8 @@ for step in range(12):
 def start(folder: Path, fault: str) -> "subprocess.Popen[str]":
     (folder / "job.py").write_text(PROGRAM)
     size = 2 if fault in ("killed", "behind", "stopped") else 3         # where others must be told from rank 1
-    command = [sys.executable, "-m", "minidist", "launch", "-n", str(size), "--flight", "rings", "--patience", "30", "job.py",
-               fault]
+    command = [sys.executable, "-m", "minidist", "launch", "-n", str(size), "--flight", "rings", "--patience", "30",
+               "job.py", fault]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -33,7 +33,8 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name != MIXED), *BLOCKING])
+@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name not in (MIXED, "mpi")), *BLOCKING,
+                                       pytest.param("mpi", marks=pytest.mark.soak)])    # below: every verb over mpi
 def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 

@@ -297,6 +297,7 @@ def test_ranks_of_another_mpis_mpirun_do_not_touch_mpi(cache):
                         r"take auto, tcp or shm, .*\n", "".join(process.stderr for process in done))
 
 
+@pytest.mark.soak       # the test before has a refusal of all ranks in one line
 def test_ranks_of_another_mpis_mpirun_that_does_not_name_its_job(cache):
     with nothing_left() as environment:
         done = [finish(process) for process in by_hand(
@@ -365,12 +366,12 @@ def test_a_death_under_srun_is_named(cache):
         done = [finish(process) for process in by_hand(environment, "kill", "shm", "1", size=2,
                                                        variables=functools.partial(slurm, size=2))]
     assert [process.returncode for process in done] == [1, -9]
-    who = WHO.replace("2", "1", 1)
+    who = WHO.replace("rank 2", "rank 1")
     assert re.search(f"^minidist: {who} .*killed.*; the job ends$", done[0].stderr, re.M)
     assert re.search(f"^minidist: rank 0 stops: PeerLostError: {who}", done[0].stderr, re.M)
 
 
-@pytest.mark.soak       # tests/launch/test_spawning.py has it of our launcher, test_joining.py of the monitor without rank 0
+@pytest.mark.soak       # test_spawning.py has it of our launcher, test_joining.py the monitor without rank 0
 @pytest.mark.parametrize("mode", ["stop", "sleep"])
 @pytest.mark.parametrize(("variables", "victim"), [(slurm, 2), (slurm, 0), (torchrun, 0), (torchrun, 2)])
 def test_a_rank_that_hangs_after_its_goodbye_is_ended(variables, victim, mode, cache):

@@ -17,7 +17,7 @@ def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib, which takes a second; the runs that test_command.py makes for several tests have one."""
+    """Without matplotlib, which takes a second; tests/observe/test_plots.py draws it."""
     monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
                         lambda path, losses, **options: path.write_text(str(len(losses))))
 

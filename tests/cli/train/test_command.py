@@ -96,10 +96,12 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
     """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder.
 
-    Alone it runs in this process, and has a figure.
+    Alone it runs in this process. tests/observe/test_plots.py draws the figure.
     """
     folder = tmp_path_factory.mktemp("runs")
     found = {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr("minidist.cli.train.run_folder.draw_loss", lambda path, losses, **options: path.touch())
     for name, prefix, options in (("alone", [], ["--verify"]), ("ours", [], ["-n", "2", "--verify"]),
                                   ("mpirun", ["mpirun", "-n", "2"], [])):
         words = ["train", *TINY, "--data", str(book), "--out", str(folder / name), "--json",
@@ -108,6 +110,7 @@ def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
+    patch.undo()
     return found
 
 
@@ -155,7 +158,7 @@ def test_why(plan: list[str], book: Path, tmp_path: Path, capsys: pytest.Capture
     assert (run / "why.png").read_bytes().startswith(b"\x89PNG") and "why.png" in metrics["files"]
 
 
-@pytest.mark.parametrize("size", ["4KiB", "auto"])
+@pytest.mark.parametrize("size", [pytest.param("4KiB", marks=pytest.mark.soak), "auto"])
 def test_bucket_bytes(size: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                       capsys: pytest.CaptureFixture[str]) -> None:
     """As given, or by the measured link; without a measured link auto is refused."""
@@ -204,7 +207,6 @@ def test_the_run_folder(runs: dict[str, Any]) -> None:
         assert names == {"metrics.json", "metrics.jsonl", "trace.json", "loss.png", "model.safetensors", "flight",
                          "steps"}
         rings = sorted(file.name for file in (folder / "flight").iterdir())
-        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") == (metrics["size"] == 1)
         assert rings == [f"{rank:05d}.ring" for rank in range(metrics["size"])]
         assert json.loads((folder / "metrics.json").read_text()) == metrics
         weights = load_file(folder / "model.safetensors")
@@ -253,8 +255,9 @@ def test_validate_bounds_the_held_out_text(most: int, book: Path, tmp_path: Path
     assert metrics["validation_loss"] == pytest.approx(float(model.loss(inputs, targets).data), rel=1e-9)
 
 
+@pytest.mark.soak       # test_precision has ZeRO-2, and test_experts ZeRO-1: their bytes, and --verify
 @pytest.mark.parametrize(("stage", "options", "says"), [
-    pytest.param(2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes", marks=pytest.mark.soak),
+    (2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes"),
     (3, ["--tied", "--batch", "2"], "2.67 + 2.67 + 5.33 = 10.67 bytes")])
 def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
               capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +291,6 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
-@pytest.mark.soak       # test_experts_on_two_nodes has a plan with ep, its table and its bytes
 def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                  capsys: pytest.CaptureFixture[str]) -> None:
     """By a plan with ep, compared with one process; each expert's load, in the table and the JSON."""
@@ -303,7 +305,8 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
 
 
-@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak       # test_experts has a plan with ep; tests/parallel/experts/test_node_experts.py has the nodes
+@pytest.mark.parametrize("placed", [False, True])
 def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str]) -> None:
     """Limited to one node, and --verify's one process knows of the two; then placed by what that run measured."""
@@ -429,6 +432,7 @@ if os.environ.get("RANK") == "1":
 """Of a sitecustomize.py. Rank 1 kills itself, because a signal from outside may come late."""
 
 
+@pytest.mark.soak       # tests/comm/test_expendable.py kills a rank under the launcher, test_elastic.py a worker
 def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capfd: pytest.CaptureFixture[str]) -> None:
     """In its 11th step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says

@@ -16,7 +16,8 @@ def metrics(folder: Path, *options: str) -> dict[str, Any]:
     """metrics.json of a run on a short text that is equal to a serial one."""
     file, book = folder / "metrics.json", folder / "book.txt"
     book.write_text("to be or not to be, that is the question\n" * 50)
-    assert main(["train", *SMALL, "--data", str(book), *options, "--verify", "--out", str(folder / "run"), "--json", str(file)]) == 0
+    assert main(["train", *SMALL, "--data", str(book), *options, "--verify", "--out", str(folder / "run"), "--json",
+                 str(file)]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

@@ -33,8 +33,8 @@ def train(book: Path, out: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    ["-n", "3", "--local-steps", "4"], STREAMING, pytest.param(["-n", "2", "--local-steps", "2", "--outer", "sgd"],
-                                                                  marks=pytest.mark.soak),
+    pytest.param(["-n", "3", "--local-steps", "4"], marks=pytest.mark.soak), STREAMING,
+    pytest.param(["-n", "2", "--local-steps", "2", "--outer", "sgd"], marks=pytest.mark.soak),
     pytest.param(["--local-steps", "8"], marks=pytest.mark.soak)])
 def test_a_run(options: list[str], book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     metrics = train(book, tmp_path / "run", *options)
