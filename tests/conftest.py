@@ -94,7 +94,7 @@ SAMPLED = {
     "test_every_verb": 3,
     "test_no_file_stays_open_and_memory_has_no_name": 3, "test_one_demand": 5,
     "test_one_failing_rank_ends_all_with_its_name": 4, "test_random_mismatches_are_caught": 2, "test_random_traffic": 3,
-    "test_ranks_meet_by_a_private_file": 2, "test_told_to_stop_or_killed_it_leaves_no_rank_on_any_host": 3,
+    "test_told_to_stop_or_killed_it_leaves_no_rank_on_any_host": 3,
     "test_ranks_that_wait_in_vain_learn_why": 3,
     "test_results_come_in_rank_order": 3, "test_split_by_any_colors_and_keys": 2, "test_table_figure_and_json": 2,
     "test_the_first_failure_keeps_its_type_and_names_its_rank": 6, "test_the_job_goes_on_without_it": 3,

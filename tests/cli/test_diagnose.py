@@ -72,6 +72,7 @@ def test_a_job_that_ended(fault, tmp_path, capsys):
     assert sorted(finding) == ["advice", "cause", "evidence", "ranks", "steps", "sure", "what", "where"]
 
 
+@pytest.mark.soak       # the next tests: a job that runs, and a rank that is behind
 def test_a_job_that_hangs_is_diagnosed_while_it_runs(tmp_path, capsys):
     run = start(tmp_path, "behind")
     try:

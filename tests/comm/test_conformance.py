@@ -33,8 +33,8 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name not in (MIXED, "mpi")), *BLOCKING,
-                                       pytest.param("mpi", marks=pytest.mark.soak)])    # below: every verb over mpi
+@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name not in (MIXED, "mpi")), *(
+    pytest.param(name, marks=pytest.mark.soak) for name in ("mpi", *BLOCKING))])     # every verb over them is below
 def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 

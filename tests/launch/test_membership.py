@@ -348,6 +348,7 @@ def test_srun_that_starts_worlds_of_one_is_refused_where_mpi_is_asked_for(more, 
 
 # --- torchrun and srun, by their variables ---------------------------------------------------------------------------
 
+@pytest.mark.soak       # another MPI's ranks, above, meet by a file; those of torchrun and srun, below, lose a rank
 @pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])
 def test_ranks_meet_by_a_private_file(variables, cache):
     more = {"port": free_port()} if variables is torchrun else {}

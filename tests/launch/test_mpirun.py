@@ -28,6 +28,7 @@ def test_results_come_in_rank_order():
         assert result[2] == "mpi"
 
 
+@pytest.mark.soak       # test_conformance.py has functions of a module; below is a script that md.run refuses
 def test_a_function_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import minidist as md\ndef f(world, x): return world.rank + x\n"

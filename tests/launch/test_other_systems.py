@@ -124,9 +124,10 @@ def test_a_lost_rank_is_named(mode: str, says: str, transport: str) -> None:
     assert done.returncode != 0 and re.search(rf"rank 0 stops: PeerLostError: rank 2 .*{says}", done.stderr)
 
 
+@pytest.mark.soak       # the next test starts a command and two ranks of it there
 @pytest.mark.parametrize(("options", "says"), [
     (["--cores", "1"], "this system does not let a process choose its cores"),
-    pytest.param(["--memory-limit", "1GiB"], "--memory-limit 1 GiB is not enforced", marks=pytest.mark.soak)])
+    (["--memory-limit", "1GiB"], "--memory-limit 1 GiB is not enforced")])
 def test_what_is_left_out_is_said(options: list[str], says: str, tmp_path: Path) -> None:
     done = elsewhere({**os.environ}, "-m", "minidist", "train", *TINY, "-n", "2", *options, "--out", str(tmp_path))
     assert says in done.stderr and "Traceback" not in done.stderr
