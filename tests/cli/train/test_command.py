@@ -100,17 +100,16 @@ def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
     """
     folder = tmp_path_factory.mktemp("runs")
     found = {}
-    patch = pytest.MonkeyPatch()
-    patch.setattr("minidist.cli.train.run_folder.draw_loss", lambda path, losses, **options: path.touch())
     for name, prefix, options in (("alone", [], ["--verify"]), ("ours", [], ["-n", "2", "--verify"]),
                                   ("mpirun", ["mpirun", "-n", "2"], [])):
         words = ["train", *TINY, "--data", str(book), "--out", str(folder / name), "--json",
                  str(folder / f"{name}.json"), *options]
-        done = execute([*prefix, *MINIDIST, *words], folder) if name != "alone" else execute_here(words)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("minidist.cli.train.run_folder.draw_loss", lambda path, losses, **options: path.touch())
+            done = execute([*prefix, *MINIDIST, *words], folder) if name != "alone" else execute_here(words)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
-    patch.undo()
     return found
 
 
