@@ -51,13 +51,13 @@ def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
 def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
-    assert main(["bench", "calibrate", "--only", "threads,shm", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",
+    assert main(["bench", "calibrate", "--only", "threads", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",
                  "--json", str(file), "--figure", str(picture)]) == 0
     result, profile = json.loads(file.read_text()), load_profile()
     assert profile.as_json()["links"] == result["links"]
-    assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
+    assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2)]
     assert all(cost.seconds(LinkWork(1, 1, 256, 0)) > 0 for cost in profile.links)    # noise may make any one number 0
-    assert [len(samples) for samples in result["samples"]] == [7, 7]        # two sizes, each thrice, and the burst
+    assert [len(samples) for samples in result["samples"]] == [7]           # two sizes, each thrice, and the burst
     assert str(tmp_path / "minidist" / "profile.json") in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert md.run(lambda world: world.link.link, size=2, transport="shm") == ["shm", "shm"]
+    assert md.run(lambda world: world.link.link, size=2, transport="threads") == ["threads", "threads"]

@@ -12,7 +12,7 @@ from minidist.cli import main
 from minidist.errors import LaunchError
 
 
-@pytest.mark.parametrize(("title", "contenders"), [("all-reduce", "tcp,copies,bare-tcp"), *(
+@pytest.mark.parametrize(("title", "contenders"), [("all-reduce", "tcp,bare-tcp"), *(
     pytest.param(title, "tcp,shm,copies,bare-tcp", marks=pytest.mark.soak) for title in ("all-reduce", "all-to-all"))])
 def test_table_figure_and_json(title, contenders, tmp_path, capsys):
     """Ours and the floors at two sizes: every contender has a time for every size, and a picture is drawn."""
@@ -27,7 +27,8 @@ def test_table_figure_and_json(title, contenders, tmp_path, capsys):
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = " ".join(capsys.readouterr().out.split())     # the title is broken to the table's width
-    assert "bus bandwidth" in printed and "copies: nothing is communicated" in printed
+    assert "bus bandwidth" in printed
+    assert ("copies: nothing is communicated" in printed) == ("copies" in contenders)
     assert "tcp: nothing is reduced" in printed
 
 

@@ -31,6 +31,7 @@ def test_a_fit_finds_the_numbers_that_made_the_seconds():
     assert cost.misfit < 1e-6
 
 
+@pytest.mark.soak       # the test before has the fit, the next a step that is not as the others
 def test_steps_tell_the_launch_and_how_much_dearer_their_passes_are():
     seconds = {figure: made(*figure) for figure in PLAIN}
     plain = fit(1, seconds)
@@ -57,6 +58,7 @@ def test_a_figure_is_measured(figure):
     assert 1e-7 < seconds < 1
 
 
+@pytest.mark.soak       # test_calibrate.py starts ranks that are measured, and the test above measures figures
 def test_a_rank_is_started_and_measured(monkeypatch):
     few = [figure for figure in FIGURES if figure[0] == "pass" or max(figure[2]) <= 128]
     monkeypatch.setattr(computation, "FIGURES", few)

@@ -20,8 +20,9 @@ def test_a_script_with_its_arguments_and_a_report(tmp_path):
     file = tmp_path / "report.json"
     with nothing_left() as environment:
         done = launch(environment, "--json", str(file), "-n", "2", JOB, "ok", "shm")
-    assert done.returncode == 0
-    assert "hello from 1 of 2 over shm" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(2)),
+                                                *(f"hello from {rank} of 2 over shm" for rank in range(2))]
     assert json.loads(file.read_text()) == {"command": [sys.executable, JOB, "ok", "shm"], "size": 2, "exit_status": 0}
 
 

@@ -64,6 +64,7 @@ def test_the_view_follows_a_run_and_ctrl_c_leaves_it(tmp_path: Path) -> None:
         assert "Traceback" not in screen.text and run.job.flights[0].pid == os.getpid()
 
 
+@pytest.mark.soak       # test_a_view_beside_a_training_says_its_lines_and_ends_with_it
 def test_the_view_ends_with_the_run(tmp_path: Path) -> None:
     run = WatchedRun(tmp_path)
     with closing(Screen(str(tmp_path), "--every", "0.1")) as screen:
@@ -89,6 +90,7 @@ def test_no_colour_at_any_width(columns: int, tmp_path: Path) -> None:
     assert "█" in text and "▒" in text
 
 
+@pytest.mark.soak       # the next test: lines; test_no_colour_at_any_width: another terminal
 def test_a_dumb_terminal_gets_lines(tmp_path: Path) -> None:
     run = WatchedRun(tmp_path)
     with closing(Screen(str(tmp_path), "--every", "0.1", TERM="dumb")) as screen:

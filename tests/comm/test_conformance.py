@@ -33,12 +33,14 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name != MIXED), *BLOCKING])
+@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name not in (MIXED, "mpi")), *(
+    pytest.param(name, marks=pytest.mark.soak) for name in ("mpi", *BLOCKING))])     # every verb over them is below
 def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 
 
-@on_every_transport
+@pytest.mark.parametrize("transport", [*(pytest.param(name, marks=pytest.mark.soak if name == "tcp" else ())
+                                         for name in TRANSPORTS), *BLOCKING])    # MIXED has links of tcp, too
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_verb_by_every_algorithm(transport, size):
     """Also, in the same job, all demands on four ranks, and on three the bits that three threads have.

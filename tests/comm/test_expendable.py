@@ -94,7 +94,6 @@ def test_who_did_not_say_so_still_ends_the_job(transport):
         run(job, size=3, transport=transport)
 
 
-@pytest.mark.soak       # tests/cli/train/test_command.py kills a worker under the launcher
 def test_under_our_launcher(tmp_path):
     program = tmp_path / "job.py"
     program.write_text("import os, signal\nimport minidist as md\nworld = md.init()\nif world.rank == 1:\n"

@@ -73,7 +73,7 @@ def check_disagreements(count, seed, transports):
 
 
 def test_random_disagreements():
-    check_disagreements(12, 5, ("threads", "threads-unbuffered", "tcp", "shm"))
+    check_disagreements(6, 5, ("threads", "threads-unbuffered", "tcp", "shm"))
 
 
 @pytest.mark.soak

@@ -83,7 +83,7 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
         wait_for_the_others(world)
 
     with pytest.raises(kind, match=says) as caught:
-        md.run(work, size=3, transport="tcp", limit=20)
+        md.run(work, size=2, transport="tcp", limit=20)
     assert type(caught.value) is kind
     assert "the traceback of rank 1" in str(caught.value.__cause__)
     assert "raise error" in str(caught.value.__cause__)

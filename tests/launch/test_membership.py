@@ -31,18 +31,22 @@ def python(environment, code, **variables):
     return finish(start([sys.executable, "-c", code], environment, **variables))
 
 
-def test_alone_there_is_a_world_of_one():
+@pytest.fixture(scope="module")
+def alone():
+    """A process alone: its world, in a line; and what is loaded when it has begun, in another."""
+    code = ("import sys, minidist as md; w = md.init(); assert md.init() is w\n"
+            "loaded = sorted({'mpi4py.MPI', 'cupy', 'torch', 'matplotlib'} & set(sys.modules))\n"
+            "print(w.rank, w.size, w.all_reduce(2.0), w.all_gather([1, 2])); print(*loaded)")
     with nothing_left() as environment:
-        done = python(environment, "import minidist as md; w = md.init(); assert md.init() is w; "
-                                   "print(w.rank, w.size, w.all_reduce(2.0), w.all_gather([1, 2]))")
-    assert (done.stdout, done.stderr) == ("0 1 2.0 [1 2]\n", "")
+        return python(environment, code)
 
 
-def test_importing_minidist_loads_neither_mpi_nor_cupy():
-    code = ("import sys, minidist as md; md.init()\n"
-            "print(*sorted({'mpi4py.MPI', 'cupy', 'torch', 'matplotlib'} & set(sys.modules)))")
-    with nothing_left() as environment:
-        assert python(environment, code).stdout == "\n"
+def test_alone_there_is_a_world_of_one(alone):
+    assert (alone.stdout.splitlines()[0], alone.stderr) == ("0 1 2.0 [1 2]", "")
+
+
+def test_importing_minidist_loads_neither_mpi_nor_cupy(alone):
+    assert alone.stdout.splitlines()[1:] == [""]
 
 
 def test_launcher_monitor_and_node_agent_start_without_numpy():
@@ -92,7 +96,8 @@ def test_blas_threads_are_shared_among_the_ranks():
 
 # --- mpirun ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("transport", ["mpi", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
+@pytest.mark.soak       # tests/cli/train/test_command.py runs under mpirun, and nothing is said that should not be
+@pytest.mark.parametrize("transport", ["mpi", "shm", "tcp"])
 def test_mpirun_starts_a_job(transport):
     with nothing_left() as environment:
         done = finish(by_mpirun(environment, "ok", *([] if transport == "mpi" else [transport]), size=2))
@@ -137,7 +142,7 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
     pytest.param("stop", "is frozen", marks=pytest.mark.soak),
     pytest.param("_exit", "exited|ended", marks=pytest.mark.soak)])
 def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
-    with nothing_left() as environment:
+    with nothing_left() as environment, no_segment_left():
         process = by_mpirun(environment, mode, transport)
         died = met(process)
         done = finish(process)
@@ -219,17 +224,23 @@ def test_bad_input_is_one_line_also_when_rank_0_comes_late_and_hears_late(tmp_pa
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
-    """Also not when ranks end before they have met: bad input is found before md.init."""
-    before = set(os.listdir("/dev/shm"))
-    with nothing_left() as environment:
+    """Also not when ranks end before they have met: bad input is found before md.init. Deaths above ask it, too."""
+    with nothing_left() as environment, no_segment_left():
         if early:
             train = [sys.executable, "-m", "minidist", "train", "--offload=all", "--offload-dir=/absent"]
             done = finish(start([*find_mpirun().command(2), *train], environment))
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         else:
             finish(by_mpirun(environment, "kill", "mpi", "1", size=2))
+
+
+@contextlib.contextmanager
+def no_segment_left():
+    """MPICH has no shared memory after the block that it had not before."""
+    before = set(os.listdir("/dev/shm"))
+    yield
     deadline = time.monotonic() + SOON
     while (left := unused_segments() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -264,7 +275,7 @@ def openmpi(rank, size=2, job=None):
 
 
 @pytest.mark.parametrize(("transport", "is_given"), [
-    ("shm", False), ("tcp", True), pytest.param("shm", True, marks=pytest.mark.soak)])
+    ("shm", False), *(pytest.param(transport, True, marks=pytest.mark.soak) for transport in ("tcp", "shm"))])
 def test_ranks_of_another_mpis_mpirun_run_over_host_transports(transport, is_given, cache):
     """Open MPI's mpirun, and mpi4py with MPICH. A transport that was not chosen is told once."""
     with nothing_left() as environment:
@@ -286,6 +297,7 @@ def test_ranks_of_another_mpis_mpirun_do_not_touch_mpi(cache):
                         r"take auto, tcp or shm, .*\n", "".join(process.stderr for process in done))
 
 
+@pytest.mark.soak       # the test before has a refusal of all ranks in one line
 def test_ranks_of_another_mpis_mpirun_that_does_not_name_its_job(cache):
     with nothing_left() as environment:
         done = [finish(process) for process in by_hand(
@@ -336,31 +348,33 @@ def test_srun_that_starts_worlds_of_one_is_refused_where_mpi_is_asked_for(more, 
 
 # --- torchrun and srun, by their variables ---------------------------------------------------------------------------
 
+@pytest.mark.soak       # another MPI's ranks, above, meet by a file; those of torchrun and srun, below, lose a rank
 @pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])
 def test_ranks_meet_by_a_private_file(variables, cache):
-    if variables is torchrun:
-        variables = functools.partial(torchrun, port=free_port())
+    more = {"port": free_port()} if variables is torchrun else {}
+    variables = functools.partial(variables, size=2, **more)
     with nothing_left() as environment:
-        done = [finish(process) for process in by_hand(environment, "ok", size=3, variables=variables)]
-    assert [process.returncode for process in done] == [0, 0, 0], done
-    assert [process.stderr for process in done] == [""] * 3
+        done = [finish(process) for process in by_hand(environment, "ok", size=2, variables=variables)]
+    assert [process.returncode for process in done] == [0, 0], done
+    assert [process.stderr for process in done] == [""] * 2
     for rank, process in enumerate(done):
-        assert process.stdout == f"hello from {rank} of 3 over shm\ngoodbye from {rank}\n"
+        assert process.stdout == f"hello from {rank} of 2 over shm\ngoodbye from {rank}\n"
     assert list(cache.iterdir()) == []
 
 
 def test_a_death_under_srun_is_named(cache):
     with nothing_left() as environment:
-        done = [finish(process) for process in by_hand(environment, "kill", size=3, variables=slurm)]
-    assert [process.returncode for process in done] == [1, 1, -9]
-    assert re.search(f"^minidist: {WHO} .*killed.*; the job ends$", done[0].stderr, re.M)
-    for rank in (0, 1):
-        assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO}", done[rank].stderr, re.M)
+        done = [finish(process) for process in by_hand(environment, "kill", "shm", "1", size=2,
+                                                       variables=functools.partial(slurm, size=2))]
+    assert [process.returncode for process in done] == [1, -9]
+    who = WHO.replace("rank 2", "rank 1")
+    assert re.search(f"^minidist: {who} .*killed.*; the job ends$", done[0].stderr, re.M)
+    assert re.search(f"^minidist: rank 0 stops: PeerLostError: {who}", done[0].stderr, re.M)
 
 
-@pytest.mark.parametrize("mode", ["stop", pytest.param("sleep", marks=pytest.mark.soak)])
-@pytest.mark.parametrize(("variables", "victim"), [(slurm, 2), pytest.param(slurm, 0, marks=pytest.mark.soak), *(
-    pytest.param(torchrun, victim, marks=pytest.mark.soak) for victim in (0, 2))])
+@pytest.mark.soak       # test_spawning.py has it of our launcher, test_joining.py the monitor without rank 0
+@pytest.mark.parametrize("mode", ["stop", "sleep"])
+@pytest.mark.parametrize(("variables", "victim"), [(slurm, 2), (slurm, 0), (torchrun, 0), (torchrun, 2)])
 def test_a_rank_that_hangs_after_its_goodbye_is_ended(variables, victim, mode, cache):
     """Rank 0 has ended when rank 2 is found; its monitor has not."""
     if variables is torchrun:
@@ -416,6 +430,7 @@ def test_bad_input_before_init_is_one_line_and_nobody_waits(data):
     assert re.fullmatch("minidist train: .*missing.*\n", done.stderr)
 
 
+@pytest.mark.soak       # tests/cli/train/test_command.py has another mistake under mpirun
 def test_a_wrong_command_line_under_mpirun_is_one_line():
     with nothing_left() as environment:
         done = finish(start([*find_mpirun().command(2), sys.executable, "-m", "minidist", "trian"], environment))

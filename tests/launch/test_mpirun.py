@@ -28,6 +28,7 @@ def test_results_come_in_rank_order():
         assert result[2] == "mpi"
 
 
+@pytest.mark.soak       # test_conformance.py has functions of a module; below is a script that md.run refuses
 def test_a_function_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import minidist as md\ndef f(world, x): return world.rank + x\n"
@@ -43,9 +44,9 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
     assert "in end" in str(caught.value.__cause__)
 
 
+@pytest.mark.soak       # test_membership.py kills under mpirun; the test above has a failure of md.run
 @pytest.mark.parametrize(("how", "says"), [
-    ("kill", "was killed"), ("exit", "exited with status 256"),
-    pytest.param("leave", "exited with status 1", marks=pytest.mark.soak)])
+    ("kill", "was killed"), ("exit", "exited with status 256"), ("leave", "exited with status 1")])
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
         md.run(end, how, size=2, transport="mpi", limit=30)

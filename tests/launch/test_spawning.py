@@ -32,6 +32,7 @@ def test_every_rank_finds_its_variables():
     assert done.returncode == 0
 
 
+@pytest.mark.soak       # tests/cli/test_launch.py runs one, and nothing else is said
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_job_runs_and_says_nothing_else(transport):
     with nothing_left() as environment:
@@ -97,6 +98,7 @@ def test_a_started_call_that_nobody_waits_for_fails_the_job_all_the_same(by):
     assert "MismatchError: ranks disagree in shape" in done.stderr
 
 
+@pytest.mark.soak       # test_membership.py has it under mpirun; a started call that fails, above, shows its error
 def test_an_exception_is_shown_once_with_its_traceback():
     with nothing_left() as environment:
         done = finish(by_launch(environment, "raise"))
@@ -107,7 +109,8 @@ def test_an_exception_is_shown_once_with_its_traceback():
     assert len(re.findall("stops: PeerLostError", done.stderr)) == 2
 
 
-@pytest.mark.parametrize("mode", [pytest.param("config", marks=pytest.mark.soak), "all config"])
+@pytest.mark.soak       # test_ranks_that_chose_different_transports: an error of all ranks is one line, too
+@pytest.mark.parametrize("mode", ["config", "all config"])
 def test_bad_input_is_one_line_and_status_2(mode):
     with nothing_left() as environment:
         done = finish(by_launch(environment, mode, size=3 if mode == "config" else 2))      # rank 2 has "config"
@@ -165,9 +168,9 @@ def ranks_of(process):
     return ranks
 
 
+@pytest.mark.soak       # the next two tests have the line: SIGINT as programs load, SIGTERM to ranks of another program
 @pytest.mark.parametrize(("number", "everybody"), [
-    (signal.SIGINT, False), pytest.param(signal.SIGTERM, False, marks=pytest.mark.soak),
-    pytest.param(signal.SIGINT, True, id="ctrl-c")])
+    (signal.SIGINT, False), (signal.SIGTERM, False), pytest.param(signal.SIGINT, True, id="ctrl-c")])
 def test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line(number, everybody):
     """One rank waits for the other, which is busy. Ctrl-C reaches all processes of a terminal."""
     with nothing_left() as environment:
@@ -224,6 +227,7 @@ def test_a_launcher_that_is_told_twice_waits_for_nobody():
     assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGINT", ranks="1 rank was"), done.stderr)
 
 
+@pytest.mark.soak       # other deaths, and an interrupt of the launcher, are above
 def test_a_rank_that_is_interrupted_alone_is_named_by_the_launcher():
     with nothing_left() as environment:
         process = by_launch(environment, "busy", size=2)
@@ -245,6 +249,7 @@ def test_ranks_end_when_their_launcher_is_killed():
         finish(process)
 
 
+@pytest.mark.soak       # tests/clusters/test_awkward_hosts.py has it on hosts, test_hosts.py by --hosts
 def test_two_nodes_meet_over_address_port_and_secret():
     port, address = free_port(), "127.0.0.2"            # another loopback address: what node 0 binds is what it is told
     with nothing_left() as environment:
@@ -291,8 +296,8 @@ def test_a_taken_port_is_one_line():
 
 def test_the_token_is_on_no_command_line():
     with nothing_left() as environment:
-        process = start([sys.executable, "-m", "minidist", "launch", "-n", "2", JOB, "sleep"], environment,
-                        MINIDIST_TOKEN="do not show me to anyone")
+        process = start([sys.executable, "-m", "minidist", "launch", "-n", "2", "sh", "-c", 'echo "$#"; exec sleep 60'],
+                        environment, MINIDIST_TOKEN="do not show me to anyone")
         for _ in range(2):
             process.stdout.readline()
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]

@@ -61,7 +61,7 @@ def _sums(world: Group, there: int, go: int) -> float:
     return float(world.all_reduce(total).sum())
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_a_job_that_dies_at_once_with_its_launcher_leaves_the_other_alone(transport: str) -> None:
     with nothing_left():
         there, say = os.pipe()

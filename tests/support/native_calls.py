@@ -17,7 +17,7 @@ def in_many_groups(world: Group) -> list[Any]:
     half, again = world.split(world.rank // 2), world.split(0, key=-world.rank)
     assert half is not None
     assert again is not None
-    started = [half.start_all_reduce(np.full(5000, world.rank + 1.0), algorithm="native"),
+    started = [half.start_all_reduce(np.full(5000, world.rank + 2.0), algorithm="native"),
                again.start_all_gather(np.array([world.rank]), algorithm="native"),
                world.start_all_reduce(np.array([world.rank]), op="max", algorithm="native")]
     return [pending.wait().tolist()[:8] for pending in reversed(started)]

@@ -81,6 +81,7 @@ def seldom(folder, elastic, **settings):
     return records
 
 
+@pytest.mark.soak       # others join above and below; test_kept_replica.py has the weights
 def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path):
     """One is killed in a meeting, the others go on at once; its replacement joins after a meeting."""
     settings = {"steps": 24, "wait": 14, "options": {"local_steps": 4}, "deaths": {"1": (7, "meeting")}}

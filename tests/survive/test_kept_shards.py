@@ -125,6 +125,7 @@ def test_a_lost_server_comes_back_from_a_worker_s_copy() -> None:
     check_lost_server()
 
 
+@pytest.mark.soak       # test_workers_come_and_go_and_the_record_goes_on, and the lost server
 def test_servers_share_the_keys_and_roles_change() -> None:
     """Two servers; one is lost and the job shrinks: a worker becomes a server, and the other goes on."""
     plan = {**PLAN, "servers": 2}

@@ -25,7 +25,7 @@ from minidist.survive.save_async import AsyncSaver, plain_start_save
 
 ON_DISK = checkpoint.write_shard
 LONG = 0.7              # seconds of a slow disk: many times what a wait lasts before the deadlock detector is told
-PLANS = [{"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 1, "pp": 2}, {"dp": 2, "tp": 2, "zero": 1},
+PLANS = [{"dp": 2, "zero": 3}, {"dp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "tp": 2, "zero": 1},
          {"dp": 2, "zero": 3, "offload": "all"}]
 
 

@@ -130,6 +130,7 @@ def test_contenders_stand_beside_each_other(jobs, tmp_path):
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak       # test_contenders_stand_beside_each_other has the others
 def test_a_captured_step_stands_behind_ours(jobs, monkeypatch, tmp_path):
     """And is ours: the bench ends if it fails."""
     assert [row["name"] for row in measure(graph=True)["rows"]] == [OURS, CAPTURED, EAGER, COMPILED]

@@ -32,9 +32,24 @@ TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--w
 MINIDIST = [sys.executable, "-m", "minidist"]
 
 
+NO_FIGURE = """import os
+if "0" in (os.environ.get("RANK"), os.environ.get("PMI_RANK")):
+    from minidist.cli.train import run_folder
+    run_folder.draw_loss = lambda path, losses, **options: path.write_text(str(len(losses)))
+"""
+"""A sitecustomize.py: Python runs it when it starts. In processes of their own, runs do without matplotlib, too."""
+
+
+def starting(folder: Path, text: str = "") -> str:
+    """PYTHONPATH for processes that begin with NO_FIGURE and `text`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(NO_FIGURE + text)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`; a busy machine has a hundred seconds."""
-    environment = {**os.environ, "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": starting(folder / "start")}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
                           check=False)
 
@@ -81,7 +96,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
     """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder.
 
-    Alone it runs in this process.
+    Alone it runs in this process. tests/observe/test_plots.py draws the figure.
     """
     folder = tmp_path_factory.mktemp("runs")
     found = {}
@@ -89,7 +104,9 @@ def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
                                   ("mpirun", ["mpirun", "-n", "2"], [])):
         words = ["train", *TINY, "--data", str(book), "--out", str(folder / name), "--json",
                  str(folder / f"{name}.json"), *options]
-        done = execute([*prefix, *MINIDIST, *words], folder) if name != "alone" else execute_here(words)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("minidist.cli.train.run_folder.draw_loss", lambda path, losses, **options: path.touch())
+            done = execute([*prefix, *MINIDIST, *words], folder) if name != "alone" else execute_here(words)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
@@ -140,7 +157,7 @@ def test_why(plan: list[str], book: Path, tmp_path: Path, capsys: pytest.Capture
     assert (run / "why.png").read_bytes().startswith(b"\x89PNG") and "why.png" in metrics["files"]
 
 
-@pytest.mark.parametrize("size", ["4KiB", "auto"])
+@pytest.mark.parametrize("size", [pytest.param("4KiB", marks=pytest.mark.soak), "auto"])
 def test_bucket_bytes(size: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                       capsys: pytest.CaptureFixture[str]) -> None:
     """As given, or by the measured link; without a measured link auto is refused."""
@@ -237,6 +254,7 @@ def test_validate_bounds_the_held_out_text(most: int, book: Path, tmp_path: Path
     assert metrics["validation_loss"] == pytest.approx(float(model.loss(inputs, targets).data), rel=1e-9)
 
 
+@pytest.mark.soak       # test_precision has ZeRO-2, and test_experts ZeRO-1: their bytes, and --verify
 @pytest.mark.parametrize(("stage", "options", "says"), [
     (2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes"),
     (3, ["--tied", "--batch", "2"], "2.67 + 2.67 + 5.33 = 10.67 bytes")])
@@ -286,7 +304,8 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
 
 
-@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak       # test_experts has a plan with ep; tests/parallel/experts/test_node_experts.py has the nodes
+@pytest.mark.parametrize("placed", [False, True])
 def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str]) -> None:
     """Limited to one node, and --verify's one process knows of the two; then placed by what that run measured."""
@@ -309,12 +328,12 @@ def test_experts_on_two_nodes(placed: bool, book: Path, tmp_path: Path, monkeypa
         assert found["config"]["mixture"]["placement"] == metrics["experts"]["placement"]
 
 
+@pytest.mark.soak       # test_a_composed_plan has stages and zb-h1; tests/parallel/pipeline/ has the schedules
 @pytest.mark.parametrize(("cut", "options", "stages"), [
     ("pp=2", ["--schedule", "zb-v", "--tied"], [1, 1, 1, 1]),
     ("dp=2,pp=2", ["--schedule", "pipedream", "--clip", "0", "--microbatches", "3"], [2, 2]),
-    pytest.param("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0],
-                 marks=pytest.mark.soak),
-    pytest.param("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1], marks=pytest.mark.soak)])
+    ("pp=2", ["--schedule", "interleaved", "--stages-per-rank", "3"], [0, 1, 1, 1, 1, 0]),
+    ("dp=2,pp=2", ["--schedule", "dualpipe-v", "--zero", "1"], [1, 1, 1, 1])])
 def test_schedules_of_a_pipeline(cut: str, options: list[str], stages: list[int], book: Path, tmp_path: Path,
                                  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As one process, but for PipeDream; its stages, and its bytes beside the formula."""
@@ -397,7 +416,7 @@ def test_one_place_that_everything_passes(options: list[str], who: list[str], bo
     assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
 
 
-MORTAL = """import os
+MORTAL = """
 if os.environ.get("RANK") == "1":
     import signal
     from minidist.parallel.data.parameter_server import ParameterServer
@@ -409,16 +428,15 @@ if os.environ.get("RANK") == "1":
 
     ParameterServer.step = step
 """
-"""A sitecustomize.py: Python runs it when it starts. By rank 1 itself, for who kills it from outside may come late."""
+"""Of a sitecustomize.py. Rank 1 kills itself, because a signal from outside may come late."""
 
 
+@pytest.mark.soak       # tests/comm/test_expendable.py kills a rank under the launcher, test_elastic.py a worker
 def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capfd: pytest.CaptureFixture[str]) -> None:
     """In its 11th step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says
     who it was."""
-    (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "sitecustomize.py").write_text(MORTAL)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", starting(tmp_path / "start", MORTAL))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
     status = main(["train", *TINY, "--steps", "30", "-n", "3", "--strategy", "parameter-server", "--asynchronous",
@@ -432,9 +450,9 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path,
     assert len(metrics["losses"]) == 30 and metrics["validation_loss"] < 4
 
 
-@pytest.mark.parametrize("by", [
-    pytest.param(["train", "-n", "2"], id="train"),
-    pytest.param(["launch", "-n", "2", "-m", "minidist", "train"], id="launch", marks=pytest.mark.soak)])
+@pytest.mark.soak       # test_saving.py tells a launcher to stop, the next test looks at the folder
+@pytest.mark.parametrize("by", [["train", "-n", "2"], ["launch", "-n", "2", "-m", "minidist", "train"]],
+                         ids=["train", "launch"])
 def test_a_run_whose_launcher_is_told_to_stop_leaves_no_empty_folder(by: list[str], book: Path, tmp_path: Path) -> None:
     run = subprocess.Popen([*MINIDIST, *by, *TINY, "--steps", "100000", "--data", str(book), "--out", "runs/one"],
                            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -14,8 +14,10 @@ TINY = ["train", "--transport", "threads", "--steps", "4", "--batch", "6", "--co
 
 
 def trained(options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The metrics of a run, and what it printed."""
-    assert main([*TINY, *options, "--out", str(folder)]) == 0
+    """The metrics of a run on a short text, and what it printed."""
+    book = folder.parent / "book.txt"
+    book.write_text("to be or not to be, that is the question\n" * 50)
+    assert main([*TINY, "--data", str(book), *options, "--out", str(folder)]) == 0
     return json.loads((folder / "metrics.json").read_text(encoding="utf-8")), capsys.readouterr().out
 
 

@@ -13,9 +13,11 @@ SMALL = ["--steps", "5", "--layers", "2", "--width", "16", "--heads", "2", "--co
 
 
 def metrics(folder: Path, *options: str) -> dict[str, Any]:
-    """metrics.json of a run that is equal to a serial one."""
-    file = folder / "metrics.json"
-    assert main(["train", *SMALL, *options, "--verify", "--out", str(folder / "run"), "--json", str(file)]) == 0
+    """metrics.json of a run on a short text that is equal to a serial one."""
+    file, book = folder / "metrics.json", folder / "book.txt"
+    book.write_text("to be or not to be, that is the question\n" * 50)
+    assert main(["train", *SMALL, "--data", str(book), *options, "--verify", "--out", str(folder / "run"), "--json",
+                 str(file)]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

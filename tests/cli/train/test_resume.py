@@ -55,7 +55,7 @@ def soak(*options: str) -> Any:
 
 @pytest.mark.parametrize("options", [
     ("-n", "2", "--plan", "tp=2", "--dropout", "0.1"),
-    ("--dtype", "float32", "--precision", "fp16", "--tied"),
+    soak("--dtype", "float32", "--precision", "fp16", "--tied"),
     soak("--strategy", "data-parallel", "--replicas", "2"),
     soak("-n", "4", "--plan", "dp=2,tp=2", "--zero", "1"), soak(), soak("-n", "3"),
     soak("-n", "2", "--zero", "2", "--accumulate", "2"),
@@ -120,6 +120,7 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.soak       # tests/survive/test_plan_pairs.py, tests/cli/test_checkpoint.py; the next test has more steps
 def test_on_another_plan_and_for_more_steps(saved: Path, book: Path, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     """A constant rate, so that the number of steps changes none; the new plan's options come anew."""

@@ -56,6 +56,7 @@ def test_a_file_that_another_process_has_mapped_is_replaced(tmp_path):
     assert [entry["step"] for entry in read_ring(tmp_path / "ring")[1]] == [5]
 
 
+@pytest.mark.soak       # tests/cli/test_diagnose.py kills a rank; test_command.py looks for the rings of a training
 def test_a_killed_rank_of_a_training_is_diagnosed(tmp_path, capsys):
     book = tmp_path / "book.txt"
     book.write_text("to be or not to be, that is the question\n" * 50)

@@ -33,8 +33,9 @@ def train(book: Path, out: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    ["-n", "3", "--local-steps", "4"], STREAMING, ["-n", "2", "--local-steps", "2", "--outer", "sgd"],
-    ["--local-steps", "8"]])
+    pytest.param(["-n", "3", "--local-steps", "4"], marks=pytest.mark.soak), STREAMING,
+    pytest.param(["-n", "2", "--local-steps", "2", "--outer", "sgd"], marks=pytest.mark.soak),
+    pytest.param(["--local-steps", "8"], marks=pytest.mark.soak)])
 def test_a_run(options: list[str], book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     metrics = train(book, tmp_path / "run", *options)
     printed, error = capfd.readouterr()
@@ -63,6 +64,7 @@ def test_workers_that_meet_the_server_by_themselves(book: Path, tmp_path: Path,
     assert weights_digest(load_file(tmp_path / "run" / "model.safetensors")) == metrics["weights_sha256"]
 
 
+@pytest.mark.soak       # test_resume.py, and tests/parallel/compress/test_local_steps.py without the command
 def test_stopped_and_resumed_it_has_the_same_bits(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   capfd: pytest.CaptureFixture[str]) -> None:
     """After step 5, when a fragment has set out and is not mixed in yet; a checkpoint exports the common weights."""

@@ -20,7 +20,7 @@ IN_TURN = [CASES[2 * number + number % 2] for number in range(len(PAIRS))]
 
 
 @pytest.mark.parametrize(("verb", "algorithm", "transport"), IN_TURN)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_sample(verb, algorithm, transport, data):
     examine(data.draw(calls(verb, algorithm, transport)))
@@ -36,7 +36,7 @@ def test_full_count(verb, algorithm, transport, data):
 
 
 @pytest.mark.parametrize("transport", THREADS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_same_bits_run_after_run(transport, data):
     case = data.draw(st.sampled_from([pair for pair in PAIRS if pair[0] == "all_reduce"]).flatmap(
@@ -91,7 +91,7 @@ def test_a_long_array_goes_round_the_ring_in_stretches(how, dtype):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "torus", "hierarchical"])
-@settings(max_examples=15)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_stretches_cost_what_the_formulas_say(algorithm, data):
     """With stretches so short that most drawn arrays take several, in each ring that an algorithm is made of."""

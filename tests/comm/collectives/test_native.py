@@ -13,13 +13,13 @@ from minidist.errors import CommError, ConfigError
 
 @pytest.fixture(scope="module")
 def peaceful():
-    """What four ranks of one mpirun return of each job that leaves them as they were."""
-    return run(native_calls.peaceful, size=4, transport="mpi")
+    """What three ranks of one mpirun return of each job that leaves them as they were."""
+    return run(native_calls.peaceful, size=3, transport="mpi")
 
 
 def test_groups_keep_apart(peaceful):
     results = [groups for groups, _, _ in peaceful]
-    assert results == [[[3], [3, 2, 1, 0], [3.0 if rank < 2 else 7.0] * 8] for rank in range(4)]
+    assert results == [[[2], [2, 1, 0], [5.0 if rank < 2 else 4.0] * 8] for rank in range(3)]
 
 
 def test_what_mpi_does_not_know_is_refused(peaceful):
@@ -30,7 +30,7 @@ def test_what_mpi_does_not_know_is_refused(peaceful):
 
 def test_an_empty_chunk_is_no_alias(peaceful):
     for rank, (_, _, results) in enumerate(peaceful):
-        assert results == [(4 * np.array_split(np.arange(length), 4)[rank]).tolist() for length in (0, 1, 3, 5)]
+        assert results == [(3 * np.array_split(np.arange(length), 3)[rank]).tolist() for length in (0, 1, 3, 5)]
 
 
 class Uncalled:
@@ -65,7 +65,7 @@ def test_every_rank_learns_who_disagrees_before_the_library_is_called(kind, size
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=() if kind == "op" else pytest.mark.soak) for kind in native_calls.WAYS])
 def test_the_same_over_mpi(kind, tmp_path):
-    check_disagreement(kind, 2, tmp_path, size=4, transport="mpi")
+    check_disagreement(kind, 2, tmp_path, size=3, transport="mpi")
 
 
 @pytest.mark.soak

@@ -48,13 +48,13 @@ def pieces_of(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", SHARED)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_sample(verb, data):
     examine(data.draw(calls(verb, "shared", "shm")), run_shm)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_sample_of_short_arrays_in_chunks(data):
     """Arrays that every rank would add by itself."""
@@ -255,7 +255,7 @@ def test_an_array_that_is_its_own_part_of_out(lends):
         assert run_shm(job, size=3, lends=lends) == [[1.0, 2.0, 3.0]] * 3
 
 
-@on_both_ways
+@pytest.mark.parametrize("lends", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_between_processes(lends, monkeypatch):
     """As conformance has it for short arrays: several dtypes, layouts and ways to get the result."""
     if not lends:

@@ -66,7 +66,8 @@ def test_what_else_may_come_stays_to_be_read():
         assert crash_told(seat) is None             # it has hung up
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak       # test_a_process_that_dies_of_a_signal, and tests/launch/test_membership.py kills under mpirun
+@pytest.mark.parametrize("victim", [1, 0])
 def test_under_mpirun_the_rank_is_named(victim):
     with nothing_left() as environment:
         done = finish(start([*find_mpirun().command(3), sys.executable, "-c", PROGRAM.format(victim=victim)],

@@ -434,7 +434,7 @@ def ping_pong(kind: str, rounds: int, sizes: tuple[int, ...]) -> None:
 
 @on_every_link
 def test_no_wake_up_is_lost(kind):
-    ping_pong(kind, 800, (1, 1000, 1, 200_000))
+    ping_pong(kind, 160, (1, 1000, 1, 200_000))
 
 
 @pytest.mark.soak

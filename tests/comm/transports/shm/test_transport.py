@@ -19,7 +19,7 @@ def calls(world):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", [12, *(pytest.param(size, marks=pytest.mark.soak) for size in (96, 128, 200))])
+@pytest.mark.parametrize("size", [10, *(pytest.param(size, marks=pytest.mark.soak) for size in (96, 128, 200))])
 def test_many_ranks(size):
     with nothing_left():
         found = md.run(calls, size=size, transport="shm", limit=300)
