@@ -14,6 +14,7 @@ resumed, may have it mapped. So a path holds the ring of the newest rank of that
 Cost: about 4 µs a call, and no memory but the ring.
 """
 
+import errno
 import itertools
 import mmap
 import os
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -63,6 +64,8 @@ from minidist.comm.flight.slots import (
 )
 from minidist.errors import ConfigError
 from minidist.files import reserve
+
+FOLDER_TRIES = 100
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
 """Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
@@ -189,8 +192,7 @@ class FlightRecorder:
         before, path = self._open(), Path(path)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(draft, "w+b") as file:
+            with _new_file(draft) as file:
                 reserve(file.fileno(), 0, RING_BYTES)   # a write to a map beyond a full disk would kill the rank
                 ring = mmap.mmap(file.fileno(), RING_BYTES)
             ring[:] = before[:]
@@ -229,6 +231,15 @@ class FlightRecorder:
         if len(packed) > HEADER_BYTES - len(MAGIC) - 4:         # thousands of groups: their ranks are left out
             packed = msgpack.packb({**header, "groups": {}})
         ring[:len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """A new file in its folder, which a rank that can keep no ring may remove between these two lines."""
+    for _ in range(FOLDER_TRIES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return open(path, "w+b")
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:

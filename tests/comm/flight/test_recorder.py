@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,20 @@ def test_a_ring_in_a_file_is_read_by_others(tmp_path):
     assert path.stat().st_size == RING_BYTES
     assert (header["rank"], header["pid"], header["groups"]) == (2, os.getpid(), {7: ["dp", [0, 2]]})
     assert [entry["sequence"] for entry in entries] == [1, 2]
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """A rank that can keep no ring removes the folder, if it is empty."""
+    made, folder = Path.mkdir, tmp_path / "flight"
+
+    def removed_once(path, **options):
+        made(path, **options)
+        monkeypatch.setattr(Path, "mkdir", made)
+        path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", removed_once)
+    FlightRecorder(0).keep_in(folder / "0.ring")
+    assert (folder / "0.ring").is_file()
 
 
 def test_what_is_no_ring_is_refused(tmp_path):
