@@ -32,6 +32,7 @@ from minidist.survive.kept_shards import KeptShards
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
+WAIT_LIMIT = 20.0       # seconds until more ranks can take part
 
 
 def batch_of(step):
@@ -59,6 +60,15 @@ def cut(file):
         sock.shutdown(socket.SHUT_RDWR)
 
 
+def wait_for_more(job):
+    """Wait until more ranks can take part. Raises: RuntimeError after WAIT_LIMIT s."""
+    deadline = time.monotonic() + WAIT_LIMIT
+    while not job.asked and job.stop_at is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"in {WAIT_LIMIT:g} s no process came that could join generation {job.number}")
+        time.sleep(0.01)
+
+
 def train(world, job, survivor, settings, folder):
     """All steps; rank 0 writes what came of it."""
     death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
@@ -71,10 +81,8 @@ def train(world, job, survivor, settings, folder):
     serves = survivor.serve(trainer, batch_of(0))
     while trainer.steps_done < settings["steps"] and not serves:
         step = trainer.steps_done
-        deadline = time.monotonic() + 60
-        while step == settings.get("wait") and (job.number, world.rank) == (2, 0) and not job.asked \
-                and job.stop_at is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if step == settings.get("wait") and (job.number, world.rank) == (2, 0):
+            wait_for_more(job)
         if step == death and when in ("before", "stop"):
             die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
         if step == death and when in ("cut", "deaf"):
