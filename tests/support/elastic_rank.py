@@ -4,6 +4,7 @@
     steps    of the training
     pause    seconds that each step takes at least
     wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
+    agree    {process: seconds}: it says so late that it knows the step to stop after; agree_limit: rank 0 waits so long
     deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
              the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
              its connection to a rank is "cut"; or to the monitor: "deaf"
@@ -21,7 +22,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.launch import membership
+from minidist.launch import generations, membership
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
@@ -67,6 +68,18 @@ def wait_for_more(job):
         if time.monotonic() > deadline:
             raise RuntimeError(f"in {WAIT_LIMIT:g} s no process came that could join generation {job.number}")
         time.sleep(0.01)
+
+
+def agree_late(job, seconds):
+    """This process takes so long to say that it knows the step to stop after."""
+    tell = job._tell
+
+    def tell_late(kind, **content):
+        if kind == "agreed":
+            time.sleep(seconds)
+        tell(kind, **content)
+
+    job._tell = tell_late
 
 
 def train(world, job, survivor, settings, folder):
@@ -137,6 +150,8 @@ def main(folder, settings):
     warm_up(settings.get("transport"))
     fork_on_demand()
     job = Generations.from_environment()
+    agree_late(job, settings.get("agree", {}).get(str(job.process), 0.0))
+    generations.AGREE_LIMIT = settings.get("agree_limit", generations.AGREE_LIMIT)
     options = settings.get("options", {})
     survivor = Survivor(job, copies=KeptShards(settings.get("every", 50)) if options.get("asynchronous") else
                         KeptReplica(options["local_steps"]) if "local_steps" in options else None)

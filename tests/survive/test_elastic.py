@@ -118,6 +118,18 @@ def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path, late_f
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("options", [{}, {"local_steps": 4}])
+@pytest.mark.parametrize(("seconds", "limit", "ended"), [(12.0, None, "left"), (3.0, 1.5, "broken")])
+def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_fork):
+    """Rank 0 does not go on past the step that others stop after: it waits, or the generation breaks."""
+    settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}, "agree": {"2": seconds},
+                **({"agree_limit": limit} if limit else {}), **({"options": options} if options else {})}
+    result, events = run_job(tmp_path, Elastic((2, 3), restarts=1), **settings)
+    assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
+    assert [event["event"] for event in events if event["event"] in ("left", "broken")] == ["broken", ended]
+
+
+@pytest.mark.soak
 def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
     """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a process is started."""
     fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
