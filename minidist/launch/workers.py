@@ -201,12 +201,14 @@ class Workforce:
         """
         self._closed = True
         self._acceptor.close()
-        for thread in self._starters:
-            thread.join(FORK_LIMIT + 1.0)
         for worker in self.workers.values():
             if worker.sock is not None:
                 end_connection(worker.sock)
-            else:
+        deadline = time.monotonic() + FORK_LIMIT
+        while any(thread.is_alive() for thread in self._starters) and time.monotonic() < deadline and not hurry():
+            time.sleep(0.005)
+        for worker in self.workers.values():
+            if worker.sock is None:
                 worker.tell()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + (0.0 if hurry() else grace)

@@ -4,7 +4,8 @@
     steps    of the training
     pause    seconds that each step takes at least
     wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
-    agree    {process: seconds}: it says so late that it knows the step to stop after; agree_limit: rank 0 waits so long
+    agree    {process: seconds}: it takes so long to say that it knows the step to stop after
+    agree_limit  seconds that rank 0 waits for that
     deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
              the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
              its connection to a rank is "cut"; or to the monitor: "deaf"
