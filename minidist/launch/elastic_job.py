@@ -16,6 +16,7 @@ forms the next one:
 Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when they are lost. When
 another can take a lost one's place, the launcher tells each rank to leave after the step that it is in.
 
+A replacement is started by another thread: the ranks that are left go on meanwhile, also when a fork takes long.
 A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
 the launcher does not know: the ranks hold it (survive/elastic.py).
 """
@@ -201,9 +202,9 @@ class ElasticJob:
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
-        if self.restarts and not self.told and len(self.workforce.workers) < wanted and not self.workforce.of(DONE):
+        if self.restarts and not self.told and self.workforce.count() < wanted and not self.workforce.of(DONE):
             self.restarts -= 1
-            self.workforce.start()
+            self.workforce.start_beside()                   # the others do not wait for it
 
     def _form_next(self) -> None:
         """Once all that live have left the last generation: form the next, if that is possible now."""
@@ -218,14 +219,15 @@ class ElasticJob:
                 worker.kill()
         if staying:
             return
+        coming = self.workforce.coming          # read first: one that has come meanwhile counts as starting
         ready = self.workforce.of(WAITING)
         starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
         size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
         patience = 0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
         first = [worker for worker in starting if generation is None and worker.number < wanted]
-        if not first and (size == wanted or (size and not (starting and now - since < patience))):
+        if not first and (size == wanted or (size and not ((starting or coming) and now - since < patience))):
             self._form(size, ready)
-        elif not starting:
+        elif not (starting or coming):
             self._give_up(f"{len(ready)} processes are left, and the job needs {self.elastic.sizes[0]}; give more "
                           f"--max-restarts")
 

@@ -27,7 +27,7 @@ from minidist.launch.launchers import detect
 from minidist.launch.membership import Membership, adopt, limit_blas_threads
 
 REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
-AGREE_LIMIT = 10.0      # seconds that rank 0 waits until all ranks know the step to stop after
+AGREE_LIMIT = 60.0      # seconds that rank 0 waits until all ranks know the step to stop after
 LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
 HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
 SAY_AGAIN = 0.2         # seconds from one time that rank 0 says how many steps are made to the next
@@ -164,6 +164,9 @@ class Generations:
         Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0 has begun it: the
         step that is about to begin, say. Rank 0 begins it when all others know of it. Ranks that make steps of their
         own are told by the launcher, and leave when they hear it.
+
+        Raises: TimeoutError on rank 0 if a rank does not say that it knows. Those that know stop there, so rank 0 may
+                not go on: it leaves, and the generation breaks.
         """
         assert self._membership is not None
         if self._membership.launch.world_rank == 0 and time.monotonic() > self._said + SAY_AGAIN:
@@ -172,8 +175,11 @@ class Generations:
         if self._regroup and self.stop_at is None and self._membership.launch.world_rank == 0:
             self._regroup = False
             self._tell("boundary", step=boundary)
+            deadline = time.monotonic() + AGREE_LIMIT
             if self._wait("go", AGREE_LIMIT) is not None:
                 self.stop_at = boundary
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks said in {AGREE_LIMIT:g} s that they stop after step {boundary}")
         return self.stop_at is not None and step >= self.stop_at
 
     # --- the connection ----------------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ class Template:
         if ours is not None:
             os.close(ours)
         self.ready = False
+        self._process.kill()                                # one that is late would fork after all
         return None
 
     def close(self) -> None:

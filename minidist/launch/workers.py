@@ -36,7 +36,7 @@ from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import copy_lines, start_thread
-from minidist.launch.template import Orphan, Template
+from minidist.launch.template import FORK_LIMIT, Orphan, Template
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -86,25 +86,59 @@ class Worker:
 
 
 class Workforce:
-    """All processes that were started and have not ended, by number; what they say is in `events`."""
+    """All processes that were started and have not ended, by number; what they say is in `events`.
+
+    Attributes: coming: how many more are being started.
+    """
 
     def __init__(self, command: Sequence[str], token: bytes, limits: Limits) -> None:
         self.command, self.token, self.started, self.limits = list(command), token, 0, limits
-        self.workers: dict[int, Worker] = {}
-        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.workers: dict[int, Worker] = {}        # replaced as a whole: another thread may be walking through it
+        self.coming = 0
+        self.events: queue.SimpleQueue[Event | LaunchError | None] = queue.SimpleQueue()
         self._listener = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
         self._template: Template | None = None
-        self._starting = threading.Lock()
+        self._starting, self._counting = threading.Lock(), threading.Lock()
+        self._starters: list[threading.Thread] = []
         start_thread(self._accept)
 
-    def start(self) -> Worker:
+    def start(self) -> None:
         """Start another process. Raises: LaunchError if the command cannot be started."""
-        number = self.started
+        self._start(self._next_number())
+
+    def start_beside(self) -> None:
+        """As `start`, in another thread: a fork may take long, and the launcher serves the ranks meanwhile.
+
+        An error is raised by `next_event`.
+        """
+        living = [thread for thread in self._starters if thread.is_alive()]
+        self._starters = [*living, start_thread(self._start_or_tell, self._next_number())]
+
+    def count(self) -> int:
+        """The processes that are there, and those that are being started."""
+        with self._counting:
+            return len(self.workers) + self.coming
+
+    def _next_number(self) -> int:
+        """The number of a process that is about to be started."""
+        with self._counting:
+            self.coming, self.started = self.coming + 1, self.started + 1
+            return self.started - 1
+
+    def _start_or_tell(self, number: int) -> None:
+        try:
+            self._start(number)
+        except LaunchError as error:
+            self.events.put(error)
+
+    def _start(self, number: int) -> None:
         with self._starting:                                # one that is forked may come before fork() returns
-            forked = None if self._template is None else self._template.fork(number)
+            forked = None if self._template is None or self._closed else self._template.fork(number)
+            if forked is None and self._closed:
+                return
             try:
                 process = forked or subprocess.Popen(self.command, env=self._environment(number),
                                                      stdin=None if number == 0 else subprocess.DEVNULL,
@@ -112,11 +146,11 @@ class Workforce:
             except OSError as error:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
             self.limits.started(process.pid)
-            worker = self.workers[number] = Worker(number, process)
-        self.started += 1
+            worker = Worker(number, process)
+            with self._counting:
+                self.workers, self.coming = {**self.workers, number: worker}, self.coming - 1
         if process.stderr is not None:
             start_thread(copy_lines, process.stderr, worker.__str__)
-        return worker
 
     def start_template(self, ready_or: Callable[[], bool]) -> None:
         """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
@@ -139,26 +173,43 @@ class Workforce:
         return [worker for _, worker in sorted(self.workers.items()) if worker.state in states]
 
     def next_event(self, limit: float) -> Event | None:
-        """What a process said; None if none said anything in `limit` s, or one has ended."""
-        with contextlib.suppress(queue.Empty):
-            return self.events.get(timeout=limit)
-        return None
+        """What a process said; None if none said anything in `limit` s, or one has ended.
+
+        Raises: LaunchError if another process could not be started.
+        """
+        try:
+            event = self.events.get(timeout=limit)
+        except queue.Empty:
+            return None
+        if isinstance(event, LaunchError):
+            raise event
+        return event
 
     def reap(self) -> list[tuple[Worker, int]]:
         """Those that have ended since the last call, with their exit codes."""
         gone = [(worker, code) for worker in self.of(STARTING, WAITING, MEMBER, DONE)
                 if (code := worker.process.poll()) is not None]
-        for worker, _ in gone:
-            del self.workers[worker.number]
+        ended = {worker.number for worker, _ in gone}
+        with self._counting:
+            self.workers = {number: worker for number, worker in self.workers.items() if number not in ended}
         return gone
 
     def end(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after as long again."""
+        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after as long again.
+
+        A process that has not connected yet gets SIGTERM at once.
+        """
         self._closed = True
         self._acceptor.close()
         for worker in self.workers.values():
             if worker.sock is not None:
                 end_connection(worker.sock)
+        deadline = time.monotonic() + FORK_LIMIT
+        while any(thread.is_alive() for thread in self._starters) and time.monotonic() < deadline and not hurry():
+            time.sleep(0.005)
+        for worker in self.workers.values():
+            if worker.sock is None:
+                worker.tell()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + (0.0 if hurry() else grace)
             while self.workers and time.monotonic() < deadline and not hurry():

@@ -4,6 +4,8 @@
     steps    of the training
     pause    seconds that each step takes at least
     wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
+    agree    {process: seconds}: it takes so long to say that it knows the step to stop after
+    agree_limit  seconds that rank 0 waits for that
     deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
              the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
              its connection to a rank is "cut"; or to the monitor: "deaf"
@@ -21,7 +23,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.launch import membership
+from minidist.launch import generations, membership
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
@@ -32,6 +34,7 @@ from minidist.survive.kept_shards import KeptShards
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
+WAIT_LIMIT = 20.0       # seconds until more ranks can take part
 
 
 def batch_of(step):
@@ -59,6 +62,27 @@ def cut(file):
         sock.shutdown(socket.SHUT_RDWR)
 
 
+def wait_for_more(job):
+    """Wait until more ranks can take part. Raises: RuntimeError after WAIT_LIMIT s."""
+    deadline = time.monotonic() + WAIT_LIMIT
+    while not job.asked and job.stop_at is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"in {WAIT_LIMIT:g} s no process came that could join generation {job.number}")
+        time.sleep(0.01)
+
+
+def agree_late(job, seconds):
+    """This process takes so long to say that it knows the step to stop after."""
+    tell = job._tell
+
+    def tell_late(kind, **content):
+        if kind == "agreed":
+            time.sleep(seconds)
+        tell(kind, **content)
+
+    job._tell = tell_late
+
+
 def train(world, job, survivor, settings, folder):
     """All steps; rank 0 writes what came of it."""
     death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
@@ -71,10 +95,8 @@ def train(world, job, survivor, settings, folder):
     serves = survivor.serve(trainer, batch_of(0))
     while trainer.steps_done < settings["steps"] and not serves:
         step = trainer.steps_done
-        deadline = time.monotonic() + 60
-        while step == settings.get("wait") and (job.number, world.rank) == (2, 0) and not job.asked \
-                and job.stop_at is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if step == settings.get("wait") and (job.number, world.rank) == (2, 0):
+            wait_for_more(job)
         if step == death and when in ("before", "stop"):
             die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
         if step == death and when in ("cut", "deaf"):
@@ -129,6 +151,8 @@ def main(folder, settings):
     warm_up(settings.get("transport"))
     fork_on_demand()
     job = Generations.from_environment()
+    agree_late(job, settings.get("agree", {}).get(str(job.process), 0.0))
+    generations.AGREE_LIMIT = settings.get("agree_limit", generations.AGREE_LIMIT)
     options = settings.get("options", {})
     survivor = Survivor(job, copies=KeptShards(settings.get("every", 50)) if options.get("asynchronous") else
                         KeptReplica(options["local_steps"]) if "local_steps" in options else None)

@@ -1,6 +1,7 @@
 """Elastic jobs: ranks are killed, and the losses are those of a training without them, or with its changes of plan."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from seldom import replay as replay_seldom
 
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
+from minidist.launch.template import FORK_LIMIT, Template
 from minidist.parallel.data.bounded_staleness import Update
 from minidist.parallel.data.replay_updates import replay as replay_updates
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS
@@ -41,6 +43,30 @@ def check(folder, settings, result, sizes):
     assert (result["losses"], result["sha256"]) == (losses, digest)
 
 
+@pytest.fixture
+def late_fork(monkeypatch, tmp_path):
+    """A replacement is forked when generation 2 has made a step: the ranks that are left do not wait for the fork."""
+    fork, record, waited = Template.fork, tmp_path / "elastic.jsonl", []
+
+    def fork_late(template, number):
+        deadline = time.monotonic() + FORK_LIMIT
+        while record.exists() and not has_stepped(record, 2) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if record.exists():
+            waited.append(time.monotonic() < deadline)
+        return fork(template, number)
+
+    monkeypatch.setattr(Template, "fork", fork_late)
+    yield
+    assert waited == [True]
+
+
+def has_stepped(record, generation):
+    """Whether the launcher's record has a step of this generation."""
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    return any((event["event"], event.get("generation")) == ("stepped", generation) for event in events)
+
+
 def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path, capfd):
     """Under ZeRO only the partner has the lost shards. The bits are those of a training that nothing disturbs."""
     settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "within")}}
@@ -54,7 +80,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path, capfd):
 
 
 @pytest.mark.soak
-def test_a_job_shrinks_and_grows_again(tmp_path):
+def test_a_job_shrinks_and_grows_again(tmp_path, late_fork):
     """The ranks that are left go on at once; when the replacement has started, all stop after the same step."""
     settings = {"steps": 9, "wait": 6, "deaths": {"0": (4, "before")}}
     result, events = run_job(tmp_path, Elastic((3, 4), restarts=1), **settings)
@@ -82,14 +108,45 @@ def seldom(folder, elastic, **settings):
 
 
 @pytest.mark.soak       # others join above and below; test_kept_replica.py has the weights
-def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path):
-    """One is killed in a meeting, the others go on at once; its replacement joins after a meeting."""
+def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path, late_fork):
+    """One is killed in a meeting, the others go on at once; its replacement comes late, and joins after a meeting."""
     settings = {"steps": 24, "wait": 14, "options": {"local_steps": 4}, "deaths": {"1": (7, "meeting")}}
     records = seldom(tmp_path, Elastic((2, 3), restarts=1), **settings)
     assert [record["size"] for record in records] == [3, 2, 3]
     assert records[1]["step"] == max(records[1]["made"]) in (7, 8)      # on a busy machine one may not be there yet
     assert records[2]["step"] % 4 == 0 and sorted(map(str, records[2]["made"])) == [
         *2 * [str(records[2]["step"])], "None"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{}, {"local_steps": 4}])
+@pytest.mark.parametrize(("seconds", "limit", "ended"), [(12.0, None, "left"), (3.0, 1.5, "broken")])
+def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_fork):
+    """Rank 0 does not go on past the step that others stop after: it waits, or the generation breaks."""
+    settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}, "agree": {"2": seconds},
+                **({"agree_limit": limit} if limit else {}), **({"options": options} if options else {})}
+    result, events = run_job(tmp_path, Elastic((2, 3), restarts=1), **settings)
+    assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
+    assert [event["event"] for event in events if event["event"] in ("left", "broken")] == ["broken", ended]
+
+
+@pytest.mark.soak
+def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
+    """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a process is started."""
+    fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
+
+    def stop_first(template, number):
+        if record.exists() and not stopped:
+            stopped.append(time.time())
+            os.kill(template.pid, signal.SIGSTOP)
+        return fork(template, number)
+
+    monkeypatch.setattr(Template, "fork", stop_first)
+    settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}}
+    result, events = run_job(tmp_path, Elastic((2, 3), restarts=1), **settings)
+    assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
+    formed = [event["time"] - stopped[0] for event in events if event["event"] == "forming"]
+    assert formed[1] < FORK_LIMIT / 2 and formed[2] > FORK_LIMIT
 
 
 SELDOM = {
