@@ -17,8 +17,9 @@ import numpy as np
 
 import minidist
 from minidist.cli.train.rings import BAD_INPUT, drop_rings
+from minidist.comm.health.failure import LAUNCHER
 from minidist.console import fail, write_json
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, PeerLostError
 from minidist.files import DISK_FAILED, lock_holder, scratch, sweep
 from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
@@ -61,6 +62,10 @@ def run_folder(folder: Path) -> Iterator[None]:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
         drop_rings(folder, BAD_INPUT if isinstance(error, ConfigError) else 130)
+        raise
+    except PeerLostError as error:
+        if error.world_rank == LAUNCHER:                    # it was told to stop, and ends its ranks
+            drop_rings(folder, 143)
         raise
     finally:
         clear()
