@@ -1,16 +1,17 @@
-"""Every figure and every printed block of the documents, made again by one command; and those that are older than their code.
+"""Every figure and every printed block of the documents, made again by one command; and those older than their code.
 
     python -m minidist.lessons.drawn                  # which are older, and what has changed since
-    python -m minidist.lessons.drawn --redraw 03 07   # record runs, draw and print in place, Mermaid blocks too; or: all
-    python -m minidist.lessons.drawn --reprint 03     # printed blocks alone: seconds, and the same on every machine
-    python -m minidist.lessons.drawn --redraw 20 --measured    # measured blocks too: on a quiet machine
+    python -m minidist.lessons.drawn --redraw 03 07   # record runs, draw and print in place, Mermaid too; or: all
     python -m minidist.lessons.drawn --same 03        # looked at: the change does not show
     python -m minidist.lessons.drawn --later 07       # known to be older: to be made again on a quiet machine
 
+Each of them takes `--only figures`, `printed` or `measured`. Printed blocks take seconds, and are the same on every
+machine. Measured blocks need a quiet machine: --redraw makes them only where --only asks for them.
+
 A figure shows the code of its script, of the files that the script loads from its lesson, and of the modules in the
-head of the story; a printed block (printed.py) that of its command's script. Comments, docstrings and blank lines do not
-count. `drawn.json` and `printed.json` keep a digest of each of these files from the time of the making, and of what was
-made; tests compare them.
+head of the story; a printed block (printed.py) that of its command's script. Comments, docstrings and blank lines do
+not count. `drawn.json` and `printed.json` keep a digest of each of these files from the time of the making, and of what
+was made; tests compare them.
 """
 
 import argparse
@@ -18,8 +19,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from minidist import lessons
-from minidist.console import Parser, fail
 from minidist.lessons import printed
 from minidist.lessons.stamps import (
     ShownThing,
@@ -32,6 +31,9 @@ from minidist.lessons.stamps import (
     shown_code,
     write_stamps,
 )
+
+from minidist import lessons
+from minidist.console import Parser, fail
 
 STAMPS = lessons.FOLDER / "drawn.json"
 SCRIPTS = ("figure.py", "hosts.py")
@@ -71,7 +73,7 @@ def pictures(script: Path) -> list[Path]:
 
 def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) -> list[str]:
     """Make these things again, or stamp them without. Returns: the names of those that failed; their stamps stay."""
-    numbers = arguments.redraw or arguments.reprint or arguments.same or arguments.later
+    numbers = arguments.redraw or arguments.same or arguments.later
     folders = {lesson.folder for lesson in lessons.every_lesson()} if numbers == ["all"] else \
         {lessons.find(number).folder for number in numbers}
     kept, failed = read_stamps(file), []
@@ -80,7 +82,7 @@ def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) ->
             continue
         if arguments.later:
             kept[thing.name] = {**kept.get(thing.name, {}), "older": True}
-        elif (arguments.redraw or arguments.reprint) and not thing.renew():
+        elif arguments.redraw and not thing.renew():
             failed.append(thing.name)
         else:
             kept[thing.name] = stamped(thing)
@@ -94,11 +96,12 @@ def stamped(thing: ShownThing) -> Stamp:
     return thing.stamp()
 
 
-def things_of(arguments: argparse.Namespace) -> list[tuple[Path, list[ShownThing]]]:
-    """The file of stamps, and the things that the options are about: figures, printed blocks, measured ones if asked for."""
-    looked = arguments.same or arguments.later
-    blocks = [found for found in printed.every_printout() if looked or arguments.measured or not found.measured]
-    return [(STAMPS, [] if arguments.reprint else [*figures()]), (printed.STAMPS, [*blocks])]
+def every_thing() -> list[tuple[str, Path, list[ShownThing]]]:
+    """(kind, the file of its stamps, its things) of all that the documents show."""
+    blocks = printed.every_printout()
+    return [("figures", STAMPS, [*figures()]),
+            ("printed", printed.STAMPS, [found for found in blocks if not found.measured]),
+            ("measured", printed.STAMPS, [found for found in blocks if found.measured])]
 
 
 def tell(file: Path, things: list[ShownThing]) -> None:
@@ -113,21 +116,22 @@ def tell(file: Path, things: list[ShownThing]) -> None:
 
 def main() -> int:
     """Say which figures and printed blocks are older; with an option, make them again or stamp them."""
-    parser = Parser(prog="python -m minidist.lessons.drawn", description="The figures and printed blocks, and their age.")
+    parser = Parser(prog="python -m minidist.lessons.drawn", description="Figures, printed blocks, and their age.")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--redraw", nargs="+", metavar="NN", help="draw and print those of these lessons; or: all")
-    choice.add_argument("--reprint", nargs="+", metavar="NN", help="print the blocks of these lessons; or: all")
     choice.add_argument("--same", nargs="+", metavar="NN", help="looked at: the change does not show")
     choice.add_argument("--later", nargs="+", metavar="NN", help="known to be older: to be made again later")
-    parser.add_argument("--measured", action="store_true", help="with --redraw or --reprint: measured blocks too")
+    parser.add_argument("--only", choices=("figures", "printed", "measured"), help="of these alone (default: all, but "
+                        "--redraw leaves measured blocks as they are)")
     arguments = parser.parse_args()
     if not STAMPS.is_file():
         fail(f"there is no {STAMPS}; run in a checkout of the repository")
-    if not (arguments.redraw or arguments.reprint or arguments.same or arguments.later):
-        tell(STAMPS, [*figures()])
-        tell(printed.STAMPS, [*printed.every_printout()])
-        return 0
-    failed = [name for file, things in things_of(arguments) for name in mark(file, things, arguments)]
+    failed = []
+    for kind, file, things in every_thing():
+        if not (arguments.redraw or arguments.same or arguments.later):
+            tell(file, things)
+        elif kind == (arguments.only or kind) and (kind != "measured" or arguments.only or not arguments.redraw):
+            failed += mark(file, things, arguments)
     print("".join(f"{name} failed: what it makes may be half old, half new\n" for name in failed), end="")
     return int(bool(failed))
 

@@ -6,9 +6,10 @@ A line before the block names the command, and how the title of the table, or th
     <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        seconds, or what depends on them
     <!-- by hand: rates that the makers state -->                                     nothing prints it
 
-A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of all rows that the command
-writes with --json. The text is what stands below its line, up to an empty line. Without a title the command itself writes what
-stands between the mark and `<!-- end -->`. `drawn.py` is the command that renews blocks; `printed.json` keeps their age.
+A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of all rows that the
+command writes with --json. The text is what stands below its line, up to an empty line. Without a title the command
+itself writes what stands between the mark and `<!-- end -->`. `drawn.py` is the command that makes blocks again;
+`printed.json` keeps their age.
 """
 
 import json
@@ -24,10 +25,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from minidist.lessons.stamps import ROOT, Stamp, digest_of, digests, label, modules_of, shown_code
+
 from minidist import lessons
 from minidist.errors import ConfigError
 from minidist.files import scratch, whole
-from minidist.lessons.stamps import ROOT, Stamp, digest_of, digests, label, modules_of, shown_code
 
 STAMPS = lessons.FOLDER / "printed.json"
 LIMIT = 600.0       # seconds for a command, on a busy machine
@@ -94,7 +96,7 @@ class Printout:
                 "blocks": {block.title or "page": digest_of("\n".join(block.lines).encode()) for block in self.blocks}}
 
     def fresh(self) -> dict[Block, list[str]]:
-        """Run the command. Returns: the lines that each block should have; none for lines that the command writes itself.
+        """Run the command. Returns: the lines that each block should have, but for what the command itself writes.
 
         Raises: ConfigError if the command fails, or does not print what a block shows.
         """
@@ -127,7 +129,7 @@ class Printout:
         return True
 
 
-# -------------------------------------------------------------------------------------------------- what a command prints
+# ------------------------------------------------------------------------------------------------ what a command prints
 
 def run_command(command: str, folder: Path, file: Path | None) -> str:
     """Run `python …` or `minidist …` in `folder`. Returns: what it prints; its tables are in `file`.
@@ -209,7 +211,7 @@ def text_lines(block: Block, output: str) -> list[str]:
 
 
 def alike(before: tuple[str, ...], after: list[str]) -> bool:
-    """The same text. Rounding errors, written as 2.8e-06, depend on the processor: they may differ by a factor of 10."""
+    """The same text. Rounding errors, such as 2.8e-06, depend on the processor: a factor of 10 is allowed."""
     texts = "\n".join(line.rstrip() for line in before), "\n".join(line.rstrip() for line in after)
     errors = [[float(number) for number in ROUNDING.findall(text)] for text in texts]
     return len({ROUNDING.sub("", text) for text in texts}) == 1 and all(

@@ -1,7 +1,7 @@
 """The age of what a document shows: digests of its code, from the time when it was made.
 
-Figures (drawn.py) and printed blocks (printed.py) are *shown things*. A JSON file keeps a stamp of each: the digest of each file of
-code that it shows, and of what was made. Comments, docstrings and blank lines do not count.
+Figures (drawn.py) and printed blocks (printed.py) are *shown things*. A JSON file keeps a stamp of each: the digest of
+each file of code that it shows, and of what was made. Comments, docstrings and blank lines do not count.
 """
 
 import ast
