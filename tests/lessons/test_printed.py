@@ -37,9 +37,10 @@ def advice(printout: printed.Printout, files: list[str]) -> str:
     """What is older, where it stands, and the command that makes it again."""
     lines = ", ".join(str(block.line) for block in printout.blocks)
     number, kind = printout.folder.name[:2], "measured" if printout.measured else "printed"
-    return (f"{stamps.label(printout.document)}, line {lines}: older than {', '.join(files[:4])}{' …' * (len(files) > 4)}"
-            f"; make it again (python -m minidist.lessons.drawn --redraw {number} --only {kind}), or look at it and say "
-            "--same or --later")
+    where = f"{stamps.label(printout.document)}, line {lines}"
+    return (f"{where}: older than {', '.join(files[:4])}{' …' * (len(files) > 4)}"
+            f"; make it again (python -m minidist.lessons.drawn --redraw {number} --only {kind}), or look at it and "
+            "say --same or --later")
 
 
 def test_no_printed_block_is_older_than_its_code() -> None:
