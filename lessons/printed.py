@@ -42,7 +42,7 @@ ROUNDING = re.compile(r"\b(\d(?:\.\d+)?e[-+]\d\d)\b")
 
 
 @dataclass(frozen=True)
-class Block:
+class PrintedBlock:
     """Lines of a document that a command prints."""
 
     line: int
@@ -69,7 +69,7 @@ class Printout:
     measured: bool
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[PrintedBlock]:
         """As the document has them now."""
         return marked_blocks(self.document)[self.command, self.measured]
 
@@ -95,7 +95,7 @@ class Printout:
         return {"code": digests(code),
                 "blocks": {block.title or "page": digest_of("\n".join(block.lines).encode()) for block in self.blocks}}
 
-    def fresh(self) -> dict[Block, list[str]]:
+    def fresh(self) -> dict[PrintedBlock, list[str]]:
         """Run the command. Returns: the lines that each block should have, but for what the command itself writes.
 
         Raises: ConfigError if the command fails, or does not print what a block shows.
@@ -180,7 +180,7 @@ def cell_of(value: Any) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def table_lines(block: Block, tables: list[dict[str, Any]]) -> list[str]:
+def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
     """The block's table, by its head's columns. A cell that says what a cell said before looks as that one did.
 
     Raises: ConfigError if there is no such table, or it has no such column.
@@ -200,7 +200,7 @@ def table_lines(block: Block, tables: list[dict[str, Any]]) -> list[str]:
     return [*block.lines[:2], *(re.sub(r"\|  (?=\|)", "| ", line) for line in written)]
 
 
-def text_lines(block: Block, output: str) -> list[str]:
+def text_lines(block: PrintedBlock, output: str) -> list[str]:
     """The lines below the block's title, up to an empty line.
 
     Raises: ConfigError if the output has no such title.
@@ -231,9 +231,9 @@ def every_printout() -> list[Printout]:
             for command, measured in marked_blocks(document)]
 
 
-def marked_blocks(document: Path) -> dict[tuple[str, bool], list[Block]]:
+def marked_blocks(document: Path) -> dict[tuple[str, bool], list[PrintedBlock]]:
     """{(command, whether it measures): the blocks of a document that it prints}."""
-    found, lines = dict[tuple[str, bool], list[Block]](), document.read_text(encoding="utf-8").split("\n")
+    found, lines = dict[tuple[str, bool], list[PrintedBlock]](), document.read_text(encoding="utf-8").split("\n")
     for index, line in enumerate(lines):
         mark = MARK.fullmatch(line)
         if mark and mark[1]:
@@ -241,7 +241,7 @@ def marked_blocks(document: Path) -> dict[tuple[str, bool], list[Block]]:
     return found
 
 
-def block_at(lines: list[str], mark: int, title: str) -> Block:
+def block_at(lines: list[str], mark: int, title: str) -> PrintedBlock:
     """The block below a mark.
 
     Raises: ConfigError if there is none.
@@ -258,7 +258,7 @@ def block_at(lines: list[str], mark: int, title: str) -> Block:
             last += 1
     if last == first:
         raise ConfigError(f"line {mark + 1}: the mark needs a table, a fence of text, or without a title {END}")
-    return Block(mark + 1, title, tuple(lines[first:last]), first)
+    return PrintedBlock(mark + 1, title, tuple(lines[first:last]), first)
 
 
 def unmarked(text: str) -> Iterator[tuple[int, str]]:
