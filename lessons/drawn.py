@@ -72,11 +72,15 @@ def pictures(script: Path) -> list[Path]:
 
 
 def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) -> list[str]:
-    """Make these things again, or stamp them without. Returns: the names of those that failed; their stamps stay."""
+    """Make these things again, or stamp them without. Returns: the names of those that failed; their stamps stay.
+
+    Stamps of things that are gone go too.
+    """
     numbers = arguments.redraw or arguments.same or arguments.later
     folders = {lesson.folder for lesson in lessons.every_lesson()} if numbers == ["all"] else \
         {lessons.find(number).folder for number in numbers}
-    kept, failed = read_stamps(file), []
+    there = {thing.name for _, other, every in every_thing() if other == file for thing in every}
+    kept, failed = {name: stamp for name, stamp in read_stamps(file).items() if name in there}, []
     for thing in things:
         if thing.folder not in folders:
             continue

@@ -3,7 +3,7 @@
 A line before the block names the command, and how the title of the table, or the line above the text, begins:
 
     <!-- printed by: python lessons/04_topology/lesson.py; all_reduce on tori -->     the same on every machine
-    <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        seconds, or what depends on them
+    <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        what differs from run to run, or takes many minutes
     <!-- by hand: rates that the makers state -->                                     nothing prints it
 
 A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of all rows that the
@@ -35,6 +35,7 @@ STAMPS = lessons.FOLDER / "printed.json"
 LIMIT = 600.0       # seconds for a command, on a busy machine
 MARK = re.compile(r" *<!-- (?:(printed|measured) by: ([^;]+)(?:; (.+))?|by hand: .+) -->")
 END = "<!-- end -->"
+COMMANDS = ("```", "```sh", "```bash", "```console")
 COMMAND = re.compile(r"\s*(#|$|(python|minidist|mpirun|srun|pip|benchmarks/\S+) |[A-Z_]+=\S+ (python|mpirun) |status=)")
 UNIT = r"(%|[mnµ]?s|[KMGT]i?B(/s)?|billion|times|[nF])"
 FIGURE = re.compile(rf"\W*(\d+\.\d+( ?{UNIT})?|\d{{1,3}}(,\d{{3}})+( ?{UNIT})?|\d+ ?{UNIT})\W*([,;:] .*)?")
@@ -181,7 +182,7 @@ def cell_of(value: Any) -> str:
 
 
 def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
-    """The block's table, by its head's columns. A cell that says what a cell said before looks as that one did.
+    """The block's table, by its head's columns. A cell keeps its bold or code if its text stays.
 
     Raises: ConfigError if there is no such table, or it has no such column.
     """
@@ -277,7 +278,7 @@ def unmarked(text: str) -> Iterator[tuple[int, str]]:
             fence = "" if fence else line.strip()
             if fence == "```text":
                 yield index + 1, "a fence of text is what a program prints: it needs a mark"
-        elif fence == "```" and not before.endswith("\\") and not COMMAND.match(line):
+        elif fence in COMMANDS and not before.endswith("\\") and not COMMAND.match(line):
             yield index + 1, "a fence without a language holds commands; what they print goes into a fence of text"
         elif not fence and line.startswith("    ") and re.search(r"[│┃━]|\w(Error|Warning): ", line):
             yield index + 1, "what a program prints goes into a fence of text, with a mark"

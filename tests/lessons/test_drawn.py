@@ -62,9 +62,10 @@ def test_a_change_of_code_or_picture_is_named(tmp_path: Path) -> None:
 def test_only_a_figure_that_was_drawn_is_stamped(draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drawn, "STAMPS", tmp_path / "drawn.json")
     monkeypatch.setattr(drawn.FigureScript, "renew", lambda figure: draws)
-    stamps.write_stamps(drawn.STAMPS, {"lessons/03_ring/figure.py": {"older": True}})
+    stamps.write_stamps(drawn.STAMPS, {"lessons/03_ring/figure.py": {"older": True}, "gone.py": {}})
     monkeypatch.setattr("sys.argv", ["drawn", "--redraw", "03"])
     assert drawn.main() == (not draws)
+    assert list(stamps.read_stamps(drawn.STAMPS)) == ["lessons/03_ring/figure.py"]
     assert ("older" in stamps.read_stamps(drawn.STAMPS)["lessons/03_ring/figure.py"]) == (not draws)
 
 
