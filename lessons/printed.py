@@ -3,7 +3,7 @@
 A line before the block names the command, and how the title of the table, or the line above the text, begins:
 
     <!-- printed by: python lessons/04_topology/lesson.py; all_reduce on tori -->     the same on every machine
-    <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        what differs from run to run, or takes many minutes
+    <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        differs by run, or takes minutes
     <!-- by hand: rates that the makers state -->                                     nothing prints it
 
 A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of all rows that the
