@@ -44,6 +44,8 @@ def tour(group: Group, page: Page) -> None:
         charts(group.size, page)
     page.heading("3  The bubble")
     bubbles(group, page)
+    if group.rank == 0:
+        slow_messages(page)
     page.heading("4  Activations held")
     activations(group, page)
     page.heading("5  Traffic")
@@ -131,6 +133,16 @@ def bubbles(group: Group, page: Page) -> None:
                f"{lab.CHUNKS}", ["", "length", "if a message takes F/2", "formula", "", "clock", "", "slept"], rows,
                note="clock: the schedule on a clock of its own, which the formula must give exactly. slept: wall time "
                     f"of stages that sleep {1e3 * UNIT:g} ms for a forward; a busy machine adds idle time")
+
+
+def slow_messages(page: Page) -> None:
+    """How long a pass lasts where messages take time, by the clock."""
+    ranks, count, names = 4, 16, lab.NAMES[2:]
+    page.table(f"Slow messages, by the clock: p = {ranks}, m = {count}, in forwards of a rank",
+               ["a message takes", *(lab.TITLES[name] for name in names)],
+               [[told, *(f"{clock_of(lab.schedule_of(name, ranks, count), times).length:g}" for name, times in
+                         ((name, replace(lab.times_of(name), message=message)) for name in names))]
+                for told, message in (("no time", 0.0), ("½ forward", 0.5), ("1 forward", 1.0))])
 
 
 # ----------------------------------------------------------------------------------------- 4 activations, 5 traffic

@@ -117,7 +117,7 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
             data: Any = trainer.strategy.data_axis
             data.arrivals.settle()                      # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
-        rows = int(trainer.loads.sent.sum())
+        rows = int(trainer.loads.sent.sum()) // (2 * config.width)    # there, and the results back
         trainer.check_replicas()
         weights = trainer.state_dict()
         trainer.close()

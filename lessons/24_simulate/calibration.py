@@ -35,6 +35,8 @@ with its source in the first lines. "Default" predicts with the constants that `
 `clusters.toml` have from data sheets and NCCL's sources. "Fitted" predicts with the constants that `minidist calibrate`
 found on the first three tables, all on A100s: `a100.json`. The others were never fitted. H100s take the fitted shares
 of their own peaks, and their wires keep the defaults. An error is predicted / measured - 1.
+
+<!-- measured by: python lessons/24_simulate/calibration.py -->
 """
 
 GAPS = """## Known gaps
@@ -150,7 +152,7 @@ def main() -> None:
 def write(tables: dict[str, list[Row]], profile: CostProfile) -> None:
     """The page."""
     parts = [HEAD, summary(tables), constants(profile), "## The tables\n"]
-    parts += [section(name, rows) for name, rows in tables.items()]
+    parts += [section(name, rows) for name, rows in tables.items()] + ["<!-- end -->\n"]
     with whole(HERE / "CALIBRATION.md") as draft:
         draft.write_text("\n".join([*parts, GAPS]), encoding="utf-8")
 

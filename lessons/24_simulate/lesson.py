@@ -188,7 +188,7 @@ def claimed(page: Page) -> None:
     with scratch() as folder:
         page.table("N4 §3 and N4:104", ["", "the notes", "computed"],
                    [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)],
-                   note="--by-size also computes the notes' table by model size, in some twenty seconds")
+                   note="--by-size also computes the notes' table by model size, in some minutes")
 
 
 def table_by_size(page: Page) -> None:

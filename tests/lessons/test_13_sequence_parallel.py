@@ -88,7 +88,7 @@ def test_the_bytes_of_the_window_table_are_the_formulas(lab: Any) -> None:
     """Each row of the story's table; section 7 of the lesson holds the formula against the ledger."""
     rows = re.findall(r"^\| ([\d,]+) \| (dense ring|`local:\S+`) \| ([\d,]+) \| ([\d,]+) \|$",
                       lessons.find("13").part("README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for tokens, name, sent, formula in rows:
         pattern = None if name == "dense ring" else name.strip("`")
         config = replace(lab.config_for(4, int(tokens.replace(",", ""))), width=16, heads=2, attention_pattern=pattern)

@@ -102,8 +102,8 @@ def test_the_ladders_page_states_what_is_counted(lab) -> None:
     for version, row in stated:
         count = lab.matmul_count(int(version))
         products, size = count.operations // 2, 2 if version == "5" else 4
-        counted = (f"{count.seen.loads.bytes / size / products:.3g}", f"{count.seen.loads.requests:,}",
-                   f"{count.seen.loads.shared / products:.2g}", f"{count.intensity:.2f}")
+        counted = (f"{count.seen.loads.bytes / size / products:.4f}", f"{count.seen.loads.requests:,}",
+                   f"{count.seen.loads.shared / products:.3f}", f"{count.intensity:.2f}")
         assert tuple(cell.strip() for cell in row.split("|")) == counted, version
 
 

@@ -5,69 +5,68 @@ import re
 from pathlib import Path
 
 import pytest
-from minidist.lessons import drawn, mermaid
+from minidist.lessons import drawn, mermaid, stamps
 
-SCRIPTS = {drawn.label(script): script for script in drawn.scripts()}
+FIGURES = {figure.name: figure for figure in drawn.figures()}
 DIAGRAMS = sorted(drawn.lessons.FOLDER.glob("*/figure.mmd"))
 
 
 def test_no_figure_is_older_than_the_code_it_shows() -> None:
-    found = drawn.older(drawn.stamps())
+    found = stamps.older([*FIGURES.values()], stamps.read_stamps(drawn.STAMPS))
     assert not found, "\n".join(
         f"{script}: its figure is older than {', '.join(files)}; redraw it (python -m minidist.lessons.drawn --redraw "
         f"{Path(script).parent.name[:2]}), or look at it and say --same or --later" for script, files in found.items())
 
 
 def test_a_figure_that_is_known_to_be_older_is_older() -> None:
-    kept = drawn.stamps()
-    assert set(kept) == set(SCRIPTS)
+    kept = stamps.read_stamps(drawn.STAMPS)
+    assert set(kept) == set(FIGURES)
     known = [name for name, stamp in kept.items() if stamp.get("older")]
-    assert [name for name in known if not drawn.changed(SCRIPTS[name], kept[name])] == []
+    assert [name for name in known if not stamps.changed(FIGURES[name], kept[name])] == []
 
 
 def test_every_picture_has_a_script() -> None:
     there = {path for lesson in drawn.lessons.every_lesson() for path in lesson.folder.glob("*.png")}
-    assert {picture for script in SCRIPTS.values() for picture in drawn.pictures(script)} >= there
-    assert len(SCRIPTS) > 20 and len(there) >= len(SCRIPTS)
+    assert {picture for figure in FIGURES.values() for picture in drawn.pictures(figure.script)} >= there
+    assert len(FIGURES) > 20 and len(there) >= len(FIGURES)
 
 
 def test_what_a_figure_shows() -> None:
-    shown = {drawn.label(file) for file in drawn.shown_code(SCRIPTS["lessons/07_ddp/figure.py"])}
+    shown = set(FIGURES["lessons/07_ddp/figure.py"].stamp()["code"])
     assert shown == {"lessons/07_ddp/figure.py", "lessons/07_ddp/experiments.py", "minidist/parallel/data/ddp.py"}
-    zero = {drawn.label(file) for file in drawn.shown_code(SCRIPTS["lessons/14_zero1/figure.py"])}
+    zero = set(FIGURES["lessons/14_zero1/figure.py"].stamp()["code"])
     assert {"lessons/zero_lab.py", "lessons/zero_figures.py", "minidist/parallel/zero/zero1.py"} <= zero
 
 
 def test_comments_docstrings_and_blank_lines_do_not_count() -> None:
     plain = "def f(x):\n    return x + 1\n"
     told = '"""Module."""\n\n# why\ndef f(x):\n    """Doc,\n    two lines."""\n\n    return x + 1    # one more\n'
-    assert drawn.significant(told) == drawn.significant(plain)
-    assert drawn.significant(plain.replace("+ 1", "+ 2")) != drawn.significant(plain)
-    assert "'# no comment'" in drawn.significant("x = '# no comment'\n")
+    assert stamps.significant(told) == stamps.significant(plain)
+    assert stamps.significant(plain.replace("+ 1", "+ 2")) != stamps.significant(plain)
+    assert "'# no comment'" in stamps.significant("x = '# no comment'\n")
 
 
-def test_a_change_of_code_or_picture_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = "lessons/03_ring/figure.py"
-    fresh = drawn.stamp(SCRIPTS[name])
-    others = {script: {"older": True} for script in SCRIPTS if script != name}
-    assert drawn.older({**others, name: fresh}) == {}
+def test_a_change_of_code_or_picture_is_named(tmp_path: Path) -> None:
+    ring = FIGURES["lessons/03_ring/figure.py"]
+    fresh = ring.stamp()
+    assert stamps.older([ring], {ring.name: fresh}) == {}
     for part, file in (("code", "minidist/comm/collectives/ring.py"), ("pictures", "figure.png")):
         stale = json.loads(json.dumps(fresh))
         stale[part][file] = "0" * 8
-        assert drawn.older({**others, name: stale}) == {name: [file]}
-    monkeypatch.setattr(drawn, "STAMPS", tmp_path / "drawn.json")
-    drawn.write_stamps({name: fresh})
-    assert drawn.stamps() == {name: fresh}
+        assert stamps.older([ring], {ring.name: stale}) == {ring.name: [file]}
+    stamps.write_stamps(tmp_path / "drawn.json", {ring.name: fresh})
+    assert stamps.read_stamps(tmp_path / "drawn.json") == {ring.name: fresh}
 
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_only_a_figure_that_was_drawn_is_stamped(draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drawn, "STAMPS", tmp_path / "drawn.json")
-    monkeypatch.setattr(drawn, "redraw", lambda script: draws)
-    drawn.write_stamps({"lessons/03_ring/figure.py": {"older": True}})
+    monkeypatch.setattr(drawn.FigureScript, "renew", lambda figure: draws)
+    stamps.write_stamps(drawn.STAMPS, {"lessons/03_ring/figure.py": {"older": True}, "gone.py": {}})
     monkeypatch.setattr("sys.argv", ["drawn", "--redraw", "03"])
     assert drawn.main() == (not draws)
-    assert ("older" in drawn.stamps()["lessons/03_ring/figure.py"]) == (not draws)
+    assert list(stamps.read_stamps(drawn.STAMPS)) == ["lessons/03_ring/figure.py"]
+    assert ("older" in stamps.read_stamps(drawn.STAMPS)["lessons/03_ring/figure.py"]) == (not draws)
 
 
 @pytest.mark.parametrize("file", DIAGRAMS, ids=lambda file: file.parent.name[:2])

@@ -57,6 +57,6 @@ def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     everywhere = {"TCP": figures, "shm": figures, "MPI": figures}
     family.write_page(everywhere, {"2": {"tcp": {"1024": 5e-5}}}, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert text.count("<!-- measured -->") == text.count("<!-- end -->") == 1
+    assert text.count(family.BEGIN) == text.count(family.END) == 1
     assert text.count("\n## ") == len(ALGORITHMS) + 1 and "| **" in text
     assert "| tcp | 50 |" in text

@@ -1,0 +1,125 @@
+"""The age of what a document shows: digests of its code, from the time when it was made.
+
+Figures (drawn.py) and printed blocks (printed.py) are *shown things*. A JSON file keeps a stamp of each: the digest of
+each file of code that it shows, and of what was made. Comments, docstrings and blank lines do not count.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from minidist import lessons
+from minidist.files import whole
+
+ROOT = lessons.FOLDER.parent
+LOOK = {"figures", "page", "running", "drawn", "printed", "stamps"}
+"""Modules of the lessons that change how a thing looks, not what it shows."""
+
+Stamp = dict[str, Any]
+"""{"code": {file: digest}, what was made: {name: digest}, "older": True where it is known to be older}"""
+
+
+class ShownThing(Protocol):
+    """A figure's script, or a command and the blocks of one document that it prints."""
+
+    name: str
+    folder: Path
+    """The lesson's, by which the command line calls it."""
+
+    def stamp(self) -> Stamp:
+        """The stamp of what was made, or looked at, just now."""
+
+    def renew(self) -> bool:
+        """Make it again, in place. Returns: whether it could be made."""
+
+
+def label(file: Path) -> str:
+    """A file's path from the root of the repository."""
+    return file.relative_to(ROOT).as_posix()
+
+
+def modules_of(number: str) -> set[Path]:
+    """The modules in the head of a lesson's story."""
+    found = set[Path]()
+    for module in lessons.find(number).module.split(", "):
+        path = ROOT / module
+        found |= {*path.rglob("*.py")} if path.is_dir() else {path} if path.is_file() else set()
+    return found
+
+
+def shown_code(script: Path) -> list[Path]:
+    """The files whose code a script of a lesson shows: its own, those that it loads, and the modules of the lesson."""
+    found, left = set[Path](), [script]
+    while left:
+        file = left.pop()
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        text = file.read_text(encoding="utf-8")
+        left += [script.with_name(name) for name in re.findall(r'"(\w+\.py)"', text)]
+        left += [lessons.FOLDER / f"{name}.py" for name in re.findall(r"\bminidist\.lessons(?:\.| import )(\w+)", text)
+                 if name not in LOOK]
+    return sorted(found | modules_of(script.parent.name))
+
+
+def significant(text: str) -> str:
+    """A module's lines without comments, docstrings, blank lines and the spaces at their ends."""
+    lines = text.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][:token.start[1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) \
+                and ast.get_docstring(node, clean=False) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+            lines[first:last] = [""] * (last - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def digest_of(content: bytes) -> str:
+    """Eight hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+@cache
+def digest(file: Path) -> str:
+    """The digest of what counts in a file."""
+    content = file.read_bytes()
+    return digest_of(significant(content.decode()).encode() if file.suffix == ".py" else content)
+
+
+def digests(files: list[Path]) -> dict[str, str]:
+    """{path from the root: digest}."""
+    return {label(file): digest(file) for file in files}
+
+
+def read_stamps(file: Path) -> dict[str, Stamp]:
+    """{name: its stamp}, as the file has them."""
+    found: dict[str, Stamp] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def write_stamps(file: Path, kept: dict[str, Stamp]) -> None:
+    """Write the file: one line a thing."""
+    lines = [f" {json.dumps(name)}: {json.dumps(kept[name], ensure_ascii=False)}" for name in sorted(kept)]
+    with whole(file) as draft:
+        draft.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def changed(thing: ShownThing, kept: Stamp) -> list[str]:
+    """What differs from the stamp: files of code that changed, came or went, and what was made likewise."""
+    now = thing.stamp()
+    return [name for part in now for name in sorted({*now[part], *kept.get(part, {})})
+            if now[part].get(name) != kept.get(part, {}).get(name)]
+
+
+def older(things: list[ShownThing], kept: dict[str, Stamp]) -> dict[str, list[str]]:
+    """{name: what changed since the stamp}, without the things that are older and known to be."""
+    found = {thing.name: changed(thing, kept.get(thing.name, {})) for thing in things}
+    return {name: files for name, files in found.items() if files and not kept.get(name, {}).get("older")}
