@@ -20,6 +20,8 @@ from minidist.files import whole
 ROOT = lessons.FOLDER.parent
 LOOK = {"figures", "page", "running", "drawn", "printed", "stamps"}
 """Modules of the lessons that change how a thing looks, not what it shows."""
+ASIDE = {"cli", "comm.group", "console", "device.backend", "errors", "files", "grading", "lessons", "progress"}
+"""Rooms and modules of the library that every script imports, and no figure shows."""
 
 Stamp = dict[str, Any]
 """{"code": {file: digest}, what was made: {name: digest}, "older": True where it is known to be older}"""
@@ -53,19 +55,37 @@ def modules_of(number: str) -> set[Path]:
     return found
 
 
+def imported(text: str) -> set[Path]:
+    """The library's modules that a script imports by name, but for those that change nothing that is shown."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    rooms = [name.split(".")[1:] for name in names if name.startswith("minidist.")]
+    paths = [Path("minidist", *room) if room[0] != "kernels" else Path(*room) for room in rooms
+             if not {room[0], ".".join(room)} & ASIDE]
+    return {file for path in paths if (file := ROOT / f"{path}.py").is_file()}
+
+
 def shown_code(script: Path) -> list[Path]:
-    """The files whose code a script of a lesson shows: its own, those that it loads, and the modules of the lesson."""
-    found, left = set[Path](), [script]
+    """The files whose code a script of a lesson shows.
+
+    These are its own, those that it loads from the lessons, what they import of the library, and the lesson's modules.
+    """
+    found, library, left = set[Path](), set[Path](), [script]
     while left:
         file = left.pop()
         if file in found or not file.is_file():
             continue
         found.add(file)
         text = file.read_text(encoding="utf-8")
+        library |= imported(text)
         left += [script.with_name(name) for name in re.findall(r'"(\w+\.py)"', text)]
         left += [lessons.FOLDER / f"{name}.py" for name in re.findall(r"\bminidist\.lessons(?:\.| import )(\w+)", text)
                  if name not in LOOK]
-    return sorted(found | modules_of(script.parent.name))
+    return sorted(found | library | modules_of(script.parent.name))
 
 
 def significant(text: str) -> str:
