@@ -191,7 +191,7 @@ class ParameterServer(Strategy):
     # -------------------------------------------------------------------------------------------- push and pull
 
     def push(self) -> None:
-        """This worker's gradients, to the servers of their keys. Cost: a message a server, all gradients' bytes."""
+        """This worker's gradients, to the servers of their keys. Cost: a message a server and dtype."""
         for shard in self.shards:
             zero_unused(shard.keys)
         with self.recorder.span("push", "communication"), self._naming_servers():
@@ -200,7 +200,7 @@ class ParameterServer(Strategy):
                 pending.wait()
 
     def pull(self) -> None:
-        """New weights from the servers, in place. Cost: a message from each server, all weights' bytes."""
+        """New weights from the servers, in place. Cost: a message from each server for each dtype."""
         with self.recorder.span("pull", "communication"), self._naming_servers():
             for server, shard in enumerate(self.shards):
                 for vector in shard.weights:
@@ -218,7 +218,7 @@ class ParameterServer(Strategy):
                     total += room
 
     def give_back(self) -> None:
-        """On a server: its weights, to every worker. Cost: N messages of a shard."""
+        """On a server: its weights, to every worker. Cost: N messages for each dtype of the shard."""
         with self.recorder.span("give back", "communication"):
             self.shards[0].round()
             for pending in [self.group.start_send(vector, worker) for worker in range(self.workers)
