@@ -94,14 +94,16 @@ def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> 
     options |= {"every": plan.local_steps,
                 "outer": outer._replace(**{name: value for name, value in given.items() if value is not None})}
     if plan.asynchronous:
-        return load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,   # type: ignore
-                                    **options)
+        made: Strategy = load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness, **options)
+        return made
     named = plan.outer_compress
     options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
     streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
     if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
-        return load("local-steps")(model, group, **options)   # type: ignore[no-any-return]
-    return load("streaming")(model, group, **streaming, **options)   # type: ignore[no-any-return]
+        made = load("local-steps")(model, group, **options)
+    else:
+        made = load("streaming")(model, group, **streaming, **options)
+    return made
 
 
 def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
@@ -150,7 +152,9 @@ def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device:
     if stage:
         options |= {"shard": plan.shard, "store": store}
     if stage < 3:
-        return load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)   # type: ignore
+        made: DataAxis = load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)
+        return made
     tied = model.tokens if model.config.tied else None      # used at both ends: held all step
-    return load("zero=3")(model, group, units=[child for _, child in model.children() if child is not tied],  # type: ignore
+    made = load("zero=3")(model, group, units=[child for _, child in model.children() if child is not tied],
                           seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)
+    return made
