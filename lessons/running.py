@@ -43,7 +43,7 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
             print(f"{type(error).__name__}: {error}")
         return
 
-    def body(group: Any) -> None:
+    def body(group: Group) -> None:
         page = Page(group)
         tour(group, page)
         page.save(options.json)

@@ -53,7 +53,7 @@ from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.bounded_staleness import (
-    NOBODY,
+    FINISHED,
     PAUSE,
     Service,
     ShardState,
@@ -270,7 +270,7 @@ class ParameterServer(Strategy):
         """
         if self.asynchronous and not self.serves and not self._finished:
             self._finished = True
-            self._push_and_pull([NOBODY, float("nan"), 1.0])
+            self._push_and_pull([FINISHED, float("nan"), 1.0])
         return self.gone
 
     def pause(self) -> None:
@@ -323,13 +323,13 @@ class ParameterServer(Strategy):
         with self._naming_servers(), ledger.control():
             for rank in ranks:
                 self.group.send(np.array([*header, *self.versions]), rank)
-        if header[0] != NOBODY:
+        if header[0] != FINISHED:
             self.push()
         with self._naming_servers(), ledger.control():
             answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
         self.versions = [version for version, *_ in answers]
         self.pull()
-        if header[0] == NOBODY:
+        if header[0] == FINISHED:
             self._gone = {worker for _, *lost in answers for worker in lost}
             self._paused = PAUSE in self._gone
             return
