@@ -35,7 +35,7 @@ def draw_storm(path: str | Path, told: Sequence[Event], works: Sequence[Work], f
     height = 3.2 + 0.28 * ranks
     figure = Figure(figsize=(13.5, height), facecolor=PAPER)
     FigureCanvasAgg(figure)
-    figure.text(0.35 / 13.5, 1 - 0.28 / height, "A storm: which ranks took part, what counted",
+    figure.text(0.35 / 13.5, 1 - 0.28 / height, "A storm: who took part, what counted",
                 fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(0.35 / 13.5, 1 - 0.66 / height, f"{ranks} ranks, {end - start:.0f} s, {len(faults)} faults. Another "
                 "colour in a rank's lane: another process. Grey: it lives, and waits for the others.", fontsize=10.5,
