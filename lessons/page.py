@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from minidist.comm.group import Group
 from minidist.console import written
 
 PLAIN_WIDTH = 110  # columns of output to a pipe or a file; a terminal has its own width
@@ -27,10 +28,10 @@ def page_console() -> Console:
 class Page:
     """Tables and sentences of one run. Every rank may use it; only rank 0's page prints and saves.
 
-    Args:    world: anything with a `rank`. console: where rank 0 prints (default: `page_console()`).
+    Args:    world: a group of the run; only its rank is read. console: where rank 0 prints (default: `page_console()`).
     """
 
-    def __init__(self, world: Any, console: Console | None = None) -> None:
+    def __init__(self, world: Group, console: Console | None = None) -> None:
         self.writes = world.rank == 0
         self.console = console or page_console()
         self.tables: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from minidist.lessons.page import Page
 from threadpoolctl import threadpool_limits
 
+from minidist.comm.group import Group
 from minidist.console import folder_to_write
 from minidist.errors import MinidistError
 from minidist.files import DISK_FAILED, whole
@@ -30,8 +31,8 @@ def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]])
     return parser
 
 
-def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], breaks: Mapping[str, Callable[[], None]],
-               *, alone: int = 4) -> None:
+def run_lesson(options: argparse.Namespace, tour: Callable[[Group, Page], None],
+               breaks: Mapping[str, Callable[[], None]], *, alone: int = 4) -> None:
     """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
 
     With `--break NAME` run that experiment instead; its result is the error in which it ends, printed as one line.
@@ -43,7 +44,7 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
             print(f"{type(error).__name__}: {error}")
         return
 
-    def body(group: Any) -> None:
+    def body(group: Group) -> None:
         page = Page(group)
         tour(group, page)
         page.save(options.json)
@@ -65,7 +66,7 @@ def _end(error: OSError, told: str) -> NoReturn:
     raise SystemExit(f"lesson: {told}")
 
 
-def _on_ranks(body: Callable[[Any], None], alone: int) -> None:
+def _on_ranks(body: Callable[[Group], None], alone: int) -> None:
     """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
     world = init()
     if world.size > 1:
@@ -75,7 +76,7 @@ def _on_ranks(body: Callable[[Any], None], alone: int) -> None:
             run(body, size=alone, transport="threads", limit=LIMIT)
 
 
-def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
+def draw_figure(record: Callable[[Group], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
                 transport: str = "threads") -> None:
     """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
 

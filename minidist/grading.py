@@ -201,7 +201,7 @@ def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, numbe
         result = without(others) if others else first
         wrong |= {answer.holes: result} if result else {}
     if len(wrong) > 1 and not any(answer.is_open for answer in answers):
-        # an answer that is right beside another that is as unusual: who wrote both meant both
+        # an answer that is right beside another that is as unusual: the author of both meant both
         alone = [answer.holes for answer in answers if answer.holes in wrong and not without([answer])]
         wrong = {held: wrong[held] for held in alone[:1] or wrong}
     states = {hole: ("open" if answer.is_open else "wrong" if answer.holes in wrong else "right",

@@ -184,7 +184,8 @@ def overflow_on_one(group: Group, page: Page) -> None:
     backward, rows = trainer.precision.backward, []
     for step in range(3):
         if step == 1 and group.rank == group.size - 1:
-            trainer.precision.backward = lambda loss, *dy, **how: backward(loss * 2.0 ** 40, *dy, **how)  # type: ignore
+            trainer.precision.backward = (      # type: ignore[method-assign]
+                lambda loss, *dy, **how: backward(loss * 2.0 ** 40, *dy, **how))
         before = trainer.weights_sha256()
         loss = trainer.step(lab.batch_of(step))
         after = trainer.weights_sha256()

@@ -32,7 +32,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield _jobs("hang", "a hang", lambda job: exercise.plain_behind(job.calls) or None,
                 "the ranks that have not made the newest call, not those that wait in it: section 1 (hole 1)")
     yield _jobs("slow rank", "a slow rank", lambda job: exercise.plain_waited_for(job.arrivals),
-                "the last rank's arrival less the last but one's, and who was last then: section 2 (holes 2 and 3)")
+                "the last rank's arrival less the last but one's, and the last rank: section 2 (holes 2 and 3)")
     yield _jobs("slow link", "a slow link", lambda job: _link(exercise.plain_slow_link(job.links)),
                 "a busy core makes a message late and never early: section 3 (hole 4)")
     yield _jobs("leak", "a leak", lambda job: _leaking(exercise, job),

@@ -24,7 +24,7 @@ def plain_waited_for(arrivals, share=0.2, most=0.5):
     ordered = np.sort(arrivals, axis=1)
     step = np.median(np.diff(ordered[:, -1]))                       # seconds
     delay = hole(2, "for how long does the last rank alone hold up the others, in each step?", ordered)
-    last = hole(3, "in each step that is held up by more than its share: who came last?", arrivals, delay, share * step)
+    last = hole(3, "in each step held up by more than its share: which rank came last?", arrivals, delay, share * step)
     times = np.bincount(last, minlength=arrivals.shape[1])
     return int(times.argmax()) if times.max() > most * len(arrivals) else None
 

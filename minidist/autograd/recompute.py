@@ -65,7 +65,7 @@ class _PutAway:
 
 
 def hollow_array(like: Array) -> Array:
-    """One zero, broadcast to a shape: for whom the shape is enough."""
+    """One zero, broadcast to a shape: where the shape is enough."""
     xp = array_module(like)
     return xp.broadcast_to(xp.zeros((), like.dtype), like.shape)
 

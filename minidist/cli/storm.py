@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=seed_number, default=0, metavar="S", help="of the faults (default: 0)")
     add("--no-compare", action="store_true", help="leave out the undisturbed run of the same steps")
     add("--out", metavar="DIR", help="keep the run folder, with storm.png and storm.json, here")
-    add("--figure", metavar="FILE", help="draw the storm here: who took part, and when what broke")
+    add("--figure", metavar="FILE", help="draw the storm here: which ranks took part, and when what broke")
     add("--json", metavar="FILE", help="also write the figures here")
     add("options", nargs="*", metavar="-- OPTION", help="of `minidist train`")
 

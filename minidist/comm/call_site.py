@@ -2,7 +2,8 @@
 
 A program enters this package by an entry: a public method of Group, or of the handle of a call under way. Entries
 register their code objects here (`@entries`), so nothing depends on the names of files. A place is "file:line" of the
-frame that called the outermost entry. Cost: about 1 µs.
+frame that called the outermost entry. Cost: about 1 µs. A thread that has called no entry is told by its frames'
+modules (`in_program`).
 """
 
 import gc
@@ -44,6 +45,15 @@ def raised_at(error: BaseException) -> str:
     while trace is not None and id(trace.tb_frame.f_code) not in _ENTRIES:
         found, trace = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno), trace.tb_next
     return found
+
+
+def in_program(frame: FrameType) -> bool:
+    """Whether the frame's module is the program's own: neither of this package, but for its lessons, nor of Python."""
+    spec = frame.f_globals.get("__spec__")          # knows the module's name where `python -m` calls it __main__
+    name = str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
+    top = name.partition(".")[0]
+    own = top == "minidist" and not name.startswith("minidist.lessons.")
+    return not own and top not in sys.stdlib_module_names
 
 
 def frames() -> dict[int, FrameType]:

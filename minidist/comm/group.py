@@ -10,19 +10,7 @@ and ranks that disagree get MismatchError with both calls. Calls on one group ru
 in the group's worker thread, any other in the caller's own thread, behind those that were started before it. Make the
 calls of one group from one thread; threads that communicate by themselves each take a group of their own (`split`).
 
-Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or not, x read-only
-or not, empty or without dims; numbers and nested lists count as arrays. `out` has the shape and dtype of the result.
-`algorithm` is "auto" or one of the names listed. `root`, `dst` and `src` are ranks in the group.
-
-Returns of all verbs: `out`, or a new array without it: where the rank's own argument lies, without dims where the
-argument was a number (`float(result)` makes a number of it). A `start_…` twin returns a Pending at once; its wait()
-returns the verb's result or raises its error.
-
-Raises of all verbs: MismatchError (ranks called different things), PeerLostError (a rank died; LinkLostError: the link
-to it broke), TimeoutError (a wait reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank:
-the message lists those that there are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError
-(the group is closed, two threads use it at once, or a forked child of the rank uses it). A collective that ends in a
-CommError ends its group: later calls end in the same error, and so do those that were started before.
+What all verbs take, return and raise stands at the class.
 
 Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in cost/volume.py.
 """
@@ -44,7 +32,25 @@ __all__ = ["Group", "Pending"]
 
 @entries
 class Group(Members):
-    """An ordered set of ranks of the job, this one among them, with the verbs; for its attributes see Members."""
+    """An ordered set of ranks of the job, this one among them, with the verbs; for its attributes see Members.
+
+    Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or not, x read-only
+    or not, empty or without dims; numbers and nested lists count as arrays. `out` has the shape and dtype of the
+    result. `algorithm` is "auto" or one of the names listed. `root`, `dst` and `src` are ranks in the group.
+
+    Returns of all verbs: `out`, or a new array without it: where the rank's own argument lies, without dims where the
+    argument was a number (`float(result)` makes a number of it). A `start_…` twin returns a Pending at once.
+
+    Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists those that there are), ShapeError
+    and DtypeError (this rank's own arguments do not fit), and a CommError:
+        MismatchError   ranks called different things, or what came is not what `out` is for
+        DeadlockError   ranks wait for each other in a circle
+        PeerLostError   a rank died; LinkLostError: the link to it broke
+        TimeoutError    a wait reached `group.transport.limit` seconds
+        CommError       the group is closed, two threads use it at once, or a forked child of the rank uses it
+    A collective that ends in a CommError ends its group: later calls end in the same error, and so do those that were
+    started before.
+    """
 
     def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
                  id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
@@ -61,31 +67,53 @@ class Group(Members):
     # --------------------------------------------------------------------------------------------- point to point
 
     def send(self, x: Any, dst: int) -> None:
-        """Send an array of any shape to rank `dst`; returns when `x` may change again. A send to oneself works."""
+        """Send an array to rank `dst`; returns when `x` may change again. A send to oneself works.
+
+        Args:    x (...): of any shape and dtype but object. dst: a rank in the group.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
+        Cost:    one message of x.nbytes; none to oneself.
+        """
         self.start_send(x, dst).wait()
 
     def start_send(self, x: Any, dst: int) -> Pending:
-        """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may be under way."""
+        """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may be under way.
+
+        Args, Raises: as send; what this rank cannot know yet, wait() raises.
+        """
         return self._messages.send(x, self.rank_in("dst", dst))
 
     def recv(self, src: int, *, out: Any = None) -> Any:
-        """Receive the next array from rank `src`; its shape and dtype come with it, and must be those of `out`."""
+        """Receive the next array from rank `src`; its shape and dtype come with it.
+
+        Args:    src: a rank in the group. out: of the shape and dtype that come (default: a new array).
+        Returns: (...), as sent.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
+        """
         return self.start_recv(src, out=out).wait()
 
     def start_recv(self, src: int, *, out: Any = None) -> Pending:
-        """Start recv. Returns: a Pending; its wait() returns recv's result."""
+        """Start recv. Returns: a Pending; its wait() returns recv's result.
+
+        Args, Raises: as recv; what this rank cannot know yet, wait() raises.
+        """
         return self._messages.recv(self.rank_in("src", src), out)
 
     def exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Any:
         """Send `x` to `dst` and receive from `src` at once: no order of the two can deadlock.
 
-        Args:    x (...): to send. out: of the shape and dtype that come; may be x.
-        Returns: the array received. Cost: one message. The other ranks may call send and recv, or exchange.
+        Args:    x (...): to send, to rank dst. src: the rank to receive from.
+                 out: of the shape and dtype that come; may be x.
+        Returns: (...), the array received.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
+        Cost:    one message of x.nbytes. The other ranks may call send and recv, or exchange.
         """
         return self.start_exchange(x, dst, src, out=out).wait()
 
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Pending:
-        """Start exchange. Returns: a Pending; its wait() returns the array received."""
+        """Start exchange. Returns: a Pending; its wait() returns exchange's result.
+
+        Args, Raises: as exchange; what this rank cannot know yet, wait() raises.
+        """
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
     # ------------------------------------------------------------------------------------------------- from one root
@@ -94,26 +122,35 @@ class Group(Members):
         """The root's array on every rank.
 
         Args:    x (...): at the root; elsewhere None, or anything of the root's shape and dtype.
+                 root: its rank. out: of x's shape and dtype.
                  algorithm: naive, tree, ring, hierarchical, native, shared.
         Returns: (...), the root's shape and dtype.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return self._run(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def start_broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start broadcast. Returns: a Pending; its wait() returns broadcast's result."""
+        """Start broadcast. Returns: a Pending; its wait() returns broadcast's result.
+
+        Args, Raises: as broadcast; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree, native.
-        Returns: part `rank`, ceil(n/P) or floor(n/P) rows.
+                 root: its rank. out: of the part's shape and dtype. algorithm: naive, tree, native.
+        Returns: part `rank`, (ceil(n/P) or floor(n/P), ...), x's dtype.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return self._run(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     def start_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start scatter. Returns: a Pending; its wait() returns scatter's result."""
+        """Start scatter. Returns: a Pending; its wait() returns scatter's result.
+
+        Args, Raises: as scatter; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
     # --------------------------------------------------------------------------------------------------- to one root
@@ -122,28 +159,35 @@ class Group(Members):
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
         Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
-                 algorithm: naive, tree, hierarchical, native.
+                 root: its rank. out: as x. algorithm: naive, tree, hierarchical, native.
         Returns: (...), as x, at the root; None elsewhere.
-        Raises:  DtypeError if op does not take the dtype (mean of integers).
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
         """
         return self._run(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
                      algorithm: str = "auto") -> Pending:
-        """Start reduce. Returns: a Pending; its wait() returns reduce's result."""
+        """Start reduce. Returns: a Pending; its wait() returns reduce's result.
+
+        Args, Raises: as reduce; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
-                 algorithm: naive, tree, native.
-        Returns: (sum of all m, ...) at the root; None elsewhere.
+                 root: its rank. out: of the result's shape and dtype. algorithm: naive, tree, native.
+        Returns: (sum of all m, ...), x's dtype, at the root; None elsewhere.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return self._run(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     def start_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start gather. Returns: a Pending; its wait() returns gather's result."""
+        """Start gather. Returns: a Pending; its wait() returns gather's result.
+
+        Args, Raises: as gather; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
 
     # -------------------------------------------------------------------------------------------- from all, to all
@@ -156,12 +200,15 @@ class Group(Members):
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
                  hierarchical, torus, torus-both, native, shared.
         Returns: (...), as x.
-        Raises:  DtypeError if op does not take the dtype (mean of integers).
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
         """
         return self._run(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result."""
+        """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result.
+
+        Args, Raises: as all_reduce; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -170,26 +217,34 @@ class Group(Members):
         Args:    x (...) of n elements: one shape and dtype on all ranks. op: sum, mean, max, min, prod.
                  out: may be that chunk of x.
                  algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native, shared.
-        Returns: (ceil(n/P) or floor(n/P),).
-        Raises:  DtypeError if op does not take the dtype (mean of integers).
+        Returns: (ceil(n/P) or floor(n/P),), x's dtype.
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
 
     def start_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start reduce_scatter. Returns: a Pending; its wait() returns reduce_scatter's result."""
+        """Start reduce_scatter. Returns: a Pending; its wait() returns reduce_scatter's result.
+
+        Args, Raises: as reduce_scatter; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.reduce_scatter(self, x, op, out, algorithm))
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
+                 out: of the result's shape and dtype.
                  algorithm: naive, ring, halving-doubling, hierarchical, torus, native, shared.
-        Returns: (sum of all m, ...).
+        Returns: (sum of all m, ...), x's dtype.
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return self._run(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """Start all_gather. Returns: a Pending; its wait() returns all_gather's result."""
+        """Start all_gather. Returns: a Pending; its wait() returns all_gather's result.
+
+        Args, Raises: as all_gather; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
@@ -198,20 +253,31 @@ class Group(Members):
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
                  algorithm: naive, pairwise, bruck, native, shared.
         Returns: a list of `size` arrays: from rank 0, from rank 1, ...
+        Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return list(self._run(verbs.all_to_all(self, x, out, algorithm)))
 
     def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None,
                          algorithm: str = "auto") -> Pending:
-        """Start all_to_all. Returns: a Pending; its wait() returns all_to_all's result."""
+        """Start all_to_all. Returns: a Pending; its wait() returns all_to_all's result.
+
+        Args, Raises: as all_to_all; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
     def barrier(self, *, algorithm: str = "auto") -> None:
-        """Return when every rank of the group has called it. algorithm: naive, dissemination, native, shared."""
+        """Return when every rank of the group has called it.
+
+        Args:    algorithm: naive, dissemination, native, shared.
+        Raises:  ConfigError, CommError: as all verbs (see Group).
+        """
         self._run(verbs.barrier(self, algorithm))
 
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:
-        """Start barrier. Returns: a Pending; its wait() returns barrier's result."""
+        """Start barrier. Returns: a Pending; its wait() returns barrier's result.
+
+        Args, Raises: as barrier; what this rank cannot know yet, wait() raises.
+        """
         return self._start(verbs.barrier(self, algorithm))
 
     # ----------------------------------------------------------------------------------------------- groups of groups
@@ -227,7 +293,9 @@ class Group(Members):
 
         Args:    color: an integer, or None to belong to no group; key: place in the order (None: this rank's number).
                  axis: what the group is for, under which its ledger counts; "world.split" where the parent is "world".
-        Returns: the group, or None for color None. Overlapping and nested groups may be used at once.
+        Returns: the Group, or None for color None. Overlapping and nested groups may be used at once.
+        Raises:  ConfigError for a color or key that is no integer of 64 bits, or an axis that is no name; CommError as
+                 all verbs (see Group).
         Cost:    one all_gather of four integers, counted under "control".
         """
         row = subgroups.row(self, color, key, axis)
@@ -240,6 +308,10 @@ class Group(Members):
         """The group of the ranks that are left when the ranks `gone` are lost, in their order.
 
         Each of them calls it with the same `gone`. Sends nothing: lost ranks would not answer.
+
+        Args:    gone: ranks in this group.
+        Returns: a group of the same axis; this one stays open.
+        Raises:  ConfigError for a rank that the group does not have, or if this rank is gone.
         """
         return self._child(*subgroups.without(self, gone))
 
@@ -251,12 +323,18 @@ class Group(Members):
         return child
 
     def tell_step(self, step: int) -> None:
-        """Note the training step this rank is in; an error about a lost rank then names it. Sends nothing."""
+        """Note the training step this rank is in; an error about a lost rank then names it. Sends nothing.
+
+        Args:    step: its number, from 0.
+        """
         self.transport.waits.step = step
         self.ledger.flight.start_step(step)
 
     def expendable(self) -> None:
-        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun."""
+        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun.
+
+        Raises:  PeerLostError if this rank's connection to the job's monitor is closed.
+        """
         self.transport.waits.spare()
 
     def close(self) -> None:
@@ -264,7 +342,7 @@ class Group(Members):
 
         The world waits until the ranks that share this one's GPU close, too.
 
-        Raises: the error of a started call whose wait() was never called.
+        Raises:  the error of a started call whose wait() was never called.
         """
         self.guard.close()
         if self._parent is not None:

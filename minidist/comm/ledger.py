@@ -21,7 +21,7 @@ from typing import Any
 from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.flight.recorder import FlightRecorder
 
-NOBODY: Mapping[int, int] = {}
+NO_RANK: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Event:
                     watchers also group (its id, in hexadecimal), messages, and queued: seconds from the program's call
                     to the begin.
     kind "wait":    the program waits for a started call, for watchers alone. details: axis, group, sequence, where.
-    kind "receive": one message received, from the moment when this rank was ready for it, for those who ask for
-                    receives. details: src, dst, nbytes, axis, verb, algorithm, message. While somebody asks for
-                    receives, kind "message" has `message` too: between two ranks it tells the message from others.
+    kind "receive": one message received, from the moment when this rank was ready for it, for subscribers
+                    of receives. details: src, dst, nbytes, axis, verb, algorithm, message. While receives have a
+                    subscriber, kind "message" has `message` too: between two ranks it tells the message from others.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads.
 
     Attributes: flight    its flight recorder: the last calls, always kept
-                times     when messages of its calls left and arrived, if somebody asks for it; else None
+                times     when messages of its calls left and arrived, if a StepRecorder asks for them; else None
     """
 
     def __init__(self, world_rank: int = 0) -> None:
@@ -76,7 +76,7 @@ class Ledger:
         self._here = _Here()
 
     def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
-               phase: str | None = None, to: Mapping[int, int] = NOBODY) -> None:
+               phase: str | None = None, to: Mapping[int, int] = NO_RANK) -> None:
         """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present).
 
         Args:    to: the bytes for each world rank. What all read from shared memory, or a library sends, is for none.

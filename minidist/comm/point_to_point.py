@@ -72,13 +72,13 @@ class PointToPoint:
         return f"{self._group.id:x}.{number}"
 
     def tell(self, signature: Signature, axis: str, src: int, number: int, nbytes: int, start: float) -> None:
-        """Tell those who asked for receives of a message from rank `src`."""
+        """Tell subscribers of receives of a message from rank `src`."""
         self._group.ledger.publish_now("receive", signature.verb, start, {
             "axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_ranks[src],
             "dst": self._group.world_rank, "nbytes": nbytes, "message": self.named(number)})
 
     def start_of_receive(self, src: int) -> tuple[float, str, int]:
-        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if nobody asks."""
+        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if not subscribed."""
         ledger = self._group.ledger
         told = ledger.receivers and src != self._group.rank
         axis = "control" if ledger.in_control else self._group.axis

@@ -15,7 +15,7 @@ Threads     Every method may be called from several threads of the rank at once.
 Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names this rank, the peer
             and the tag. A lost peer raises PeerLostError with its world rank. After `abort(error)` every wait that is
             not yet satisfied raises `error`.
-Deadlock    A wait longer than waits.QUIET tells `waits` what it is and for whom.
+Deadlock    A wait longer than waits.QUIET tells `waits` what it is and for which ranks.
 Waiting     A waiting rank yields its core: a short spin at most, then it sleeps in the kernel.
 Counting    Transports do not count. Calls do (comm/calls/call.py).
 """

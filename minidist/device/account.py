@@ -50,7 +50,7 @@ class MemoryAccount:
 
     Args:    limit: the most bytes of all categories together; whose: the memory's name in errors, `instead` the remedy.
     Attributes: follower: called with the live bytes by category whenever a buffer is counted; it keeps no reference to
-                them, and is quick, because other threads wait for it. None: nobody follows.
+                them, and is quick, because other threads wait for it. None: no follower.
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:

@@ -45,7 +45,9 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
                                                     arguments, too, are what wire.pack carries
     nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
 
-    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger) before it is lost.
+    Args:    fn: each rank calls fn(world, *args); world is its Group of all ranks. size: the number of ranks, from 1.
+             transport: one of those above. limit: seconds that the job, and any wait in it, may last.
+             patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger) before it is lost.
     Returns: the results of all ranks, in rank order.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
              minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;

@@ -8,8 +8,8 @@ First every host says hello. Then a gets its order and says at which port the mo
 theirs. From there on the job is one of `minidist launch --nnodes`: the ranks meet at a's monitor, by a's name. What the
 ranks print comes back through ssh; a line that several hosts say ("minidist: rank 4 … ; the job ends") is shown once.
 
-A host that loses its ssh ends its ranks, because nobody could end them later. ssh must ask for nothing (a key, and the
-host known), and minidist and the program lie at the same path on every host.
+A host that loses its ssh ends its ranks, because no process could end them later. ssh must ask for nothing (a key, and
+the host known), and minidist and the program lie at the same path on every host.
 """
 
 import contextlib

@@ -152,7 +152,7 @@ class InitWatch:
         return heard
 
     def _end_job(self) -> bytes:
-        """Say who is missing, and have mpirun end every rank."""
+        """Say which ranks are missing, and have mpirun end every rank."""
         heard = self._hear(_SETTLE)
         if heard is not None:                               # they have come; or mpirun ends the job, and says why
             return heard

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Busy(NamedTuple):
-    """The rank's own stream works; `work` says what it does, and who replays the trace says how long that takes."""
+    """The rank's own stream works; `work` says what it does, and the replay says how long that takes."""
 
     work: Hashable
     name: str                   # "forward", "backward", "update", …

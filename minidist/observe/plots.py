@@ -11,7 +11,7 @@ MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68
 
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
-"""Colours that a reader tells apart, also one who does not see all of them."""
+"""Colours that a colour-blind reader, too, tells apart."""
 
 
 def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:

@@ -38,7 +38,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minidist.comm.call_site import frames
+from minidist.comm.call_site import frames, in_program
 from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.group import Group
 from minidist.comm.health.wait_state import spent_in_calls
@@ -141,11 +141,11 @@ def _packed(values: dict[str, Any]) -> bytes:
 
 def _other_thread() -> str | None:
     """Where the program is in the first thread, other than this one, that has a line of the program's own."""
-    here, own, library = threading.get_ident(), str(Path(__file__).parents[1]), str(Path(threading.__file__).parent)
+    here = threading.get_ident()
     for ident, innermost in frames().items():
         frame: FrameType | None = innermost if ident != here else None
         with suppress(AttributeError):      # CPython 3.11.7 gives a cell as the next frame of a thread that returns
-            while frame is not None and frame.f_code.co_filename.startswith((own, library, "<")):
+            while frame is not None and not in_program(frame):
                 frame = frame.f_back
             if frame is not None:
                 return f"{frame.f_code.co_filename[-60:]}:{frame.f_lineno}"

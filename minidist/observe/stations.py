@@ -74,7 +74,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 class Pricing(NamedTuple):
-    """Who says how long jobs take, and which ranks form a group."""
+    """The functions that say how long jobs take, and which ranks form a group."""
 
     members: Callable[[str, int], Sequence[int]]                    # (axis, rank) -> ranks of its group
     call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]]

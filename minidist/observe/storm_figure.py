@@ -1,4 +1,4 @@
-"""The picture of a storm, drawn from its events: who took part when, what broke, and how many steps counted."""
+"""The picture of a storm, drawn from its events: which ranks took part when, what broke, and how many steps counted."""
 
 from collections.abc import Sequence
 from pathlib import Path

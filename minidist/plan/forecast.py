@@ -79,7 +79,7 @@ SOURCES = {"spot": "Google Cloud documentation, 2024, Spot VMs: 60 to 91 % less;
            "failures": "Llama team 2024, section 3.3.4: 419 in 54 days on 16,384 GPUs"}
 """Where the defaults are from. A default that is not here is assumed."""
 SAVE_SOURCE = "12 bytes a weight, written by all nodes at the bandwidth of clusters.toml's tier.disk"
-SAVE_WITHOUT_DISK = 30.0        # of a cluster whose disk nobody states (`here`): assumed
+SAVE_WITHOUT_DISK = 30.0        # of a cluster without a stated disk (`here`): assumed
 
 
 @dataclass(frozen=True)

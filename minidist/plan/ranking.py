@@ -136,7 +136,9 @@ def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective
              confirm: int = 0) -> Ranking:
     """Rank all plans of a model on a cluster.
 
-    Args:    batch: sequences a step of the whole job. objective: what is least, one of OBJECTIVES.
+    Args:    config: the model. cluster: as its text, "h100:128x8", or made. batch: sequences a step of the whole job,
+             each of config.context tokens. objective: what is least, one of OBJECTIVES.
+             precision: of all plans, as Plan's. optimizer: as Trainer's.
              rates: seconds of kernels (default: of the cluster's device). confirm: so many of the best are run by the
              replay too (md.simulate), and ranked by it.
     Returns: a Ranking of the plans that fit into memory.

@@ -81,7 +81,7 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
                 left.append(rank)
             ranks[rank] = RankProgram(*call.arrays())
         done = sum(len(recorded.kinds) for recorded in ranks.values())
-        assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for what nobody sends"
+        assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for messages that no rank sends"
         waiting, before = left, done
     return program_of(verb, [ranks[rank] for rank in range(size)])
 

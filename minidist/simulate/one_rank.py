@@ -103,7 +103,7 @@ def _require(plan: Plan, config: GPTConfig) -> None:
         raise PlanError(f"simulate: with local_steps={plan.local_steps} steps differ, and one in so many has all the "
                         f"traffic; simulate the step of ddp without, and add a {plan.local_steps}th of an all-reduce")
     if plan.asynchronous:
-        raise PlanError("simulate: an asynchronous server does what depends on who comes first; simulate it "
+        raise PlanError("simulate: an asynchronous server does what depends on which worker comes first; simulate it "
                         "synchronous")
     if plan.server_device != "same":
         raise PlanError(f"simulate: server_device={plan.server_device}: a cluster's devices are alike; simulate it "

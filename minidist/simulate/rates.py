@@ -8,7 +8,7 @@
     size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three sides are all 3·half
                                         long runs at half the speed of a large one
 
-The constants are defaults with their sources, or a profile's: fitted to step times that somebody measured
+The constants are defaults with their sources, or a profile's: fitted to measured step times
 (`minidist calibrate`), or to this machine (`minidist bench calibrate`).
 
 notes: N2 §11, N2:35.    Source: Williams, Waterman & Patterson 2009 (roofline).

@@ -1,7 +1,7 @@
 """Chapter 24 · The group of a rank that runs alone: its calls are recorded, and answered with shapes.
 
     world = SimGroup.world(sim)                 # sim: a SimRank, which knows the plan
-    tp = world.split(color, axis="tp")          # the ranks follow from the plan: nobody is asked
+    tp = world.split(color, axis="tp")          # the ranks follow from the plan: no message is sent
     tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a row in the ledger
 
 The algorithm's own code runs, on a call whose messages are only counted. So messages, bytes and workspace are those of

@@ -1,4 +1,4 @@
-"""Chapter 24 · What a rank that runs alone knows of the others: it follows from the plan, nobody is asked.
+"""Chapter 24 · What a rank that runs alone knows of the others: it follows from the plan, and no message is sent.
 
 Here stands whatever a rank would learn from the others while it runs: which ranks make a group, how long the blocks are
 that come, and what an all-to-all brings. The rest (loss, norm, digests, overflow) is a number, and that is 1 or equal.
@@ -40,7 +40,7 @@ class SimRank:
         if axis == parent:
             kinds = {"pp": "pp.ends", "tp": "tp.sharers", "dp": "dp.peers"}
             if parent not in kinds:
-                raise ConfigError(f"simulate: nobody has told which ranks make the parts of {parent}")
+                raise ConfigError(f"simulate: it is not known which ranks make the parts of {parent}")
             name = kinds[parent]
         return name, group_ranks(self.plan, self.config, name, self.rank)
 

@@ -1,7 +1,7 @@
 """Chapter 26 · A storm: an elastic job is broken on purpose, again and again, and every fault is noted.
 
     Storm          start the job ... fault ... fault ... the launcher, too, is killed, and started again ... it ends
-    RUN/elastic.jsonl    what the job says: who works, from which step, what broke (launch/generation.py)
+    RUN/elastic.jsonl    what the job says: which ranks work, from which step, what broke (launch/generation.py)
     RUN/storm.jsonl      what the storm did: {"event": "fault", "kind": "kill", "time": …, "pid": …, "rank": 2}
 
 Both are on one clock; storm_report.py reads the two. The faults are those of faults.py. The job is any program that

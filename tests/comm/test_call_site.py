@@ -6,6 +6,7 @@ import threading
 import time
 import timeit
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,3 +132,15 @@ def test_the_garbage_collector_rests_while_all_threads_are_looked_at(monkeypatch
     finally:
         gc.enable()
     assert seen == [False]
+
+
+@pytest.mark.parametrize(("module", "spec", "found"), [
+    ("__main__", None, True), ("train.loop", None, True), ("minidist.lessons.ring.lesson", None, True),
+    ("__main__", "minidist.__main__", False), ("minidist.comm.group", None, False), ("threading", None, False),
+    ("importlib._bootstrap", None, False), ("minidistance", None, True)])
+def test_the_program_is_told_by_modules_not_by_files(module, spec, found):
+    """A program that lies in Python's folder or in this package's is the program all the same."""
+    names = {"__name__": module, "__spec__": spec and SimpleNamespace(name=spec), "sys": sys}
+    for file in (threading.__file__, call_site.__file__, "/home/a/train.py", "<string>"):
+        exec(compile("frame = sys._getframe()", file, "exec"), names)
+        assert call_site.in_program(names["frame"]) == found

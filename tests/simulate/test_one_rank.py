@@ -107,7 +107,7 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("plan", "words"), [
     (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
-    (Plan(dp=3, strategy="parameter-server", asynchronous=True), "who comes first"),
+    (Plan(dp=3, strategy="parameter-server", asynchronous=True), "which worker comes first"),
     (Plan(dp=3, strategy="parameter-server", server_device="cpu"), "server_device=same"),
     (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
     (Plan(pp=2, stage_layers="measured"), "take even"),

@@ -40,7 +40,8 @@ class TorchBlock(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, context, -1))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+        return y
 
 
 class TorchGPT(nn.Module):
@@ -113,11 +114,12 @@ def torch_device_step(config: GPTConfig, *, device: str, precision: str, compile
     def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16, enabled=half), flash_attention() if half else nullcontext():
-            loss = model(ids, targets)
+            loss: Any = model(ids, targets)         # Tensor.backward has no types in some releases of PyTorch
         loss.backward()
         nn.utils.clip_grad_norm_(gpt.parameters(), clip)
         optimizer.step()
-        return loss.detach()
+        value: torch.Tensor = loss.detach()
+        return value
 
     return step
 

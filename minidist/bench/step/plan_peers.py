@@ -132,7 +132,7 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _whole(model: nn.Module) -> ForwardBackward:
     """Without a pipeline."""
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = _loss(model(ids), targets)
+        loss: Any = _loss(model(ids), targets)      # Tensor.backward has no types in some releases of PyTorch
         loss.backward()
         return float(loss.item())
 

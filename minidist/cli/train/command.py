@@ -37,6 +37,7 @@ from minidist.errors import ConfigError
 from minidist.launch import init, spawn
 from minidist.launch import run as run_function
 from minidist.launch.generations import is_elastic_process
+from minidist.launch.launchers import Launch
 from minidist.launch.membership import limit_blas_threads
 from minidist.launch.transports import THREADS
 from minidist.launch.which_mpi import find_launch
@@ -73,11 +74,8 @@ def run(args: argparse.Namespace) -> int:
     require_own_ranks(args, launch, as_threads=as_threads)
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads or bool(args.memory_limit))
     check_starts(args, launch, starts_ranks=starts_ranks)
-    if args.ranks and args.ranks != launch.world_size and not starts_ranks:
-        fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
-    if as_threads and not starts_ranks:
-        fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
-             f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
+    if not starts_ranks:
+        _check_started(args, launch, as_threads=as_threads)
     size = (args.ranks or 1) if starts_ranks else launch.world_size
     plan = settings.plan(size)
     plan.require(size, settings.config)
@@ -95,18 +93,32 @@ def run(args: argparse.Namespace) -> int:
             return int(max(run_function(_train_in_thread, settings, threads, told, size=size, transport=args.transport,
                                         limit=THREADS_LIMIT)))
     if starts_ranks:
-        args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
-        with run_folder(settings.out):
-            if args.elastic:
-                return start_elastic(settings, size)
-            status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
-                           patience=args.patience, limits=limits_of(args, settings.out))
-            drop_rings(settings.out, status)
-            return status
+        return _start_ranks(args, settings, size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads, told)
+
+
+def _check_started(args: argparse.Namespace, launch: Launch, *, as_threads: bool) -> None:
+    """Whether the options suit the ranks that a launcher has started."""
+    if args.ranks and args.ranks != launch.world_size:
+        fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
+    if as_threads:
+        fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
+             f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
+
+
+def _start_ranks(args: argparse.Namespace, settings: Settings, size: int) -> int:
+    """Start a process for each rank, and wait for all. Returns the exit status."""
+    args.out = str(settings.out)                            # the same for all ranks: its default is the time of day
+    with run_folder(settings.out):
+        if args.elastic:
+            return start_elastic(settings, size)
+        status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
+                       patience=args.patience, limits=limits_of(args, settings.out))
+        drop_rings(settings.out, status)
+        return status
 
 
 def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told | None) -> int:

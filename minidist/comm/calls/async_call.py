@@ -29,11 +29,15 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> Any:
-        """Return the call's result, or raise what it raised. May be called again, and from any thread."""
+        """Wait until the call has ended. May be called again, and from any thread.
+
+        Returns: the call's result; a send's and a barrier's is None.
+        Raises:  what the call raised.
+        """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether wait() would return or raise at once."""
+        """Ask without a wait. Returns: whether wait() would return or raise at once."""
 
 
 @entries

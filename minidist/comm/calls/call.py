@@ -180,7 +180,7 @@ class Call(RunningCall):
         return self._told(handle, src, [into]) if told else handle
 
     def _told(self, handle: Handle, src: int, into: Arrays) -> Handle:
-        """A receive that those who asked for receives are told of. Args: into: has the array once it is there."""
+        """A receive that subscribers of receives are told of. Args: into: has the array once it is there."""
         start, known = time.perf_counter(), self._named("received", src)
         return Reported(handle, lambda: self._publish("receive", start, {
             "src": self.world_ranks[src], "dst": self.world_ranks[self.rank],

@@ -116,13 +116,22 @@ class Members:
         self._sequence = 0
 
     def next_sequence(self) -> int:
-        """The number of the next collective call. Calls take theirs when they are made."""
+        """The number of the next collective call. Calls take theirs when they are made.
+
+        Returns: a number, from 1.
+        Raises:  CommError if the group cannot be used: closed, failed, or in a forked child.
+        """
         self.guard.check()
         self._sequence += 1
         return self._sequence
 
     def rank_in(self, name: str, rank: int) -> int:
-        """`rank` as an int, or ConfigError if the group has no such rank; `name` is the argument's name."""
+        """Check a rank that a caller has passed.
+
+        Args:    name: the argument's name. rank: of this group.
+        Returns: the rank, as an int.
+        Raises:  ConfigError if the group has no such rank.
+        """
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
             raise ConfigError(f"{name}={rank!r}: the group {self.axis} has ranks 0 to {self.size - 1}")
         return int(rank)

@@ -33,7 +33,7 @@ class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
     Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
-          size: ranks that may come. run(target, *args): start a thread. name: who listens, for the log.
+          size: ranks that may come. run(target, *args): start a thread. name: of the listener, for the log.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],

@@ -1,7 +1,7 @@
 """Rules about ranks that wait: which rank is behind, and which calls stand still although all ranks are in them.
 
 Each rank that is in a call, or waits for a message, waits for the ranks that have not made their part. The ranks at the
-end of that chain wait for nobody: they are the cause. Where 30 of 32 ranks have made call 640 and two are in 641, the
+end of that chain wait for no rank: they are the cause. Where 30 of 32 ranks have made call 640 and two are in 641, the
 30 are behind, because it is the two that wait.
 """
 
@@ -113,7 +113,7 @@ def _of_message(flight: RankFlight, entry: Entry, made: dict[tuple[int, int, int
 
 
 def _behind(flights: Sequence[RankFlight], waiters: Sequence[Waiter], roots: list[int]) -> Fault:
-    """The ranks at the end of the chain, which wait for nobody."""
+    """The ranks at the end of the chain, which wait for no rank."""
     direct = [waiter for waiter in waiters if set(waiter.absent) & set(roots)]
     longest = max(direct, key=lambda waiter: waiter.seconds)
     by_rank = {flight.rank: flight for flight in flights}

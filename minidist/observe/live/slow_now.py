@@ -58,7 +58,7 @@ class SlowNow:
 def slow_now(flights: Sequence[RankFlight], records: Records | None = None) -> SlowNow | None:
     """What the ranks of a run that goes on wait for.
 
-    Args:    flights: of its ranks. records: of their newest steps; without them the recorders tell who comes late.
+    Args:    flights: of its ranks. records: of their newest steps; without them the recorders tell which rank is late.
     """
     records = {rank: each for rank, each in (records or {}).items() if each.steps}
     newest = min((each.steps[-1]["step"] for each in records.values()), default=_newest_step(flights) - 1)

@@ -80,7 +80,7 @@ def step_seconds(flight: RankFlight) -> dict[int, float]:
 
 
 def _key(flight: RankFlight, entry: Entry) -> tuple[int, ...]:
-    """Of `arrivals`: whom this wait was for."""
+    """Of `arrivals`: the call or message that this wait was for."""
     if entry["kind"] == CALL:
         return entry["group"], entry["sequence"]
     ranks = _ranks(flight, entry)
@@ -96,7 +96,7 @@ def _ranks(flight: RankFlight, entry: Entry) -> list[int]:
 
 def last_to_arrive(flights: Sequence[RankFlight]) -> dict[int, tuple[int, float]]:
     """{step: (rank, seconds)}: the largest delay of the step's calls, which is the time from the last but one rank's
-    arrival to the last one's, and who caused it."""
+    arrival to the last one's, and the rank that caused it."""
     steps = {(entry["group"], entry["sequence"]): entry["step"] for flight in flights
              for entry in flight.of_kind(CALL) if entry["step"] is not None}
     sizes = {group: len(ranks) for flight in flights for group, (_, ranks) in flight.groups.items()}

@@ -25,7 +25,7 @@ class PlainTable:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart that report.js draws. key: its function there; label: what it shows, for a reader who cannot see it."""
+    """A chart that report.js draws. key: its function there; label: what it shows, for a blind reader."""
 
     key: str
     label: str

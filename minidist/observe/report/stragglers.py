@@ -1,4 +1,4 @@
-"""The section on slow ranks: whom the others waited for, by the flight recorders.
+"""The section on slow ranks: which ones the others waited for, by the flight recorders.
 
     delay of a call     from the arrival of the last but one rank to the last one's
     blame of a rank     the sum of the delays of the calls in which it came last
@@ -90,5 +90,5 @@ def _by_rank(flights: Sequence[RankFlight], delays: Sequence[Delay]) -> PlainTab
     for _, rank, seconds in delays:
         caused[rank] += seconds
     rows = [[str(flight.rank), f"{last[flight.rank]:,}", f"{1e3 * caused[flight.rank]:,.1f}"] for flight in flights]
-    return PlainTable("Whom the others waited for", ["rank", "calls in which it came last", "ms waited for it"], rows,
-                 range(3))
+    return PlainTable("Ranks that the others waited for",
+                      ["rank", "calls in which it came last", "ms waited for it"], rows, range(3))

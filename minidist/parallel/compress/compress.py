@@ -77,7 +77,7 @@ SCHEMES = {
     "sign": "sign.make", "1-bit": "one_bit_adam.make", "powersgd": "powersgd.make",
     "predict": "predict.make", "adaptive": "adaptive.make",
 }
-"""A scheme's name -> who makes it: a module of this folder and a callable `make(name, **options)`."""
+"""A scheme's name -> its maker: a module of this folder and a callable `make(name, **options)`."""
 
 
 def scheme_of(text: str) -> Scheme:

@@ -82,7 +82,7 @@ def plain_diloco(model: GPT, inner: Optimizer, group: Group, batches: Iterable[B
             p.data[...] = weights                                                       # all go on from here
 
 
-# `LocalSteps` below keeps all weights in one vector, so that a meeting is one message instead of one a parameter. It
+# `LocalSteps` below keeps all weights in one vector, so that a meeting is one all-reduce instead of one a parameter. It
 # also takes frozen weights, several passes, clipping (of each rank's own gradient), outer gradients that a scheme of
 # this chapter compresses, and checkpoints between two meetings. streaming.py sends the vector in parts, behind the
 # steps; async_local_steps.py does without meetings.

@@ -10,8 +10,8 @@ prediction is p_r; the owner of a chunk keeps s, the sum of all ranks' p_r of it
 Where the difference of a chunk is at most `tolerance` times as long as what it would complete, a payload says "as
 predicted" in one byte. What C or silence loses is kept (error feedback).
 
-It pays as far as a gradient resembles those before it. The gradients of small batches are mostly noise, which nobody
-predicts: then differences are as long as gradients, and the bytes those of the codec alone.
+It pays as far as a gradient resembles those before it. The gradients of small batches are mostly noise, which
+cannot be predicted: then differences are as long as gradients, and the bytes those of the codec alone.
 
     codec=4bit       C: 8bit, 4bit (quantise.py) or sign
     rate=0.1         of the moving averages; 0 predicts zero

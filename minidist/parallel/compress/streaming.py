@@ -15,8 +15,10 @@ waits: the sum of a fragment may be on its way for τ steps more, and is then mi
 With F = 1, τ = 0, α = 0 it is DiLoCo. A fragment is a slice of the vector of all weights, so that all are equal in size
 to one element; the paper takes whole layers.
 
-Cost: the bytes of DiLoCo, in F times as many messages, spread over the period; the peak is 1/F. In flight: the
-fragments that left in the last τ steps.
+Cost: the bytes of DiLoCo, spread over the period; the peak is 1/F. F all-reduces a period in place of one: on a ring
+2(P-1) messages a rank for each stretch of at most 4 MiB of each fragment (collectives/ring.py). So F fragments take F
+times the messages of DiLoCo where all weights are at most 4 MiB, and fewer than that where they are larger. In flight:
+the fragments that left in the last τ steps.
 
 notes:   N2 §11.2, §11.4
 Source:  Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (2501.18512).

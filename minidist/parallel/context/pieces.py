@@ -17,7 +17,7 @@ from minidist.device.backend import Array, array_module
 from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context.token_shard import own_blocks, zigzag
 
-# ------------------------------------------------------------------------------------------------- who needs what
+# --------------------------------------------------------------------------------------------- which rank needs what
 
 class NeededTokens(NamedTuple):
     """What one rank needs of another's tokens: their places among the source's own ones, as runs, `total` in all.

@@ -2,7 +2,7 @@
 
 The idea. In a ring all keys and values visit all ranks, because a causal query sees all keys before it. Under a sliding
 window it sees the last N alone, and a key that no query of a rank sees need not travel there. Which keys these are
-follows from the pattern and from who has which tokens, so each rank knows it of all others, and nobody is asked.
+follows from the pattern and from which rank has which tokens, so each rank knows it of all others, without a message.
 
     P=3, zigzag       block 0    1      2      3      4      5       local:N, N at most a block of the zigzag:
     rank                    0    1      2      2      1      0       a block needs the end of the block before it,

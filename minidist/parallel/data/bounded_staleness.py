@@ -32,7 +32,7 @@ from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
-NOBODY, PAUSE = -1.0, -2.0
+FINISHED, PAUSE = -1.0, -2.0
 """Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on with other ranks.
 """
 

@@ -74,7 +74,7 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
         optimizer.zero_grad()
 
 
-# `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of a matrix; and overlap: a
+# `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of 4 MiB; and overlap: a
 # bucket's all-reduce starts when its last gradient is final, while backward computes the next one. So buckets fill in
 # the order in which backward ends, which all ranks must agree on. It also takes frozen and unused parameters, ranks
 # without rows, and several passes (chapter 08).

@@ -53,7 +53,7 @@ from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.bounded_staleness import (
-    NOBODY,
+    FINISHED,
     PAUSE,
     Service,
     ShardState,
@@ -191,7 +191,7 @@ class ParameterServer(Strategy):
     # -------------------------------------------------------------------------------------------- push and pull
 
     def push(self) -> None:
-        """This worker's gradients, to the servers of their keys. Cost: a message a server, all gradients' bytes."""
+        """This worker's gradients, to the servers of their keys. Cost: a message a server and dtype."""
         for shard in self.shards:
             zero_unused(shard.keys)
         with self.recorder.span("push", "communication"), self._naming_servers():
@@ -200,7 +200,7 @@ class ParameterServer(Strategy):
                 pending.wait()
 
     def pull(self) -> None:
-        """New weights from the servers, in place. Cost: a message from each server, all weights' bytes."""
+        """New weights from the servers, in place. Cost: a message from each server for each dtype."""
         with self.recorder.span("pull", "communication"), self._naming_servers():
             for server, shard in enumerate(self.shards):
                 for vector in shard.weights:
@@ -218,7 +218,7 @@ class ParameterServer(Strategy):
                     total += room
 
     def give_back(self) -> None:
-        """On a server: its weights, to every worker. Cost: N messages of a shard."""
+        """On a server: its weights, to every worker. Cost: N messages for each dtype of the shard."""
         with self.recorder.span("give back", "communication"):
             self.shards[0].round()
             for pending in [self.group.start_send(vector, worker) for worker in range(self.workers)
@@ -270,7 +270,7 @@ class ParameterServer(Strategy):
         """
         if self.asynchronous and not self.serves and not self._finished:
             self._finished = True
-            self._push_and_pull([NOBODY, float("nan"), 1.0])
+            self._push_and_pull([FINISHED, float("nan"), 1.0])
         return self.gone
 
     def pause(self) -> None:
@@ -323,13 +323,13 @@ class ParameterServer(Strategy):
         with self._naming_servers(), ledger.control():
             for rank in ranks:
                 self.group.send(np.array([*header, *self.versions]), rank)
-        if header[0] != NOBODY:
+        if header[0] != FINISHED:
             self.push()
         with self._naming_servers(), ledger.control():
             answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
         self.versions = [version for version, *_ in answers]
         self.pull()
-        if header[0] == NOBODY:
+        if header[0] == FINISHED:
             self._gone = {worker for _, *lost in answers for worker in lost}
             self._paused = PAUSE in self._gone
             return

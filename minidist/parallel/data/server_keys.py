@@ -5,7 +5,7 @@
     server 1                        head 80         | down 32          | out 8
 
 A key is never cut, so loads differ by no more than the largest key. What a worker sends a server, and gets back, are
-whole vectors: one message each way.
+whole vectors: one message each way for each dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

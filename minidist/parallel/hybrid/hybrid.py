@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam,
 class Trainer:
     """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments.
 
-    Args:    plan: how the job is cut; its size must be the world's.
+    Args:    plan: how the job is cut; its size must be the size of world, the Group of all ranks.
              config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
              seed: of the weights and of dropout.
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
@@ -159,7 +159,10 @@ class Trainer:
                              loss=self._loss, key=self._key, precision=self.precision, recorder=self.recorder)
 
     def require_room(self, sequences: int) -> None:
-        """Raise MemoryLimitError if a step on so many sequences cannot fit: known on dp alone, without experts."""
+        """Check that a step fits into plan.device_memory: known on dp alone, without experts.
+
+        Args:    sequences: of the global batch. Raises: MemoryLimitError with the bytes that are needed.
+        """
         require_room(self.plan, self.model, self.account, sequences)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -185,7 +188,9 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
 
-        In as many passes as a step. Cost: one all-gather of two float64 a rank, counted under `control`.
+        Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as step.
+        Returns: the mean of all tokens' losses.
+        Cost:    as many passes as a step; one all-gather of two float64 a rank, counted under `control`.
         """
         group, readers = self.strategy.readers(self.survivors())
         total, tokens = 0.0, 0
@@ -200,14 +205,18 @@ class Trainer:
         return total / count
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
+        """Copies of all master weights, whole, on the host. Every rank calls it: ZeRO gathers them.
+
+        Returns: {dotted path: array}, in the masters' dtype. Raises: CommError, MemoryLimitError if they do not fit.
+        """
         return self.strategy.state_dict()
 
     def save(self, folder: str | Path, **about: Any) -> None:
         """Write a checkpoint (survive/checkpoint.py), which a Trainer of any plan can load. Every rank calls it.
 
-        Args:    about: further words for its manifest, as JSON; rank 0's count.
-        Raises:  CheckpointError on every rank if one cannot write; then nothing is left.
+        Args:    folder: the checkpoint; one of this name is replaced at the end.
+                 about: further words for its manifest, as JSON; rank 0's count.
+        Raises:  CheckpointError on every rank if one cannot write; then nothing is left. CommError as all verbs.
         """
         if self._saver is not None:
             self._saver.wait()
@@ -217,6 +226,8 @@ class Trainer:
         """As save, but written behind the next steps (survive/save_async.py): this returns when the state is copied.
 
         It waits for a save that is under way. One that fails is told on rank 0, and training goes on.
+
+        Args:    as save. Raises: MemoryLimitError if the copies do not fit; CommError as all verbs (Group).
         Returns: its wait() returns when the checkpoint is there, or raises what save would; close() waits for it, too.
         """
         if self._saver is None:
@@ -231,8 +242,10 @@ class Trainer:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the checkpoint's.
 
-        Returns: its `about`. Every rank calls it.
-        Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer.
+        Args:    folder: the checkpoint, the same on every rank.
+        Returns: its `about`.
+        Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer;
+                 CommError as all verbs (Group). Then the state of this training is of no use.
         """
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
         self.steps_done = self.steps_before = about["steps_done"]
@@ -242,7 +255,8 @@ class Trainer:
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan of as many ranks, between two steps; model and optimizer are made anew.
 
-        Cost:    as state_exchange.restore; nothing touches the disk. Every rank calls it.
+        Args:    plan: the plan to come, the same on every rank.
+        Cost:    as state_exchange.restore; nothing touches the disk.
         Raises:  PlanError, ConfigError for what cannot work; after another error than PlanError the state is gone.
         """
         plan.require(self.world.size, self.config)
@@ -257,18 +271,24 @@ class Trainer:
         restore([snapshot], self.strategy, self.optimizer, self.world)
 
     def survivors(self) -> Group:
-        """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers."""
+        """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers.
+
+        Returns: their Group, or the world. Raises: PeerLostError, TimeoutError if a server is lost.
+        """
         if self._survivors is None:
             gone = self.strategy.finish()
             self._survivors = self.world.without(gone) if gone else self.world
         return self._survivors
 
     def check_replicas(self) -> None:
-        """Raise MismatchError, naming ranks, unless weights are equal on those that hold them. Every rank calls it."""
+        """Every rank compares the weights that it shares. Raises: MismatchError with those that differ, CommError."""
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the master weights in the serial layout, by name, little-endian. Every rank calls it."""
+        """Digest of the master weights in the serial layout, by name, little-endian. Every rank calls it.
+
+        Returns: 64 hexadecimal digits, equal for equal weights under any plan. Raises: as state_dict.
+        """
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
@@ -288,16 +308,21 @@ class Trainer:
             self.account.limit = None
 
     def step(self, batch: Batch) -> float:
-        """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.
+        """One optimizer step on the *global* batch.
 
+        Args:    batch: (inputs, targets), each (sequences, tokens) of integers, equal on all ranks.
         Returns: the global mean token loss, the same bits on every rank. Cost: the strategy's, in the phase "step".
+        Raises:  ShapeError, DtypeError for a batch that does not fit; MemoryLimitError; DiskError (offload=all);
+                 GradientError if float16's gradients overflow at the smallest scale; ConfigError for a rank without
+                 rows where each needs one (local steps); CommError as all verbs (Group).
         """
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """As `step`; the loss may still be on its way.
+        """As step; the loss may still be on its way.
 
         One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
+        Args, Raises: as step. Returns: a LateLoss; its wait() returns the loss.
         """
         self.world.tell_step(self.steps_done)
         moves = (self.keeper or self.store).traffic

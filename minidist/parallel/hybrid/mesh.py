@@ -46,10 +46,11 @@ class Mesh:
     `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
     every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
-    Args:       order, placement: which ranks are neighbours, as in Plan; without names, which are the axes'.
+    Args:       world: the Group of all ranks. dp, pp, ep, cp, tp: the number of ranks along each axis.
+                order, placement: which ranks are neighbours, as in Plan. These and world have no names in a call.
     Attributes: shape: {axis: size}; coordinates: {axis: this rank's place}.
                 world: all ranks, in the mesh's order: the group that was given, unless `placed` changes a number.
-    Raises:     PlanError if the sizes' product is not the world's size.
+    Raises:     PlanError if the sizes' product is not the world's size, or for an unknown axis in `order`.
     """
 
     def __init__(self, world: Group, order: str = ORDER, placement: str = "node", /, *, dp: int = 1, pp: int = 1,
@@ -106,7 +107,10 @@ class Mesh:
         return self[("dp", *(axis for axis in axes if self.shape[axis] > 1))]
 
     def close(self, *, world: bool = False) -> None:
-        """End the groups' worker threads; `world`: also that of the mesh's world, which stays open otherwise."""
+        """End the groups' worker threads. Raises: the error of a started call whose wait() was never called.
+
+        Args:    world: whether to end that of the mesh's world too, which stays open otherwise.
+        """
         for group in self._groups.values():
             group.close()
         if world:

@@ -107,7 +107,7 @@ def check_local_steps(plan: "Plan") -> None:
 
 
 def check_change(plan: "Plan", other: "Plan") -> None:
-    """Raise PlanError if a training cannot go on under the other plan, from memory to memory."""
+    """Check that a training can go on under a plan. Args: other: that plan. Raises: PlanError for local steps."""
     if plan.local_steps is not None or other.local_steps is not None:
         raise PlanError("change_plan: with local steps each rank has weights and state of its own, and without none "
                         "has; start a new run")

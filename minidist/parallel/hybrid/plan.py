@@ -31,7 +31,7 @@ __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS"
 class Plan:
     """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
-    Attributes: dp … tp       ranks along each axis
+    Attributes: dp, pp, ep, cp, tp   ranks along each axis
                 order         of the axes on the machines: the last is innermost, its ranks are neighbours on a node;
                               axes that are not named come first
                 placement     one of PLACEMENTS: which ranks are neighbours
@@ -172,7 +172,7 @@ class Plan:
         return self.schedule in UPDATING
 
     def updates(self, sequences: int) -> int:
-        """How often a step on so many sequences sums gradients and updates: once, or for each microbatch with a row."""
+        """Updates of a step: one, or one a microbatch with rows. Args: sequences: of the batch. Returns: from 1."""
         return min(self.pieces, -(-sequences // (self.dp * self.ep))) if self.updates_each_microbatch else 1
 
     @property
@@ -192,7 +192,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4". Raises PlanError for all else."""
+        """The plan that a text says. Args: text: axis=size pairs joined by commas, as in "dp=4,tp=2".
+
+        Returns: the Plan, whose other options are the defaults. Raises: PlanError for any other text.
+        """
         sizes: dict[str, Any] = {}
         for pair in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, value = pair.partition("=")
@@ -208,5 +211,5 @@ class Plan:
         return cls(**sizes)
 
     def as_dict(self) -> dict[str, int | str | None]:
-        """Every field by name, for metrics.json."""
+        """Every field by name, for metrics.json. Returns: {field: its value}."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

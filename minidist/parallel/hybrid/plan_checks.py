@@ -215,7 +215,10 @@ def _check_sequence(plan: "Plan") -> None:
 # --------------------------------------------------------------------------------------------------- plan and model
 
 def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Raise PlanError unless a model of this shape can be cut so, and has the blocks that are to be computed again."""
+    """Check that a model of this shape can be cut so, and has the blocks that are to be computed again.
+
+    Args:    config: the model. Raises: PlanError, one line with a plan or a model that fits.
+    """
     chosen(plan.checkpoint_blocks, config.layers)
     for wrong, remedy in _misfits(plan, config):
         other = data_alone(plan)
@@ -224,7 +227,10 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 
 
 def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> None:
-    """Raise PlanError unless the plan is for so many ranks: it names plans that are, and can cut the model if given."""
+    """Check that the plan is for so many ranks. Raises: PlanError: it names plans that are.
+
+    Args:    ranks: of the job. config: the model, if given: the plans that the error names can cut it.
+    """
     if plan.size == ranks:
         return
     found = (other for other in (_changed(plan, dp=ranks * plan.dp // plan.size), data_alone(plan, ranks))

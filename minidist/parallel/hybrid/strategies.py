@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
@@ -94,14 +94,14 @@ def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> 
     options |= {"every": plan.local_steps,
                 "outer": outer._replace(**{name: value for name, value in given.items() if value is not None})}
     if plan.asynchronous:
-        return load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,   # type: ignore
-                                    **options)
+        return cast(Strategy, load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,
+                                                   **options))
     named = plan.outer_compress
     options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
     streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
     if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
-        return load("local-steps")(model, group, **options)   # type: ignore[no-any-return]
-    return load("streaming")(model, group, **streaming, **options)   # type: ignore[no-any-return]
+        return cast(Strategy, load("local-steps")(model, group, **options))
+    return cast(Strategy, load("streaming")(model, group, **streaming, **options))
 
 
 def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
@@ -150,7 +150,8 @@ def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device:
     if stage:
         options |= {"shard": plan.shard, "store": store}
     if stage < 3:
-        return load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)   # type: ignore
+        return cast(DataAxis, load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options))
     tied = model.tokens if model.config.tied else None      # used at both ends: held all step
-    return load("zero=3")(model, group, units=[child for _, child in model.children() if child is not tied],  # type: ignore
-                          seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)
+    units = [child for _, child in model.children() if child is not tied]
+    return cast(DataAxis, load("zero=3")(model, group, units=units, seed=seed, device=device,
+                                         free_after_forward=not plan.keep_gathered, **options))

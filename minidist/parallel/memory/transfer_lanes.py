@@ -71,7 +71,8 @@ class TransferLane:
         """Begin `work()`, which moves `nbytes`; they are counted now."""
         self.traffic.count(self.source, self.target, nbytes)
         if is_simulated():      # by chapter 24's recorder
-            return cast(Any, self.recorder).moving(f"{self.source} to {self.target}", nbytes, work)     # type: ignore
+            move: Move = cast(Any, self.recorder).moving(f"{self.source} to {self.target}", nbytes, work)
+            return move
 
         def carry_out() -> Any:
             with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):

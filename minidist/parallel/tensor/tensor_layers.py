@@ -115,7 +115,7 @@ class SplitMLP(MLP):
 
     def __init__(self, mlp: MLP, region: TensorRegion) -> None:
         self.region = region
-        self.gate = None if mlp.gate is None else ColumnLinear(mlp.gate, region, enter=False)       # type: ignore
+        self.gate = None if mlp.gate is None else ColumnLinear(mlp.gate, region, enter=False)  # type: ignore[assignment]
         self.up = ColumnLinear(mlp.up, region, enter=False)         # type: ignore[assignment]
         self.down = RowLinear(mlp.down, region)                     # type: ignore[assignment]
 

@@ -11,7 +11,9 @@ from local_steps import new_model, reference, vector_of
 from training import global_batch, tiny, train
 
 import minidist as md
+from minidist.comm.limits import STRETCH_BYTES
 from minidist.errors import ConfigError
+from minidist.nn import GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.compress import streaming
 from minidist.parallel.compress.local_steps import LocalSteps
@@ -162,3 +164,23 @@ def test_no_rank_waits_for_a_fragment_on_its_way() -> None:
 def test_refuses(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         md.run(lambda world: StreamingLocalSteps(new_model(), world, **options), size=1)
+
+
+@pytest.mark.parametrize(("fragments", "messages"), [
+    pytest.param(1, 4, marks=pytest.mark.soak), (2, 4), pytest.param(4, 8, marks=pytest.mark.soak)])
+def test_messages_of_a_large_fragment(fragments: int, messages: int) -> None:
+    """6.2 MiB of weights on two ranks: 2(P-1) messages of a rank for every 4 MiB of every fragment."""
+    config = GPTConfig(vocabulary=64, context=16, layers=2, heads=4, width=256)
+
+    def rank(world: Any) -> tuple[int, list[int]]:
+        trainer = Trainer(Plan(dp=2, local_steps=4, fragments=fragments, algorithm="ring"), config, world, seed=3)
+        for step in range(4):
+            trainer.step(global_batch(step, 2, config))
+        nbytes = sum(parameter.data.nbytes for parameter in trainer.model.parameters())
+        trainer.close()
+        return nbytes, [row["messages"] for row in world.ledger.rows() if row["axis"] == "dp"
+                        and row["verb"] == "all_reduce"]
+
+    (nbytes, sent), _ = md.run(rank, size=2)
+    stretches = fragments * -(-nbytes // fragments // STRETCH_BYTES)
+    assert sent == [2 * stretches] == [messages]
