@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.late_group import LateGroup
 
 from minidist.comm.group import Group
 from minidist.errors import CommError
@@ -87,37 +88,6 @@ class Run:
         return np.full(self.flat.chunk_size, np.nan)
 
 
-class SlowHandle:
-    """A sum that is put into its place when it is waited for, and not before."""
-
-    def __init__(self, group: "SlowGroup", handle: Any, room: np.ndarray, out: np.ndarray) -> None:
-        self.group, self.handle, self.room, self.out, self.waited = group, handle, room, out, 0
-
-    def wait(self) -> np.ndarray:
-        """As any handle's."""
-        self.handle.wait()
-        if not self.waited:
-            self.group.unwaited -= 1
-            self.out[...] = self.room
-        self.waited += 1
-        if self.waited > 20:
-            raise RuntimeError("land() waits for the same sum again and again: take it out of self.flying (hole 6)")
-        return self.out
-
-
-class SlowGroup:
-    """A group whose sums arrive when they are waited for; it counts those that were not waited for."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
-
-    def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> SlowHandle:
-        """As the group's own, but that `out` stays as it is before wait()."""
-        room = np.empty_like(out)
-        self.unwaited += 1
-        return SlowHandle(self, self.group.start_reduce_scatter(x, out=room, algorithm="ring"), room, out)
-
-
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     """The plain loop: gradients that are freed, equal replicas, one process's weights, the bytes."""
     def job(group: Group) -> dict[str, Any]:
@@ -163,14 +133,14 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     weights = [each.flat.join() for each in runs]
     optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
                      for piece in each.flat.pieces(w[each.flat.chunk], each.shard)], RATE)
-    slow = SlowGroup(group)
-    mine, seen = exercise.MyGradients(slow), {"unwaited": 0, "flying": 0}
+    late = LateGroup(group)
+    mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0}
 
     def came(each: Run) -> None:
         each.missing -= 1
         if not each.missing:
             mine.final(each)
-            seen["flying"] = max(seen["flying"], slow.unwaited)
+            seen["flying"] = max(seen["flying"], len(late.flying))
 
     def final(each: Run, _: Any) -> None:
         came(each)
@@ -188,7 +158,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
                 each.missing = len(each.flat.parameters)
             model.loss(part.inputs, part.targets, divisor=targets.size).backward()
             mine.finish()
-            seen["unwaited"] = max(seen["unwaited"], slow.unwaited)
+            seen["unwaited"] = max(seen["unwaited"], len(late.flying))
         optimizer.step()
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():

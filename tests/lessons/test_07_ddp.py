@@ -26,6 +26,13 @@ WRONG = {
         self.pending = []
         self.missing = [len(bucket) for bucket in self.buckets]
        """},
+    "backward stands still": {4: RIGHT[4] + "\n    self.pending[-1].wait()"},
+    "started too late": {4: """
+        self.missing[number] -= 1
+        if not any(self.missing):
+            for bucket in range(len(self.buckets)):
+                self.start(bucket)
+       """},
     "a bucket was not started once": {4: "self.missing[number] -= 1"},
     "averaged twice": {5: RIGHT[5] + "\nfor flat in self.flat:\n    flat /= self.group.size"},
     "not waited for": {5: "self.missing = [len(bucket) for bucket in self.buckets]"},

@@ -42,6 +42,12 @@ WRONG: dict[str, list[dict[int, str]]] = {
     "07": [{1: "part.inputs.shape[0]"}, {2: "group.all_reduce(p.grad)"}, {2: "p.grad = p.grad * group.size"},
            {2: "p.data[...] = group.all_reduce(p.data) / group.size"}, {3: "range(len(sizes) - 1)"},
            {4: "self.start(number)"}, {4: "pass"}, {5: "pass"},
+           {4: "self.missing[number] -= 1\nif not self.missing[number]:\n    self.start(number)\n"
+               "    self.pending[-1].wait()"},
+           {4: "self.missing[number] -= 1\nif not any(self.missing):\n    for every in range(len(self.buckets)):\n"
+               "        self.start(every)"},
+           {4: "self.missing[number] -= 1\nif not self.missing[number]:\n"
+               "    for handle in self.pending:\n        handle.wait()\n    self.start(number)"},
            {5: "for handle in self.pending:\n    handle.wait()\n"
                "self.missing = [len(bucket) for bucket in self.buckets]"},
            {5: "self.missing = [len(bucket) for bucket in self.buckets]\nself.pending = []"},
