@@ -126,6 +126,16 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {5: "place + shape[axis] * coordinates[axis]"}, {5: "place * shape[axis]"},
            {6: "(size - 1) / size * nbytes * sharing / bandwidth"}, {6: "0.0"},
            {7: "tokens * flops_a_token / (seconds * peak)"}],
+    "25": [{1: "[]"}, {1: "[rank for rank, last in calls.items() if last == min(calls.values())]"},
+           {2: "ordered[:, -1] - ordered[:, 0]"}, {2: "ordered[:, -1] - ordered.mean(axis=1)"},
+           {2: "ordered[:, -1] - ordered[:, ordered.shape[1] // 2]"}, {2: "None"}, {3: "arrivals.argmax(axis=1)"},
+           {4: "float(np.mean(some))"}, {4: "float(np.median(some))"}, {5: "float(np.max(np.diff(memory)))"},
+           {5: "float(np.median(memory))"}, {5: "None"}, {6: "bad[0][2:] if bad else None"}, {6: "'x'"}, {7: "1 / 0"},
+           {4: "0.0", 5: "float(np.mean(np.diff(memory)))"}],
+    "26": [{1: "pass"}, {1: "np.save(file, chunk.astype('float32'))"}, {2: "None"}, {2: "group.all_gather(digest[:8])"},
+           {3: "(folder / 'manifest.json').write_text((folder / 'draft').read_text())"}, {4: "(start, stop)"},
+           {4: "(max(start, old[rank]), old[rank + 1])"}, {5: "np.load(file)[first:last]"}, {6: "2 * save * between"},
+           {6: "(2 * save / between) ** 0.5"}, {1: "np.save(file, 0 * chunk)", 6: "0"}],
 }
 RIGHT_TOO: dict[str, list[dict[int, str]]] = {
     "02": [{5: "(group.rank - step) % group.size", 6: "(group.rank + step) % group.size"}],
@@ -140,7 +150,7 @@ CASES = [(number, wrong) for number, answers in WRONG.items() for wrong in answe
 
 
 def test_every_lesson_has_some() -> None:
-    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 25 and len(CASES) > 260
+    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 27 and len(CASES) > 290
 
 
 @needs_compiler
