@@ -16,8 +16,9 @@ SAME_WAITS = 20     # waits for one sum, after which a loop is taken to be endle
 class LateHandle:
     """A sum on its way. It is put into its place when it is waited for, and not before."""
 
-    def __init__(self, group: "LateGroup", handle: Any, room: np.ndarray, out: np.ndarray) -> None:
+    def __init__(self, group: "LateGroup", handle: Any, x: np.ndarray, room: np.ndarray, out: np.ndarray) -> None:
         self.group, self.handle, self.room, self.out, self.waits = group, handle, room, out, 0
+        self.x: np.ndarray | None = x       # what is summed, until it is waited for
 
     def wait(self) -> np.ndarray:
         """Return `out`, with the sum in it.
@@ -29,6 +30,7 @@ class LateHandle:
         self.waits += 1
         if self.waits == 1:
             self.out[...] = self.room
+            self.x = None
             self.group.flying.remove(self)
         if self.waits > SAME_WAITS:
             raise RuntimeError("the same sum is waited for again and again: take it out of the list once it has landed")
@@ -64,6 +66,6 @@ class LateGroup:
     def _started(self, verb: Any, x: np.ndarray, out: np.ndarray, options: dict[str, Any]) -> LateHandle:
         """The handle of a sum that sets out, by the ring."""
         room = np.empty_like(out)
-        handle = LateHandle(self, verb(x, out=room, **{**options, "algorithm": "ring"}), room, out)
+        handle = LateHandle(self, verb(x, out=room, **{**options, "algorithm": "ring"}), x, room, out)
         self.flying.append(handle)
         return handle

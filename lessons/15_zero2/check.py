@@ -134,13 +134,14 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
                      for piece in each.flat.pieces(w[each.flat.chunk], each.shard)], RATE)
     late = LateGroup(group)
-    mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0}
+    mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0, "copies": 0}
 
     def came(each: Run) -> None:
         each.missing -= 1
         if not each.missing:
             mine.final(each)
             seen["flying"] = max(seen["flying"], len(late.flying))
+            seen["copies"] = max(seen["copies"], _copies(late, runs))
 
     def final(each: Run, _: Any) -> None:
         came(each)
@@ -169,6 +170,13 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
             "sent": sent_since(group.ledger, before),
             "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()])}
+
+
+def _copies(late: LateGroup, runs: list[Run]) -> int:
+    """How many sums on their way are of an array that is no gradient which a run gave, but stands beside it."""
+    gradients = [gradient for each in runs for ref in each.taken if (gradient := ref()) is not None]
+    return sum(not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
+               for handle in late.flying if handle.x is not None)
 
 
 def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
@@ -201,11 +209,15 @@ def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
     """One in flight while the next fills, and none left at the end."""
-    left, most, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "runs"))
+    left, most, copies, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "copies", "runs"))
     task = f"{size} ranks, whole gradients alive after {STEPS} steps"
     if left:
         return Result(task, False, "0", f"{left}", "forgot to free",
                       "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 6)")
+    if copies:
+        return Result(f"{size} ranks, whole gradients alive in backward", False, "one that fills and one in flight",
+                      f"{copies} more", "a copy flies", "the gradient itself can be summed, because it does not change "
+                      "while it flies; a copy beside it is a third bucket: section 2 (hole 3)")
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
     return Result(task, most == 1, "one", f"{most} of {runs}", mistake,
