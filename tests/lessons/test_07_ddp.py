@@ -71,6 +71,13 @@ def test_how_nearly_linear_it_is() -> None:
         assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told
 
 
+def test_one_bucket_is_counted_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a busy machine a clock would say the contrary of the counted bytes."""
+    load_module(find("07").part("broken.py"), "07").one_bucket()
+    told = capsys.readouterr().out
+    assert "one bucket for everything: 100% of" in told and "buckets of 512 KiB: 9% of" in told and " ms" not in told
+
+
 def test_a_rank_of_ddp_holds_the_state_of_one_process() -> None:
     """N1:29 and N1:32, corrected: the story's table is what the account says; ranks without a sequence hold it too."""
     lab, story = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text("utf-8")
