@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_fit(args: argparse.Namespace) -> None:
-    """Refuse options that what is asked for does not have; the parser itself refuses two of what excludes each other."""
+    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g. --figure --copy."""
     named = {"-n": args.ranks, "--answers": args.answers, "--figure": args.figure, "--break": args.broken,
              "--copy": args.copy, "--out": args.out}
     given = [option for option, value in named.items() if value not in (None, False)]

@@ -222,8 +222,8 @@ class MessageWalk:
 
     def left(self, numbers: np.ndarray) -> np.ndarray:
         """When these messages left: when they were started, or when the receiver was ready if they meet it."""
-        started, ready = self.started[numbers], np.nan_to_num(self._ready[numbers])
-        return np.where(self.program.meets[numbers], np.maximum(started, ready), started)
+        started: np.ndarray = self.started[numbers]
+        return np.where(self.program.meets[numbers], np.maximum(started, np.nan_to_num(self._ready[numbers])), started)
 
     def round(self) -> None:
         """Every rank's next operation, as far as it need not wait."""
