@@ -173,7 +173,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _copies(late: LateGroup, runs: list[Run]) -> int:
-    """How many sums on their way are of an array that is no gradient which a run gave, but stands beside it."""
+    """How many sums on their way are not of a gradient that a run gave, but of a copy beside it."""
     gradients = [gradient for each in runs for ref in each.taken if (gradient := ref()) is not None]
     return sum(not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
                for handle in late.flying if handle.x is not None)
@@ -216,8 +216,8 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
                       "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 6)")
     if copies:
         return Result(f"{size} ranks, whole gradients alive in backward", False, "one that fills and one in flight",
-                      f"{copies} more", "a copy flies", "the gradient itself can be summed, because it does not change "
-                      "while it flies; a copy beside it is a third bucket: section 2 (hole 3)")
+                      f"{copies} more", "a copy is summed", "the gradient itself can be summed, because it does not "
+                      "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)")
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
     return Result(task, most == 1, "one", f"{most} of {runs}", mistake,
