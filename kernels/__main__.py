@@ -9,9 +9,9 @@ from minidist.errors import KernelError
 
 def main(names: list[str]) -> int:
     """Print a line a kernel: registers a thread, bytes of shared memory, bytes spilled. Returns the exit status."""
-    cell = "{:>20}"
-    print(f"{'kernel':<52}" + "".join(cell.format(architecture) for architecture in ARCHITECTURES))
-    print(f"{'':<52}" + cell.format("reg shared spill") * len(ARCHITECTURES))
+    cell = "{:>7}{:>7}{:>6}".format
+    print(f"{'kernel':<52}" + "".join(f"{architecture:>20}" for architecture in ARCHITECTURES))
+    print(f"{'':<52}" + cell("reg", "shared", "spill") * len(ARCHITECTURES))
     try:
         for source in sources():
             if names and source.path.stem not in names:
@@ -19,9 +19,9 @@ def main(names: list[str]) -> int:
             rows: dict[str, list[str]] = {}
             for usage in (each for architecture in ARCHITECTURES for each in compile_for(source, architecture)):
                 spilled = usage.spill_stores + usage.spill_loads
-                rows.setdefault(usage.kernel, []).append(f"{usage.registers} {usage.shared} {spilled}")
+                rows.setdefault(usage.kernel, []).append(cell(usage.registers, usage.shared, spilled))
             for kernel, cells in rows.items():
-                print(f"{kernel:<52}" + "".join(map(cell.format, cells)))
+                print(f"{kernel:<52}" + "".join(cells))
     except KernelError as error:
         print(f"minidist: {error}", file=sys.stderr)
         return 2

@@ -216,7 +216,8 @@ PANELS += [("broadcast", "tree"), ("all_to_all", "pairwise"), ("all_to_all", "br
 def record_family(group: Group) -> list[dict[str, Any]]:
     """One call of every panel; its messages on rank 0, with times in α by the clock of `on_the_clock`. [] elsewhere.
 
-    The messages of the call are recorded, and are the same as those on the clock.
+    The messages of the call are recorded, and are the same as those on the clock. `part` is a message's share of n, the
+    bytes of one rank's array; in an all-to-all that is all of its parts.
     """
     panels = []
     for verb, algorithm in PANELS:
@@ -227,13 +228,14 @@ def record_family(group: Group) -> list[dict[str, Any]]:
         ranks = gather_records(group, [[event.details[name] for name in ("src", "dst", "nbytes")] for event in events
                                        if event.kind == "message"])
         if ranks:
-            unit = (PART if verb == "all_to_all" else ELEMENTS) * 8
+            unit = (PART if verb == "all_to_all" else ELEMENTS) * 8     # bytes that the verb is given for each array
+            whole = unit * (group.size if verb == "all_to_all" else 1)
             times = message_times(verb, algorithm, Operands(0 if verb == "barrier" else unit, itemsize=8),
                                   even_links(group.size, 1.0, 0.0), range(group.size))
             clocked = sorted([message.src, message.dst, message.nbytes] for message in times)
             assert sorted(row for rows in ranks for row in rows) == clocked, f"{verb} {algorithm}"
             panels.append({"verb": verb, "algorithm": algorithm, "messages": [
-                {"src": src, "dst": dst, "part": nbytes / unit, "start": start, "stop": end}
+                {"src": src, "dst": dst, "part": nbytes / whole, "start": start, "stop": end}
                 for src, dst, nbytes, start, end in times]})
     return panels
 

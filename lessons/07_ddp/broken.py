@@ -1,6 +1,5 @@
 """What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
 
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.console import plural, size_text
 from minidist.grading import load_module
-from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.step import part_of
@@ -73,22 +71,17 @@ def different_seeds() -> None:
 
 
 def one_bucket() -> None:
-    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, and in milliseconds here."""
+    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, the same on every machine."""
 
-    def waited(group: Group, bucket_bytes: int) -> tuple[list[int], float]:
-        timeline, model = Timeline(group.rank), lab.new_model(lab.TIMED)
-        ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
-        optimizer = Adam(list(model.parameters()), 1e-3)
-        for step in range(7):
-            ddp.step(lab.global_batch(lab.TIMED, step), optimizer)
-        waits = statistics.median(lab.milliseconds([span]) for span in lab.of(timeline, "wait for gradients"))
-        return [bucket.data.nbytes for bucket in ddp.buckets], waits
+    def sizes_of(group: Group, bucket_bytes: int) -> list[int]:
+        ddp = DDP(lab.new_model(lab.TIMED), group, bucket_bytes=bucket_bytes)
+        return [bucket.data.nbytes for bucket in ddp.buckets]
 
     for name, bucket_bytes in (("one bucket for everything", 1 << 30),
                                (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
-        sizes, waiting = md.run(waited, bucket_bytes, size=2, transport="tcp")[0]
+        sizes = md.run(sizes_of, bucket_bytes, size=2)[0]
         print(f"{name}: {sizes[-1] / sum(sizes):.0%} of the gradients' bytes set out with backward's last gradient, "
-              f"when nothing is left to hide them; {waiting:.1f} ms of waiting after backward, on this machine")
+              "when nothing is left to hide them")
 
 
 def step_early() -> None:

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from minidist.lessons.late_group import LateGroup
 
 from minidist.comm.group import Group
 from minidist.console import size_text
@@ -108,56 +109,30 @@ def _model() -> Any:
     return model
 
 
-class Handle:
-    """An all-reduce under way that remembers whether a rank waited for it."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle, self.waited = handle, False
-
-    def wait(self) -> Any:
-        """Return when the sum is there."""
-        self.waited = True
-        return self.handle.wait()
-
-
-class WatchedGroup:
-    """A group that remembers the handles it gave away."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
-        self.handles: list[Handle] = []
-
-    def start_all_reduce(self, *args: Any, **options: Any) -> Handle:
-        """As the group's own."""
-        self.handles.append(Handle(self.group.start_all_reduce(*args, **options)))
-        return self.handles[-1]
-
-    def forgotten(self) -> int:
-        """How many all-reduces were not waited for; waits for them, so that nothing is under way afterwards."""
-        left = [handle for handle in self.handles if not handle.waited]
-        for handle in left:
-            handle.wait()
-        self.handles.clear()
-        return len(left)
-
-
 def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
-    """The student's Synchronizer, noting which buckets start before their gradients are final, and how it ends."""
+    """The student's Synchronizer, noting which buckets start too early or too late, and how it ends."""
 
     class Watched(exercise.Synchronizer):  # type: ignore[name-defined]
         def __init__(self) -> None:
             self.came: dict[int, int] = {}
+            self.begun: set[int] = set()
             self.early: list[tuple[int, int, int]] = []
-            self.started = self.finished = self.forgotten = self.late = self.left = 0
+            self.behind: list[int] = []     # buckets that were complete, and did not start then
+            self.started = self.finished = self.forgotten = self.late = self.left = self.stood = 0
             self.ending = False
-            super().__init__(WatchedGroup(group), list(model.parameters()), BUCKET)
+            super().__init__(LateGroup(group), list(model.parameters()), BUCKET)
 
         def ready(self, number: int, parameter: Any) -> None:
             self.came[number] = self.came.get(number, 0) + 1
+            waits = self.group.waits
             super().ready(number, parameter)
+            self.stood += self.group.waits > waits
+            if self.came[number] == len(self.buckets[number]) and number not in self.begun:
+                self.behind.append(number)
 
         def start(self, number: int) -> None:
             self.started += 1
+            self.begun.add(number)
             self.late += self.ending
             if self.came.get(number, 0) < len(self.buckets[number]):
                 self.early.append((number, self.came.get(number, 0), len(self.buckets[number])))
@@ -169,7 +144,8 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
             super().finish()
             self.ending = False
             self.came.clear()
-            self.forgotten += self.group.forgotten()
+            self.begun.clear()
+            self.forgotten += self.group.land()
             self.left += len(self.pending)
 
     return Watched()
@@ -184,7 +160,7 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     synchronizer.finish()
     return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
             "started": synchronizer.started, "forgotten": synchronizer.forgotten, "late": synchronizer.late,
-            "left": synchronizer.left,
+            "left": synchronizer.left, "behind": synchronizer.behind, "stood": synchronizer.stood,
             "buckets": [flat.nbytes for flat in synchronizer.flat],
             "sent": sent_since(group.ledger, before)}
 
@@ -287,6 +263,15 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
                           "started when backward was over",
                           "so nothing overlaps with it: start a bucket when its last gradient has come: section 3.2 "
                           "(holes 4 and 5)")
+        if figures["behind"]:
+            return Result(task, False, "each starts with its own last gradient",
+                          f"{len(figures['behind'])} of {len(figures['buckets'])} later on rank {rank}",
+                          "started too late", "a bucket that is complete waits for nothing: the rest of backward can "
+                          "hide its sum: section 3.2 (hole 4)")
+        if figures["stood"]:
+            return Result(task, False, "no wait in ready()", f"{figures['stood']} on rank {rank}",
+                          "backward stands still until the sum is there",
+                          "so nothing overlaps with it: the waits belong into finish(): section 3.2 (hole 4)")
         if figures["forgotten"]:
             return Result(task, False, "finish() waits for all",
                           f"{figures['forgotten']} all-reduces not waited for on rank {rank}",

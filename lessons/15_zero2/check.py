@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.late_group import LateGroup
 
 from minidist.comm.group import Group
 from minidist.errors import CommError
@@ -87,37 +88,6 @@ class Run:
         return np.full(self.flat.chunk_size, np.nan)
 
 
-class SlowHandle:
-    """A sum that is put into its place when it is waited for, and not before."""
-
-    def __init__(self, group: "SlowGroup", handle: Any, room: np.ndarray, out: np.ndarray) -> None:
-        self.group, self.handle, self.room, self.out, self.waited = group, handle, room, out, 0
-
-    def wait(self) -> np.ndarray:
-        """As any handle's."""
-        self.handle.wait()
-        if not self.waited:
-            self.group.unwaited -= 1
-            self.out[...] = self.room
-        self.waited += 1
-        if self.waited > 20:
-            raise RuntimeError("land() waits for the same sum again and again: take it out of self.flying (hole 6)")
-        return self.out
-
-
-class SlowGroup:
-    """A group whose sums arrive when they are waited for; it counts those that were not waited for."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
-
-    def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> SlowHandle:
-        """As the group's own, but that `out` stays as it is before wait()."""
-        room = np.empty_like(out)
-        self.unwaited += 1
-        return SlowHandle(self, self.group.start_reduce_scatter(x, out=room, algorithm="ring"), room, out)
-
-
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     """The plain loop: gradients that are freed, equal replicas, one process's weights, the bytes."""
     def job(group: Group) -> dict[str, Any]:
@@ -163,14 +133,15 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     weights = [each.flat.join() for each in runs]
     optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
                      for piece in each.flat.pieces(w[each.flat.chunk], each.shard)], RATE)
-    slow = SlowGroup(group)
-    mine, seen = exercise.MyGradients(slow), {"unwaited": 0, "flying": 0}
+    late = LateGroup(group)
+    mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0, "copies": 0}
 
     def came(each: Run) -> None:
         each.missing -= 1
         if not each.missing:
             mine.final(each)
-            seen["flying"] = max(seen["flying"], slow.unwaited)
+            seen["flying"] = max(seen["flying"], len(late.flying))
+            seen["copies"] = max(seen["copies"], _copies(late, runs))
 
     def final(each: Run, _: Any) -> None:
         came(each)
@@ -188,7 +159,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
                 each.missing = len(each.flat.parameters)
             model.loss(part.inputs, part.targets, divisor=targets.size).backward()
             mine.finish()
-            seen["unwaited"] = max(seen["unwaited"], slow.unwaited)
+            seen["unwaited"] = max(seen["unwaited"], len(late.flying))
         optimizer.step()
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():
@@ -199,6 +170,13 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
             "sent": sent_since(group.ledger, before),
             "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()])}
+
+
+def _copies(late: LateGroup, runs: list[Run]) -> int:
+    """How many sums on their way are not of a gradient that a run gave, but of a copy beside it."""
+    gradients = [gradient for each in runs for ref in each.taken if (gradient := ref()) is not None]
+    return sum(not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
+               for handle in late.flying if handle.x is not None)
 
 
 def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
@@ -231,11 +209,15 @@ def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
     """One in flight while the next fills, and none left at the end."""
-    left, most, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "runs"))
+    left, most, copies, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "copies", "runs"))
     task = f"{size} ranks, whole gradients alive after {STEPS} steps"
     if left:
         return Result(task, False, "0", f"{left}", "forgot to free",
                       "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 6)")
+    if copies:
+        return Result(f"{size} ranks, whole gradients alive in backward", False, "one that fills and one in flight",
+                      f"{copies} more", "a copy is summed", "the gradient itself can be summed, because it does not "
+                      "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)")
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
     return Result(task, most == 1, "one", f"{most} of {runs}", mistake,

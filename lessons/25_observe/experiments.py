@@ -20,7 +20,7 @@ from minidist.observe.timeline import Timeline
 
 MIB = 1 << 20
 WORK, LINK = 0.1, 0.004             # seconds: of a rank's computation in a step, of a message
-KINDS = ("hang", "slow rank", "slow link", "leak", "not finite", "healthy")
+KINDS = ("hang", "slow rank", "slow link", "leak", "not finite", "healthy", "two slow ranks", "busy receiver")
 CONFIG = GPTConfig(vocabulary=32, context=32, layers=2, width=48, heads=2, dtype="float32")
 ROWS = 8                            # sequences of a rank, in the job that really runs
 
@@ -48,7 +48,11 @@ class SickJob:
 
 
 def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> SickJob:
-    """A job of `size` ranks with one fault, on a clock that jumps; cores are busy now and then, on every rank."""
+    """A job of `size` ranks with one fault, on a clock that jumps; cores are busy now and then, on every rank.
+
+    The last three kinds have no culprit. Two slow ranks: neither alone holds up the others. A busy receiver: most
+    messages of a link are late, and the link is as quick as any.
+    """
     chance = np.random.default_rng([seed, KINDS.index(kind)])
     victim = int(chance.integers(size))
     work = WORK * (1 + 0.02 * chance.random((steps, size)))
@@ -64,6 +68,9 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
     if kind == "slow rank":
         work[:, victim] *= 1.5
         culprit = victim
+    if kind == "two slow ranks":
+        work[:, victim] *= 1.5
+        work[:, (victim + 1) % size] *= 1.55
     if kind == "slow link":
         culprit = victim, (victim + 1) % size
         links[culprit] = links[culprit] * 3
@@ -76,8 +83,11 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
                                               if rank != victim]
         chance.shuffle(bad)
         culprit = victim, layer
-    for some in links.values():
-        some[chance.random(steps) < 0.2] += 0.02                    # the receiver had no core
+    for link, some in links.items():
+        late = chance.random(steps) < 0.2                           # the receiver had no core
+        if kind == "busy receiver" and link == (victim, (victim + 1) % size):
+            late = np.arange(steps) % 5 > 1                         # in three steps of five
+        some[late] += 0.02
     arrivals, waits = _clock(work, max(float(np.median(some)) for some in links.values()))
     return SickJob(kind, culprit, calls, arrivals, waits, {link: some.tolist() for link, some in links.items()}, memory,
                    bad)

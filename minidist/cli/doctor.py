@@ -143,7 +143,7 @@ def _mpi() -> Finding:
         mpirun = find_mpirun()
         tried = _try_mpirun(mpirun)
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
-        return Finding("mpirun", OPTIONAL, str(error), INSTALL)
+        return Finding("mpirun", OPTIONAL, str(error).removesuffix(f"; {INSTALL}"), INSTALL)
     found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
     size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
     if tried.returncode != 0 or not size:
@@ -167,16 +167,21 @@ def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
 
 def _mpi_on_path() -> Iterator[Finding]:
     """The mpirun that the shell finds, if it is another than the one beside this Python, which md.run takes."""
-    from minidist.launch.mpirun import find_mpirun, mpirun_at
+    from minidist.launch.mpirun import INSTALL, find_mpirun, mpirun_at
 
     first = shutil.which("mpirun")
     try:
         if first is None or os.path.samefile(first, taken := find_mpirun().path):
             return
+    except (ConfigError, OSError):
+        return                                              # none at all, or one that does not run: said above
+    try:
         mpirun = mpirun_at(first)
         tried = _try_mpirun(mpirun)
-    except (ConfigError, OSError, subprocess.TimeoutExpired):
-        return                                              # none at all, or one that does not run: said above
+    except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
+        yield Finding("mpirun", OPTIONAL, f"the first on the path: {str(error).removesuffix(f'; {INSTALL}')}",
+                      f"for MPI: {taken}")
+        return
     found = f"{mpirun.flavour} {mpirun.version} at {first}, the first on the path"
     size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
     if tried.returncode == 0 and size == "2":

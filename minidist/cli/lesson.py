@@ -8,33 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist import lessons
 from minidist.cli import passed
+from minidist.cli.story import Story, fit_words, for_terminal
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
 from minidist.lessons import Lesson
-from minidist.lessons.mermaid import as_text
 from minidist.lessons.page import page_console
 from minidist.progress import progress
-
-WITH_MODULES = 100      # columns of a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist lesson`."""
     parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
-    parser.add_argument("-n", "--ranks", type=rank_count, metavar="N", help="run the lesson on N ranks of this machine")
-    parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
-    parser.add_argument("--figure", action="store_true", help="record a run and draw the lesson's figure from it")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("-n", "--ranks", type=rank_count, metavar="N", help="run the lesson on N ranks of this machine")
+    one.add_argument("--answers", action="store_true", help="print the quiz's answers too")
+    one.add_argument("--figure", action="store_true", help="record a run and draw the lesson's figure from it")
+    one.add_argument("--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'")
+    one.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
     parser.add_argument("--out", metavar="DIR", help="where --figure writes, a folder that is made if need be "
                         "(default: figures/NN_name)")
-    parser.add_argument("--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'")
-    parser.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
     parser.add_argument("--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON")
 
 
@@ -43,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be written.
     """
+    _check_fit(args)
     check_writable("--json", args.json)
     if args.lesson is None:
         return _list(args.json)
@@ -55,21 +54,37 @@ def run(args: argparse.Namespace) -> int:
         return _break(lesson, args.broken)
     if args.ranks is not None or args.json:
         return _run(lesson, args.ranks or 1, args.json)
-    page_console().print(Markdown(for_terminal(lesson, answers=args.answers)))
+    page_console().print(Story(for_terminal(lesson, answers=args.answers)))
     return 0
+
+
+def _check_fit(args: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g. --figure --copy."""
+    named = {"-n": args.ranks, "--answers": args.answers, "--figure": args.figure, "--break": args.broken,
+             "--copy": args.copy, "--out": args.out}
+    given = [option for option, value in named.items() if value not in (None, False)]
+    if args.lesson is None and given:
+        fail(f"{given[0]} needs the number of a lesson, e.g. minidist lesson 03 {given[0]}")
+    if args.out is not None and not args.figure:
+        fail("--out goes with --figure: it says where the figure is written")
+    if args.json is not None and given and given != ["-n"]:
+        fail(f"--json does not go with {given[0]}: it writes the table of lessons, or the tables of a run")
 
 
 def _list(file: str | None) -> int:
     """The table of lessons: their modules too where the terminal has room."""
     there, graded, console = lessons.every_lesson(), passed.when(), page_console()
-    names = ["lesson", "title and notes", "min", "after", "passed", *["module"] * (console.width >= WITH_MODULES)]
-    table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names),
-                  title="Lessons", title_justify="left", header_style="bold cyan")
-    rows = [[lesson.number, f"{lesson.title}\n[dim]{escape(lesson.notes)}[/dim]", str(lesson.minutes),
-             " ".join(lesson.after), graded.get(lesson.number, ""), re.sub("[,;] ", "\n", lesson.module)][:len(names)]
-            for lesson in there]
+    names = ["lesson", "title and notes", "min", "after", "passed", "module"]
+    rows = [[lesson.number, f"{lesson.title}\n{lesson.notes}", str(lesson.minutes), " ".join(lesson.after),
+             graded.get(lesson.number, ""), re.sub("[,;] ", "\n", lesson.module)] for lesson in there]
+    for count in (len(names), len(names) - 1):      # without modules where their paths have no room
+        table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names[:count]),
+                      title="Lessons", title_justify="left", header_style="bold cyan")
+        if fit_words(table, [row[:count] for row in [names, *rows]], console.width):
+            break
     for row in rows:
-        table.add_row(*row)
+        row[1] = "{}\n[dim]{}[/dim]".format(*map(escape, row[1].split("\n")))
+        table.add_row(*row[:len(table.columns)])
     console.print(table)
     console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: its check, when\n"
                   "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
@@ -80,17 +95,6 @@ def _list(file: str | None) -> int:
              "folder": str(lesson.folder), "minutes": lesson.minutes, "after": lesson.after,
              "passed": graded.get(lesson.number)} for lesson in there]})
     return 0
-
-
-def for_terminal(lesson: Lesson, *, answers: bool) -> str:
-    """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
-    text = lesson.part("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text)
-    text = re.sub(r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL)
-    if answers:
-        return re.sub(r"</?(details|summary)>", "", text)
-    hidden = f"*(answers: minidist lesson {lesson.number} --answers)*\n"
-    return re.sub(r"<details>.*?</details>\n?", hidden, text, flags=re.DOTALL)
 
 
 def _run(lesson: Lesson, ranks: int, file: str | None) -> int:

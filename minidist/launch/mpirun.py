@@ -63,11 +63,15 @@ def find_mpirun() -> Mpirun:
 
 
 def mpirun_at(path: str) -> Mpirun:
-    """The mpirun in this file. Raises LaunchError if it does not run."""
+    """The mpirun in this file. Raises LaunchError, which says why, if it does not run."""
     try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} does not run ({error}); {INSTALL}") from error
+    text = asked.stdout
+    if asked.returncode or not text.strip():
+        said = asked.stderr.strip().splitlines() or [f"it said nothing and ended with {asked.returncode}"]
+        raise LaunchError(f"{path} does not run ({said[-1][:200]}); {INSTALL}")
     words = text.split()
     if "HYDRA" in text:
         return Mpirun(path, "mpich", words[words.index("Version:") + 1] if "Version:" in words else "")

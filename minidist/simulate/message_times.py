@@ -7,7 +7,6 @@ The figure of lesson 02 is drawn from it: the same on every machine.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,13 +30,15 @@ def message_times(verb: str, algorithm: str, operands: Operands, cluster: Cluste
                   members: Sequence[int]) -> list[MessageTime]:
     """Every message of one call by the ranks at places `members`, in the order in which they leave.
 
-    A message leaves when it is sent, whether its receiver is ready or not, as over links that buffer.
+    By the rules of walk.py: a blocking send leaves when its receiver is ready. The last message arrives when the call
+    ends by call_cost, less what `cluster.call` and the last receiver's own work take.
     Raises: ConfigError for an algorithm that the verb does not have, or whose messages are the library's (native).
     """
     program = record(verb, algorithm, operands, len(members), [cluster.node_of(place) for place in members])
-    walked = MessageWalk(replace(program, meets=np.zeros_like(program.meets)), members, cluster)
+    walked = MessageWalk(program, members, cluster)
     while walked.active.size:
         walked.round()
-    columns = (program.src, program.dst, program.nbytes, walked.started, walked.arrived)
+    left = walked.left(np.arange(len(program.src)))
+    columns = (program.src, program.dst, program.nbytes, left, walked.arrived)
     return sorted((MessageTime(*row) for row in zip(*(np.asarray(column).tolist() for column in columns), strict=True)),
                   key=lambda message: (message.start, message.src, message.dst))

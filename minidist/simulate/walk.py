@@ -220,6 +220,11 @@ class MessageWalk:
         """What each link carried."""
         return {number: int(nbytes) for number, nbytes in zip(self._used, self._carried, strict=True) if nbytes}
 
+    def left(self, numbers: np.ndarray) -> np.ndarray:
+        """When these messages left: when they were started, or when the receiver was ready if they meet it."""
+        started: np.ndarray = self.started[numbers]
+        return np.where(self.program.meets[numbers], np.maximum(started, np.nan_to_num(self._ready[numbers])), started)
+
     def round(self) -> None:
         """Every rank's next operation, as far as it need not wait."""
         program, ranks = self.program, self.active
@@ -258,9 +263,7 @@ class MessageWalk:
     def _carry(self, numbers: np.ndarray) -> None:
         """Send messages over their links: in the order in which they start where they share one."""
         program = self.program
-        ready = self.started[numbers]
-        meets = program.meets[numbers]
-        ready = np.where(meets, np.maximum(ready, np.nan_to_num(self._ready[numbers])), ready)
+        ready = self.left(numbers)
         order = np.argsort(ready, kind="stable")
         numbers, ready = numbers[order], ready[order]
         nbytes, last = program.nbytes[numbers], self._last[numbers]

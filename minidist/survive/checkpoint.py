@@ -251,7 +251,9 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
     if group.rank == 0:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            draft = str(stack.enter_context(scratch(folder.parent)))
+            inside = stack.enter_context(scratch(folder.parent)) / folder.name      # scratch itself is private
+            inside.mkdir()                                                          # follows the umask, as files do
+            draft = str(inside)
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
     return Path(_agreed(group, problem, draft, folder)[0])

@@ -73,6 +73,22 @@ def test_the_mpirun_that_the_shell_finds_first_is_looked_at(monkeypatch, open_mp
     assert list(doctor._mpi_on_path()) == []
 
 
+def test_an_mpirun_that_does_not_run_says_why(monkeypatch, tmp_path):
+    """The first on the path, beside the one that md.run takes, or alone."""
+    taken, fake = mpirun.find_mpirun(), tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho 'loading' >&2\necho 'mpirun: cannot open libopen-rte.so.40' >&2\nexit 127\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (finding,) = doctor._mpi_on_path()
+    why = f"{fake} does not run (mpirun: cannot open libopen-rte.so.40)"
+    assert (finding.state, finding.advice) == ("optional", f"for MPI: {taken.path}")
+    assert finding.found == f"the first on the path: {why}"
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.mpirun_at(str(fake)))
+    assert (doctor._mpi().found, doctor._mpi().advice) == (why, mpirun.INSTALL)
+    fake.write_text("#!/bin/sh\n")
+    assert "it said nothing and ended with 0" in doctor._mpi().found
+
+
 def test_a_system_without_core_masks_has_cores(monkeypatch):
     """macOS: there is no sched_getaffinity."""
     monkeypatch.delattr(os, "sched_getaffinity")

@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from minidist.lessons.running import add_out
+from rich.cells import cell_len
 from rich.console import Console
 
 from minidist import lessons
@@ -42,13 +43,43 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
         assert 10 <= row["minutes"] <= 120
 
 
-@pytest.mark.parametrize("columns", [80, 100, 110])
+@pytest.mark.parametrize("columns", [80, 100, 110, 200])
 def test_the_list_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=columns))
     assert main(["lesson"]) == 0
     for lesson in lessons.every_lesson():
         assert {*re.findall(r"\w+", lesson.title, re.ASCII)} <= {*re.findall(r"\w+", out.getvalue(), re.ASCII)}
+        assert columns < 110 or {*re.findall(r"[\w/]+\.py", lesson.module)} <= {*out.getvalue().split()}
+    assert max(map(cell_len, out.getvalue().split("\n"))) <= columns and "…" not in out.getvalue()
+
+
+@pytest.mark.parametrize("number", ["01", "07", "19"])
+def test_a_story_at_80_columns_cuts_no_word(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is a line a field: the commands can be read and copied. 01 has a wide table of long names."""
+    out = io.StringIO()
+    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=80))
+    assert main(["lesson", number]) == 0
+    shown = [line.strip() for line in out.getvalue().split("\n")]
+    folder = lessons.find(number).folder.name
+    assert any(line.endswith(f"python lessons/{folder}/lesson.py") for line in shown if "run: " in line)
+    assert f"• grade: minidist check {number}" in shown and not re.search(r"\w…", out.getvalue())
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    (["01", "--out", "x"], "--out goes with --figure"),
+    (["01", "--figure", "--break", "one-rank-dies"], "argument --break: not allowed with argument --figure"),
+    (["01", "--copy", "x", "-n", "2"], "not allowed with argument --copy"),
+    (["01", "--answers", "--json", "x"], "--json does not go with --answers"),
+    (["--figure"], "--figure needs the number of a lesson, e.g. minidist lesson 03 --figure")])
+def test_an_option_that_does_not_fit_is_refused(arguments: list[str], complaint: str, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["lesson", *arguments]) == 2
+    told = capsys.readouterr()
+    assert complaint in told.err and told.err.count("\n") == 1 and not told.out
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_broken_run_from_the_command(capfd: pytest.CaptureFixture[str]) -> None:

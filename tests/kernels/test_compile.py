@@ -1,5 +1,7 @@
 """Every .cu compiles for every GPU it is meant for; what ptxas says of registers and spills is read right."""
 
+import re
+
 import pytest
 from minidist.kernels import __main__ as table
 from minidist.kernels import compile as gpu
@@ -91,6 +93,9 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch):
 def test_the_table(monkeypatch, capsys):
     monkeypatch.setattr(table, "ARCHITECTURES", ("sm_90",))
     assert table.main(["dropout"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
+    lines = capsys.readouterr().out.splitlines()
+    ends = [[word.end() for word in re.finditer(r"\S+", line)][-3:] for line in lines[1:]]
+    assert all(end == ends[0] for end in ends)                          # each number stands under its word
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     assert set(rows) == set(SOURCES["dropout"].kernels)
     assert all(len(cells) == 3 and all(cell.isdigit() for cell in cells) for cells in rows.values())

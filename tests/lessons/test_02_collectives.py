@@ -6,6 +6,7 @@ import pytest
 from filling import assert_named, graded, right
 from minidist.lessons import find
 
+import minidist as md
 from minidist.comm.cost import critical_path, volume
 from minidist.comm.cost.link_model import LinkCost
 from minidist.grading import load_module
@@ -67,3 +68,16 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("02", {}, tmp_path)
     assert not result.passed
     assert "fill hole 1" in result.results[-1].line() and "exercise_02.py line" in result.results[-1].line()
+
+
+def test_figure_and_tables_have_one_clock() -> None:
+    """The last arrow of each all-reduce ends when table 4's clock says; n is all that a rank brings."""
+    lesson = load_module(find("02").part("lesson.py"), "02")
+    panels = md.run(lesson.record_family, size=4)[0]
+    for panel in panels:
+        if panel["verb"] == "all_reduce":
+            last = max(message["stop"] for message in panel["messages"])
+            assert last == pytest.approx(lesson.on_the_clock(4, panel["algorithm"], 8000, alpha=1.0, beta=0.0))
+    (pairwise,) = [panel["messages"] for panel in panels if (panel["verb"], panel["algorithm"]) == (
+        "all_to_all", "pairwise")]
+    assert [message["part"] for message in pairwise] == 12 * [0.25]

@@ -26,6 +26,13 @@ WRONG = {
         self.pending = []
         self.missing = [len(bucket) for bucket in self.buckets]
        """},
+    "backward stands still": {4: RIGHT[4] + "\n    self.pending[-1].wait()"},
+    "started too late": {4: """
+        self.missing[number] -= 1
+        if not any(self.missing):
+            for bucket in range(len(self.buckets)):
+                self.start(bucket)
+       """},
     "a bucket was not started once": {4: "self.missing[number] -= 1"},
     "averaged twice": {5: RIGHT[5] + "\nfor flat in self.flat:\n    flat /= self.group.size"},
     "not waited for": {5: "self.missing = [len(bucket) for bucket in self.buckets]"},
@@ -63,6 +70,13 @@ def test_how_nearly_linear_it_is() -> None:
     lab, told = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text()
     for gpus, batch, times in ((8, {"batch": 512}, "7.8"), (64, {"batch": 512}, "53.2"), (64, {"each": 8}, "60.3")):
         assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told
+
+
+def test_one_bucket_is_counted_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a busy machine a clock would say the contrary of the counted bytes."""
+    load_module(find("07").part("broken.py"), "07").one_bucket()
+    told = capsys.readouterr().out
+    assert "one bucket for everything: 100% of" in told and "buckets of 512 KiB: 9% of" in told and " ms" not in told
 
 
 @pytest.mark.soak       # tests/parallel/data/test_ddp.py counts the bytes of a parameter

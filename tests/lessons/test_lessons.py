@@ -21,7 +21,7 @@ NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
 BREAKS = [(number, name) for number in NUMBERS
           for name in load_module(lessons.find(number).part("lesson.py"), number).BREAKS]
 THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not in {
-    ("01", "one-rank-dies"), ("01", "rank-in-program"), ("07", "one-bucket")}]
+    ("01", "one-rank-dies"), ("01", "rank-in-program")}]
 SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epoch"), ("07", "step-early"),
                ("08", "average-twice"), ("10", "no-gradient-back"), ("12", "no-f"), ("14", "average-twice"),
                ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
@@ -111,7 +111,7 @@ def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("number,name", [pair for pair in BREAKS if pair not in THREADS_ONLY])
 def test_break_it_in_processes(number: str, name: str) -> None:
     output = run([sys.executable, str(lessons.find(number).part("lesson.py")), "--break", name])
-    says = {"rank-in-program": "rank 1 did not come", "one-rank-dies": "rank 2", "one-bucket": "buckets of"}
+    says = {"rank-in-program": "rank 1 did not come", "one-rank-dies": "rank 2"}
     assert says[name] in output
 
 

@@ -40,6 +40,27 @@ def citations(text: str) -> list[tuple[int, int, int, str]]:
     return found
 
 
+def quoted_before(text: str) -> list[tuple[int, int, int, str]]:
+    """Document, first and last line, and what is quoted right before a citation in brackets.
+
+    That is the paragraph of a block quote from its beginning, or the last words in Chinese; … stands for what is left
+    out.
+    """
+    found = []
+    for match in re.finditer(rf"\({CITED.pattern}", text):
+        paragraph = re.split(r"\n(?!>)|\n> *(?=\n)", text[:match.start()])[-1]
+        said = (paragraph if re.match(r"\s*>", paragraph) else
+                "".join(re.findall(r"[\u3400-\u9fff][^\s「」]*$", paragraph.rstrip(" 」*"))))
+        found += [(int(match[1]), int(match[2]), int(match[3] or match[2]), part) for part in said.split("…")
+                  if re.search(r"[\u3400-\u9fff]", part)]
+    return found
+
+
+def bare(text: str) -> str:
+    """Without what differs between a note and a quotation of it: line ends, marks of Markdown, bars of a table."""
+    return re.sub(r"[\s>*`|:]", "", text)
+
+
 def test_the_index_has_every_line_once_and_every_lesson() -> None:
     rows = index()
     for document in range(5):
@@ -74,7 +95,7 @@ def test_the_index_ends_and_names_sections_as_the_notes_do() -> None:
 @needs_notes
 def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
     documents = [path.read_text(encoding="utf-8").splitlines() for path in NOTES]
-    checked, wrong = 0, []
+    checked, before, wrong = 0, 0, list[str]()
     for path in sources():
         for document, first, last, behind in citations(path.read_text(encoding="utf-8")):
             where = f"{path.relative_to(ROOT)} cites N{document}:{first}"
@@ -85,5 +106,9 @@ def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
                 checked += 1
                 if quotation not in cited.replace("**", ""):
                     wrong.append(f"{where}, which does not say {quotation}")
+        for document, first, last, said in quoted_before(path.read_text(encoding="utf-8")):
+            before += 1
+            if bare(said) not in bare("\n".join(documents[document][first - 1:last])):
+                wrong.append(f"{path.relative_to(ROOT)} cites N{document}:{first}, which does not say {said.strip()}")
     assert not wrong
-    assert checked >= 25
+    assert checked >= 25 and before >= 40, (checked, before)

@@ -23,7 +23,9 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {1: "(group.rank - step + 1) % group.size", 2: "(group.rank - step) % group.size"},
            {2: "(group.rank - step - 1) % group.size"}, {3: "chunks[outgoing]"},
            {3: "group.exchange(chunks[incoming], dst=next_rank, src=prev_rank)"}, {4: "group.size // 2"},
-           {5: "(group.rank + step) % group.size"}, {6: "(group.rank - step) % group.size"}, {5: "outgoing"}],
+           {5: "(group.rank + step) % group.size"}, {6: "(group.rank - step) % group.size"}, {5: "outgoing"},
+           {1: "(group.rank - step + 3) % group.size", 2: "(group.rank - step + 2) % group.size",
+            5: "(group.rank - step + 4) % group.size", 6: "(group.rank - step + 3) % group.size"}],
     "04": [{1: "abs(a - b) % size"}, {2: "sum(a in half for a, b in links)"}, {3: "[rank]"}, {3: "nodes[rank]"},
            {4: "[0]"}, {4: "set(nodes)"}, {5: "tree.plain_reduce(leaders, total, root=0)"}, {5: "total"}, {6: "x"},
            {6: "total"},
@@ -42,6 +44,12 @@ WRONG: dict[str, list[dict[int, str]]] = {
     "07": [{1: "part.inputs.shape[0]"}, {2: "group.all_reduce(p.grad)"}, {2: "p.grad = p.grad * group.size"},
            {2: "p.data[...] = group.all_reduce(p.data) / group.size"}, {3: "range(len(sizes) - 1)"},
            {4: "self.start(number)"}, {4: "pass"}, {5: "pass"},
+           {4: "self.missing[number] -= 1\nif not self.missing[number]:\n    self.start(number)\n"
+               "    self.pending[-1].wait()"},
+           {4: "self.missing[number] -= 1\nif not any(self.missing):\n    for every in range(len(self.buckets)):\n"
+               "        self.start(every)"},
+           {4: "self.missing[number] -= 1\nif not self.missing[number]:\n"
+               "    for handle in self.pending:\n        handle.wait()\n    self.start(number)"},
            {5: "for handle in self.pending:\n    handle.wait()\n"
                "self.missing = [len(bucket) for bucket in self.buckets]"},
            {5: "self.missing = [len(bucket) for bucket in self.buckets]\nself.pending = []"},
@@ -78,6 +86,7 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {4: "group.all_reduce(weights, out=weights)"}, {4: "group.all_gather(mine, out=weights)"}],
     "15": [{1: "p.zero_grad()"}, {1: "p.zero_grad()\ngroup.reduce_scatter(p.grad, out=mine)"},
            {2: "group.all_reduce(weights, out=weights)"}, {3: "None"},
+           {3: "self.group.start_reduce_scatter(gradient.copy(), out=chunk)"},
            {4: "while self.flying:\n    self.land()"}, {5: "run.shard += chunk"}, {5: "handle.wait()"},
            {5: "handle.wait()\nrun.shard -= chunk"}, {6: "pass"}, {6: "self.flying.pop()"}, {7: "self.flying.clear()"}],
     "16": [{1: "self.free"}, {2: "self.gather"}, {3: "self.free"}, {4: "self.shard"}, {1: "None"},
@@ -120,6 +129,16 @@ WRONG: dict[str, list[dict[int, str]]] = {
            {5: "place + shape[axis] * coordinates[axis]"}, {5: "place * shape[axis]"},
            {6: "(size - 1) / size * nbytes * sharing / bandwidth"}, {6: "0.0"},
            {7: "tokens * flops_a_token / (seconds * peak)"}],
+    "25": [{1: "[]"}, {1: "[rank for rank, last in calls.items() if last == min(calls.values())]"},
+           {2: "ordered[:, -1] - ordered[:, 0]"}, {2: "ordered[:, -1] - ordered.mean(axis=1)"},
+           {2: "ordered[:, -1] - ordered[:, ordered.shape[1] // 2]"}, {2: "None"}, {3: "arrivals.argmax(axis=1)"},
+           {4: "float(np.mean(some))"}, {4: "float(np.median(some))"}, {5: "float(np.max(np.diff(memory)))"},
+           {5: "float(np.median(memory))"}, {5: "None"}, {6: "bad[0][2:] if bad else None"}, {6: "'x'"}, {7: "1 / 0"},
+           {4: "0.0", 5: "float(np.mean(np.diff(memory)))"}],
+    "26": [{1: "pass"}, {1: "np.save(file, chunk.astype('float32'))"}, {2: "None"}, {2: "group.all_gather(digest[:8])"},
+           {3: "(folder / 'manifest.json').write_text((folder / 'draft').read_text())"}, {4: "(start, stop)"},
+           {4: "(max(start, old[rank]), old[rank + 1])"}, {5: "np.load(file)[first:last]"}, {6: "2 * save * between"},
+           {6: "(2 * save / between) ** 0.5"}, {1: "np.save(file, 0 * chunk)", 6: "0"}],
 }
 RIGHT_TOO: dict[str, list[dict[int, str]]] = {
     "02": [{5: "(group.rank - step) % group.size", 6: "(group.rank + step) % group.size"}],
@@ -134,7 +153,7 @@ CASES = [(number, wrong) for number, answers in WRONG.items() for wrong in answe
 
 
 def test_every_lesson_has_some() -> None:
-    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 25 and len(CASES) > 260
+    assert all(len(answers) > 5 for answers in WRONG.values()) and len(WRONG) == 27 and len(CASES) > 290
 
 
 @needs_compiler

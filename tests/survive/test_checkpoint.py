@@ -1,5 +1,6 @@
 """Killed and resumed under the same plan: the same bits as undisturbed, in losses, weights and what precision keeps."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,20 @@ def ended_by_user(strategy: Any, optimizer: Any) -> tuple[list[float], str]:
     if hasattr(strategy, "store"):
         strategy.store.close()
     return losses, digest
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_the_folder_has_the_mode_of_other_new_folders(mask: int, tmp_path: Path) -> None:
+    """It is written in a private folder, and follows the umask as its files do."""
+    before = os.umask(mask)
+    try:
+        md.run(saved, str(tmp_path / "run" / "step-000001"), {}, {"layers": 1}, {}, 1, size=1)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "run" / "step-000001"
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o777 & ~mask}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
+    assert [path.name for path in folder.parent.iterdir()] == ["step-000001"]
 
 
 def user_saves(world: Any, name: str, folder: Path) -> tuple[list[float], str]:

@@ -344,10 +344,10 @@ def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_default_rate_beside_pytorch(seed: str) -> None:
-    """Four times that rate: bf16 ends lower than float32, in PyTorch as here, by more than a hundredth.
+    """Four times that rate: bf16 ends lower than float32, in PyTorch as here.
 
-    PyTorch computes by float32 instructions, as NumPy does. A processor's own for bf16 round elsewhere, and at this
-    rate that alone moves the loss of seed 0 by a hundredth and a half.
+    By how much is chance at this rate: in PyTorch's runs of seed 0 by 0.2 % (AMD EPYC) to 1.9 % (Intel Xeon), with
+    the same setting, by which PyTorch computes with float32 instructions, as NumPy does.
     """
     pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
     options, script = ("--seed", seed), Path(__file__).parents[2] / "support" / "torch_mixed.py"
@@ -360,4 +360,4 @@ def test_the_default_rate_beside_pytorch(seed: str) -> None:
     (full, their_full), (low, their_low) = losses["fp32"], losses["bf16"]
     assert full == pytest.approx(their_full, rel=0.005)
     assert low == pytest.approx(their_low, rel=0.02)
-    assert low < 0.99 * full and their_low < 0.99 * their_full
+    assert low < 0.99 * full and their_low < their_full
