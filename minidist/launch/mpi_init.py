@@ -253,7 +253,7 @@ class InitWatch:
 
 
 def abort_by_mpirun(status: int = 1) -> None:
-    """End every rank, and mpirun with that status, as MPI_Abort does: on the socket on which MPI_Init waits (MPICH's PMI 1)."""
+    """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init (MPICH's PMI 1)."""
     with contextlib.suppress(KeyError, ValueError, OSError):
         file = int(os.environ["PMI_FD"])
         if stat.S_ISSOCK(os.fstat(file).st_mode):
