@@ -3,7 +3,7 @@
     os._exit under mpirun         MPICH's mpirun kills the other ranks at once; after os._exit(0) it often ends with
                                   status 0 itself. So os._exit first tells the monitor, lets the others say their
                                   line, and has mpirun end with a status that is not 0. A C library's own _exit(0) is
-                                  not seen: the monitor names the rank, but mpirun may end with 0.
+                                  not seen: the monitor names the rank, but mpirun ended with 0 in 2 of 2 runs.
     a thread that never ends      Python waits for every thread that is no daemon before it calls exit handlers, so
                                   there is no goodbye. A daemon thread waits with it, and ends the rank at the limit.
 """
