@@ -41,10 +41,10 @@ def tell_crash(sock: socket.socket) -> None:
 
 def tell_exit(status: int, frames: str) -> None:
     """This process ends by os._exit(status), at `frames`; nothing is said before tell_crash."""
-    with contextlib.suppress(OSError, IndexError):      # the monitor has hung up; tell_crash was not called
-        with socket.socket(fileno=_told_on.pop()) as sock:
-            sock.sendall(_BEGIN + f"{_EXIT}{status}\n{frames}".encode(errors="replace"))
-            sock.shutdown(socket.SHUT_WR)
+    # suppressed: the monitor has hung up; tell_crash was not called
+    with contextlib.suppress(OSError, IndexError), socket.socket(fileno=_told_on.pop()) as sock:
+        sock.sendall(_BEGIN + f"{_EXIT}{status}\n{frames}".encode(errors="replace"))
+        sock.shutdown(socket.SHUT_WR)
 
 
 def crash_told(seat: Seat) -> Failure | None:
