@@ -15,9 +15,16 @@
 `dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
 """
 
-import importlib
+import _signal
 import sys
-from typing import TYPE_CHECKING, Any
+
+if (_signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+        and (sys.argv[0].endswith("/minidist") or sys.argv[0] == "-m" and "minidist" in sys.orig_argv)):
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)     # of our command, until its main() takes it: Ctrl-C may come in
+                                                        # the next import, that of `signal` too (_signal is in C)
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if sys.platform == "win32":
     _LINE = ("minidist runs on Linux and macOS; on Windows use WSL, which is Linux: `wsl --install`, then install "
@@ -25,7 +32,7 @@ if sys.platform == "win32":
     _COMMANDS = ("-m", "minidist", "minidist.exe", "minidist-script.py")
     raise SystemExit(_LINE) if sys.argv[0].replace("\\", "/").rpartition("/")[2] in _COMMANDS else ImportError(_LINE)
 
-from minidist import errors
+from minidist import errors  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,6 +1,7 @@
 """The public names: `dir(md)` lists them, each has a docstring, and `import minidist` loads none of them."""
 
 import pydoc
+import signal
 import subprocess
 import sys
 
@@ -52,3 +53,19 @@ def test_import_loads_no_library() -> None:
 def _output(code: str, *flags: str) -> str:
     done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def test_ctrl_c_while_our_command_is_imported_prints_no_traceback() -> None:
+    code = """
+import os, signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        os.kill(os.getpid(), signal.SIGINT) if name == "typing" else None
+sys.argv[0] = "/bin/minidist"
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules.pop("typing", None)
+sys.meta_path.insert(0, CtrlC())
+import minidist
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

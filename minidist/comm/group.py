@@ -58,7 +58,8 @@ class Group(Members):
         self._messages = PointToPoint(self)
         self._worker: CallWorker | None = None
         self._splits = 0
-        self._children: list[Group] = []        # those that are open; close() of one takes it out
+        self._children: list[Group] = []        # those that are open, also where the program has dropped them: close()
+                                                # here waits for their started calls. close() of one takes it out
         self._parent: Group | None = None
 
     def __repr__(self) -> str:

@@ -15,7 +15,8 @@ def encode(error: BaseException) -> dict[str, Any]:
     """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
     args = [printable(arg) if isinstance(arg, str) else arg for arg in error.args]
     return {"module": type(error).__module__, "name": type(error).__qualname__, "message": words(error),
-            "traceback": printable("".join(traceback.format_exception(error))), "args": _travelling(args),
+            "traceback": printable("".join(traceback.format_exception(error))),
+            "args": _travelling([*args, *_file_names(error)]),
             "state": _travelling(vars(error))}
 
 
@@ -54,6 +55,14 @@ def _of_its_own_type(coded: dict[str, Any]) -> Exception | None:
         return None
     vars(error).update(coded["state"] or {})
     return error
+
+
+def _file_names(error: BaseException) -> list[Any]:
+    """What OSError takes after its number and words, but does not keep in .args: file, winerror, second file."""
+    if not isinstance(error, OSError) or len(error.args) != 2 or error.filename is None:
+        return []
+    names = [printable(name) if isinstance(name, str) else name for name in (error.filename, error.filename2)]
+    return [names[0]] if names[1] is None else [names[0], None, names[1]]
 
 
 def _travelling(value: Any) -> Any:

@@ -12,6 +12,7 @@ all other groups are passed as arguments. How a rank ends, and what the others s
     told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said saves_when_told
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
+    a thread that never ends      the monitor names rank and thread, `limit` s after the main thread (early_exits.py)
     crashes after its goodbye     the launcher says which process; under mpirun the monitor names the rank (crash.py)
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
@@ -38,6 +39,7 @@ from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.children import flush_output
+from minidist.launch.early_exits import watch_exits_at_once, watch_threads
 from minidist.launch.exits import watch_exits
 from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
@@ -102,6 +104,11 @@ class Membership:
     def is_this_process(self) -> bool:
         """Whether this process is the rank, not a child that the rank has forked."""
         return os.getpid() == self._process
+
+    @property
+    def ending(self) -> bool:
+        """Whether this process fails, or leaves its job."""
+        return self._left or self.failed
 
     def saves_when_told(self) -> None:
         """From now on a SIGTERM has this rank save its work and end with AGAIN; its launcher passes one on."""
@@ -235,6 +242,9 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         else:
             limit_blas_threads(threads, launch.local_size)
             watch_exits(_membership)
+            watch_threads(_membership, limit)
+            if launch.by_mpirun:
+                watch_exits_at_once(_membership)
         _let_interrupts_in()
         if not launch.alone:
             _membership.world = _membership.join(name, limit)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minidist.comm.health.failure import listed
-from minidist.comm.health.process_state import children_of, has_ended, parent_of, state_of
+from minidist.comm.health.process_state import children_of, has_ended, hears_interrupts, parent_of, state_of
 from minidist.errors import LaunchError
 from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
@@ -161,7 +161,7 @@ class InitWatch:
             return heard
         if self._is_first():
             self._say(f"minidist: {line}; the job ends\n")
-            _abort()
+            abort_by_mpirun()
         if self._hear(_GRACE) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._rank, signal.SIGKILL)         # mpirun ends the others
@@ -194,8 +194,8 @@ class InitWatch:
             return
         first = self._launch.world_rank - self._launch.local_rank
         processes = {first + local: self._in_mpi(pid) for local, pid in self._here().items()}
-        self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(_hears_interrupts, pids))}
-        if (found := sorted(self._leaving & before)) and _hears_interrupts(self._rank):
+        self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(hears_interrupts, pids))}
+        if (found := sorted(self._leaving & before)) and hears_interrupts(self._rank):
             self._leaving = None
             if self._is_first():
                 self._say(f"minidist: {listed(found)} of {self._launch.world_size} on {platform.node()} seems to end in"
@@ -252,20 +252,12 @@ class InitWatch:
         return own + [other for child in children_of(pid) for other in self._in_mpi(child)]
 
 
-def _hears_interrupts(pid: int) -> bool:
-    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
-    with contextlib.suppress(OSError):
-        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return any(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks) or not masks
-    return True
-
-
-def _abort() -> None:
-    """Tell mpirun to end every rank, as MPI_Abort does: on the socket on which MPI_Init waits (MPICH's PMI 1)."""
+def abort_by_mpirun(status: int = 1) -> None:
+    """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init (MPICH's PMI 1)."""
     with contextlib.suppress(KeyError, ValueError, OSError):
         file = int(os.environ["PMI_FD"])
         if stat.S_ISSOCK(os.fstat(file).st_mode):
-            os.write(file, b"cmd=abort exitcode=1\n")
+            os.write(file, f"cmd=abort exitcode={status}\n".encode())
 
 
 def abort_mpi(status: int) -> NoReturn:

@@ -21,17 +21,30 @@ from minidist.comm.health.failure import Failure
 from minidist.comm.health.seats import Seat
 
 _BEGIN = b"Fatal Python error: "
+_EXIT = "exit "         # and the status: said by tell_exit in the place of a signal
 _LIMIT = 1.0            # seconds from the first word to the last
 _MOST_BYTES = 1 << 16
 _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 """The signals that faulthandler hears."""
 
 
+_told_on: list[int] = []    # the descriptor that tell_crash has opened
+
+
 def tell_crash(sock: socket.socket) -> None:
     """From now on this process tells of its crash on `sock`; the thread that reads there is woken, and may close it."""
     with contextlib.suppress(OSError, ValueError):      # the monitor has hung up
-        faulthandler.enable(os.dup(sock.fileno()), all_threads=False)
+        _told_on[:] = [os.dup(sock.fileno())]
+        faulthandler.enable(_told_on[0], all_threads=False)
         sock.shutdown(socket.SHUT_RD)
+
+
+def tell_exit(status: int, frames: str) -> None:
+    """This process ends by os._exit(status), at `frames`; nothing is said before tell_crash."""
+    # suppressed: the monitor has hung up; tell_crash was not called
+    with contextlib.suppress(OSError, IndexError), socket.socket(fileno=_told_on.pop()) as sock:
+        sock.sendall(_BEGIN + f"{_EXIT}{status}\n{frames}".encode(errors="replace"))
+        sock.shutdown(socket.SHUT_WR)
 
 
 def crash_told(seat: Seat) -> Failure | None:
@@ -45,7 +58,10 @@ def crash_told(seat: Seat) -> Failure | None:
             said += more
     name, *lines = said.removeprefix(_BEGIN).decode(errors="replace").splitlines() or [""]
     frames = [line for line in lines if line.startswith("  File ")]
-    return Failure(seat.world_rank, seat.pid, seat.host, f"was killed by {_signal(name)} after its goodbye",
+    how = f"was killed by {_signal(name)} after its goodbye"
+    if name.startswith(_EXIT):
+        how = f"exited with status {name.removeprefix(_EXIT)} after its goodbye, before MPI_Finalize"
+    return Failure(seat.world_rank, seat.pid, seat.host, how,
                    "\n".join(frames and ["most recent call first:", *frames]))
 
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from minidist.errors import ConfigError, PeerLostError
+from minidist.errors import ConfigError, LinkLostError, PeerLostError
 
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
@@ -30,6 +30,7 @@ class Failure:
 
     `traceback` is empty if the rank could not report it. `status` is the exit status of the whole job: 2 for bad input,
     130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's number if the launcher was told to stop.
+    `link`: its process runs, as far as is known; the link between it and the monitor is lost.
     It is never 0: what says so is no Failure (ValueError).
     """
 
@@ -39,15 +40,16 @@ class Failure:
     how: str
     traceback: str = ""
     status: int = 1
+    link: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.status, int) and 0 < self.status < 256):
             raise ValueError(f"{self} has the exit status {self.status!r}, which is not one of 1 to 255")
 
     @classmethod
-    def here(cls, world_rank: int, how: str, traceback: str = "", status: int = 1) -> "Failure":
+    def here(cls, world_rank: int, how: str, traceback: str = "", status: int = 1, *, link: bool = False) -> "Failure":
         """A failure of this process."""
-        return cls(world_rank, os.getpid(), platform.node(), how, traceback, status)
+        return cls(world_rank, os.getpid(), platform.node(), how, traceback, status, link)
 
     @classmethod
     def by_exception(cls, error: BaseException, world_rank: int) -> "Failure":
@@ -75,7 +77,7 @@ class Failure:
     def error(self) -> PeerLostError:
         """What the other ranks raise: first a line that names the rank and its end, then the tail of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
-        return PeerLostError(f"{self}{tail}", self.world_rank)
+        return (LinkLostError if self.link else PeerLostError)(f"{self}{tail}", self.world_rank)
 
 
 def words(error: BaseException) -> str:

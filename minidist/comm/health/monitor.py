@@ -38,7 +38,7 @@ from minidist.comm.health.acceptor import Acceptor, listen, set_up
 from minidist.comm.health.crash import crash_told
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.process_state import PATIENCE, state_of, this_system
+from minidist.comm.health.process_state import PATIENCE, hears_interrupts, state_of, this_system
 from minidist.comm.health.seats import AgentSeat, Seat, Seats
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
@@ -122,6 +122,11 @@ class Monitor(Seats):
         return [rank for rank, seat in sorted(self.staying().items())
                 if (state_of(seat.pid) not in ("Z", "X", "") if seat.system == this_system() else
                     any(agent.covers(seat) for agent in agents))]
+
+    def in_user_code(self, ranks: list[int]) -> list[int]:
+        """Those of `ranks` on this system whose Python has not ended, so that they cannot be in MPI_Finalize."""
+        return [rank for rank, seat in sorted(self.staying().items())
+                if rank in ranks and seat.system == this_system() and hears_interrupts(seat.pid)]
 
     def wait_until_ended(self, limit: float) -> list[int]:
         """Wait until no rank is running, or one is lost; those still there after `limit` s."""
@@ -225,9 +230,11 @@ class Monitor(Seats):
             seat, error = death
             if self.loss is None:
                 how = (self._how(seat) if seat.system == this_system() else None) or self._watchdog.how_it_ended(seat)
-                how = how or (f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
-                              f"sent what no rank sends ({error!r})")
-                self.lose(Failure(seat.world_rank, seat.pid, seat.host, how))
+                words = isinstance(error, CommError | OSError)
+                link = not how and words and seat.system == this_system() and state_of(seat.pid) not in ("Z", "X", "")
+                how = how or (f"has lost its link to the monitor, its process runs ({error})" if link else
+                              f"ended without a word ({error})" if words else f"sent what no rank sends ({error!r})")
+                self.lose(Failure(seat.world_rank, seat.pid, seat.host, how, link=link))
             with seat.sending:
                 seat.sock.close()
             with self._changed:

@@ -10,7 +10,9 @@ The monitor is the other end (monitor.py). A daemon thread listens; the transpor
 
 import contextlib
 import dataclasses
+import errno
 import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -115,17 +117,25 @@ class MonitorClient:
         """
         self._expect_end(f"its own {type(error).__name__}")
         loss = Failure.by_exception(error, self.world_rank)
-        blames = error.world_rank if isinstance(error, PeerLostError) else None
-        try:
-            self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
-            self._leaving = True                           # the monitor may hang up once all others have stopped
-            noted = self._answer("noted", ANSWER_LIMIT, despite_loss=True)
-        except CommError:
-            self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
-            noted = None
+        noted = self.report_failure(loss, error.world_rank if isinstance(error, PeerLostError) else None)
         if noted is not None or (self.loss is not None and self.loss.world_rank != self.world_rank):
             return bool(noted)
         return self.world_rank == 0 or not isinstance(error, ConfigError)
+
+    def report_failure(self, loss: Failure, blames: int | None = None) -> Any:
+        """Send this rank's `loss`; whether it was the job's first, or None where the monitor does not answer."""
+        try:
+            self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
+            self._leaving = True                           # the monitor may hang up once all others have stopped
+            return self._answer("noted", ANSWER_LIMIT, despite_loss=True)
+        except CommError:
+            self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
+            return None
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank, or the monitor, has hung up."""
+        return self._closed
 
     def saves_when_told(self) -> None:
         """From now on a SIGTERM has this rank save its work and end by itself: its launcher passes one on."""
@@ -189,11 +199,18 @@ class MonitorClient:
                     self._take(wire.recv_frame(self._sock, None))
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
-                    self._lost(Failure.here(self.world_rank, "lost its connection to the job's monitor: "
-                                            "the launcher, or rank 0's host, is gone or out of reach"))
+                    self._lost(self._lost_link())
             with self._sending, self._changed:             # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
+
+    def _lost_link(self) -> Failure:
+        """The connection to the monitor has ended: was it cut, or is the monitor gone? On this host that is known."""
+        lost = "lost its connection to the job's monitor"
+        if self.beside_monitor and listens(self.address):
+            return Failure.here(self.world_rank, f"{lost}: it was cut, the monitor still runs", link=True)
+        return Failure.here(self.world_rank, f"{lost}: it was cut, or the launcher, or rank 0's host, "
+                                             "is gone or out of reach")
 
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
@@ -253,6 +270,17 @@ class MonitorClient:
             self._end_timer = threading.Timer(self.grace, end_process, [message])
             self._end_timer.daemon = True
             self._end_timer.start()
+
+
+def listens(address: tuple[str, int]) -> bool:
+    """Whether a process of this host listens there. It is not called, so it has nothing to say of a stranger."""
+    with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)      # connections that are closing do not count
+        try:
+            sock.bind(address)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def end_process(message: str) -> None:

@@ -38,9 +38,7 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
         release_parent()
         monitor.release_agents()
         if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
-            gone = sorted(set(range(size)).difference(slow))    # under mpirun the others wait for these in MPI_Finalize
-            say_line(f"minidist: {listed(slow)} had not ended {ENDING} s after the last goodbye"
-                     + f" ({listed(gone)} had)" * bool(gone) + "; the system kills them")
+            say_line(f"minidist: {late(slow, size, monitor.in_user_code(slow))}; the system kills them")
         monitor.wait_until_silent(0.5)
         if monitor.loss is not None and monitor.loss.traceback:
             say_line(f"minidist: {monitor.loss}; {monitor.loss.traceback}")
@@ -53,6 +51,15 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
                 break
         monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
     monitor.close()
+
+
+def late(slow: list[int], size: int, busy: list[int]) -> str:
+    """Of the ranks that have not ended, name those that are `busy`: the others wait for these in MPI_Finalize."""
+    named = busy or slow
+    waiting, gone = [rank for rank in slow if rank not in named], sorted(set(range(size)).difference(slow))
+    more = [f"{listed(gone)} had"] * bool(gone) + [f"{listed(waiting)} waited for that in MPI_Finalize"] * bool(waiting)
+    return (f"{listed(named)} had not ended {ENDING} s after the last goodbye"
+            + f" ({'; '.join(more)})" * bool(more))
 
 
 if __name__ == "__main__":

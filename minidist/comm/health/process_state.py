@@ -16,6 +16,7 @@ The processes of another host are looked at by its node agent (node_agent.py).
 import contextlib
 import os
 import platform
+import re
 import signal
 import time
 from functools import lru_cache
@@ -108,6 +109,14 @@ def stop_of(pid: int) -> str:
         status = Path(f"/proc/{pid}/status").read_text()
         return status[status.find("voluntary_ctxt_switches"):] if "TracerPid:\t0\n" in status else ""
     return ""
+
+
+def hears_interrupts(pid: int) -> bool:
+    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks) or not masks
+    return True
 
 
 def kill_stopped(pid: int) -> None:

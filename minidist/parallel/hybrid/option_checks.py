@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.errors import ConfigError, PlanError, ScheduleError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.strategies import load
-from minidist.parallel.memory.activations import ALL, NONE, SCORES, ways_of
+from minidist.parallel.memory.activations import ALL, NONE, SCORES, chosen, ways_of
 from minidist.parallel.pipeline.schedules import stages_a_rank
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ OF_LOCAL_STEPS: dict[str, Any] = {"outer": "nesterov", "outer_lr": None, "outer_
 def check_kept_inputs(plan: "Plan") -> None:
     """Raise PlanError unless the plan says together how inputs of blocks are kept, and which blocks keep theirs alone.
     """
+    chosen(plan.checkpoint_blocks)                          # check_model knows how many blocks there are
     ways, kept = ways_of(plan.keep_activations), f"plan keep_activations={plan.keep_activations}"
     if plan.activation_memory is not None:
         given = f"plan activation_memory={plan.activation_memory}"

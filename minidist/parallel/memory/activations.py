@@ -101,16 +101,21 @@ def checkpoint_blocks(model: GPT, which: str, keeper: Any = None) -> None:
         checkpoint([model.blocks[number] for number in chosen(which, len(model.blocks))], keeper)
 
 
-def chosen(which: str, blocks: int) -> list[int]:
-    """The blocks that `which` wants computed again, of so many. Raises PlanError for what is no such word."""
+def chosen(which: str, blocks: int | None = None) -> list[int]:
+    """The blocks that `which` wants computed again, of so many; None: of a model that is not known yet.
+
+    Raises: PlanError for what is no such word.
+    """
     if which in (NONE, SCORES):
         return []
     if which == ALL:
-        return list(range(blocks))
-    numbers = which.split(",")
-    if not all(n.isascii() and n.isdigit() and len(n) < 10 and int(n) < blocks for n in numbers):
-        some = f"numbers of blocks from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}" if blocks > 1 else "0"
-        raise PlanError(f"checkpoint_blocks {which[:60]!r}: choose {NONE}, {SCORES}, {ALL}, or {some}")
+        return list(range(blocks or 0))
+    numbers = which.split(",") if isinstance(which, str) else [""]
+    if not all(n.isascii() and n.isdigit() and len(n) < 10 and (blocks is None or int(n) < blocks) for n in numbers):
+        last = 1 if blocks is None else blocks - 1
+        span = f" from 0 to {last}" if blocks else ""
+        some = f"numbers of blocks{span} joined by commas, like 0,{last}" if last else "0"
+        raise PlanError(f"checkpoint_blocks {repr(which)[:62]}: choose {NONE}, {SCORES}, {ALL}, or {some}")
     return sorted({int(number) for number in numbers})
 
 

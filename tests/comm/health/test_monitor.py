@@ -23,7 +23,15 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.seats import Seat
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
-from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
+from minidist.errors import (
+    CommError,
+    ConfigError,
+    HandshakeError,
+    LaunchError,
+    LinkLostError,
+    PeerLostError,
+    TimeoutError,
+)
 
 TOKEN = wire.new_token()
 
@@ -105,6 +113,18 @@ def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
                 assert error.world_rank == 5
                 assert str(error) == f"rank 5 (process {os.getpid()} on {platform.node()}) was killed by SIGKILL"
         assert monitor.loss.world_rank == 5
+
+
+def test_a_cut_link_between_a_living_rank_and_a_living_monitor_is_a_lost_link(caplog):
+    with job(2) as (_, links):
+        notes = losses(links)
+        links[1]._sock.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: all(notes))
+        told = [error for [(error, _)] in notes]
+    assert [type(error) for error in told] == [LinkLostError, LinkLostError]
+    assert "has lost its link to the monitor, its process runs" in str(told[0])
+    assert "lost its connection to the job's monitor: it was cut, the monitor still runs" in str(told[1])
+    assert not caplog.text                                  # the monitor is not called to find that out
 
 
 def test_the_first_of_two_deaths_is_the_jobs():

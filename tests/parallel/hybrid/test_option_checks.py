@@ -53,3 +53,9 @@ def test_options_are_fields_with_these_defaults() -> None:
     plan = Plan()
     assert {option: getattr(plan, option) for option in OF_LOCAL_STEPS} == OF_LOCAL_STEPS
     assert tuple(OUTERS) == OUTER_OPTIMIZERS
+
+
+@pytest.mark.parametrize("which", ["x", "-1", "0,,1", "", "all,0", -1, 2.0, None])
+def test_which_blocks_are_computed_again_is_refused_before_there_is_a_model(which: Any) -> None:
+    with pytest.raises(PlanError, match="^checkpoint_blocks .*: choose none, scores, all, or numbers of blocks"):
+        Plan(checkpoint_blocks=which)

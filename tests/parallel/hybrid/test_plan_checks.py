@@ -71,7 +71,7 @@ def test_plan_names_one_for_so_many_ranks() -> None:
 def test_blocks_to_compute_again_that_the_model_lacks() -> None:
     """Refused with the plan, before there is a mesh or a model."""
     for which, layers, remedy in (("1", 1, "choose none, scores, all, or 0$"), ("some", 2, "commas, like 0,1$"),
-                                  ("0,2", 2, "numbers of blocks from 0 to 1"), ("-1", 2, "from 0 to 1")):
+                                  ("0,2", 2, "numbers of blocks from 0 to 1"), ("-1", 2, "commas, like 0,1$")):
         with pytest.raises(PlanError, match=f"checkpoint_blocks '{which}': .*{remedy}"):
             Plan(checkpoint_blocks=which).require_model(tiny(layers=layers))
     Plan(checkpoint_blocks="0").require_model(tiny(layers=1))
