@@ -159,10 +159,7 @@ class Trainer:
                              loss=self._loss, key=self._key, precision=self.precision, recorder=self.recorder)
 
     def require_room(self, sequences: int) -> None:
-        """Check that a step fits into plan.device_memory: known on dp alone, without experts.
-
-        Args:    sequences: of the global batch. Raises: MemoryLimitError with the bytes that are needed.
-        """
+        """Check that a step fits (dp, without experts). Args: sequences: of the batch. Raises: MemoryLimitError."""
         require_room(self.plan, self.model, self.account, sequences)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -285,10 +282,7 @@ class Trainer:
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the master weights in the serial layout, by name, little-endian. Every rank calls it.
-
-        Returns: 64 hexadecimal digits, equal for equal weights under any plan. Raises: as state_dict.
-        """
+        """Digest of the masters, the same under any plan. Returns: 64 hexadecimal digits. Raises: as state_dict."""
         return weights_digest(self.state_dict())
 
     def close(self) -> None:

@@ -215,10 +215,7 @@ def _check_sequence(plan: "Plan") -> None:
 # --------------------------------------------------------------------------------------------------- plan and model
 
 def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Check that a model of this shape can be cut so, and has the blocks that are to be computed again.
-
-    Args:    config: the model. Raises: PlanError, one line with a plan or a model that fits.
-    """
+    """Check that a model can be cut so. Args: config: the model. Raises: PlanError with a plan or model that fits."""
     chosen(plan.checkpoint_blocks, config.layers)
     for wrong, remedy in _misfits(plan, config):
         other = data_alone(plan)
