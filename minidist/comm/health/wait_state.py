@@ -37,7 +37,8 @@ class _ThreadCalls(threading.local):
     """The calls that a thread is in, outermost first."""
 
     calls: "tuple[RunningCall, ...]" = ()
-    began = 0.0, 0.0        # the outermost call: the time, and the thread's processor seconds
+    asked = False           # whether spent_in_calls was: looking at a thread's clock takes a microsecond or several
+    began: "tuple[float, float] | None" = None      # the outermost call: the time, and the thread's processor seconds
     spent = 0.0, 0.0        # in calls so far: seconds, and processor seconds
 
 
@@ -55,25 +56,28 @@ class RunningCall:
     world_ranks: tuple[int, ...]
 
     def __enter__(self) -> None:
-        if not _here.calls:
+        if _here.asked and not _here.calls:
             _here.began = time.perf_counter(), time.thread_time()
         _here.calls += (self,)
 
     def __exit__(self, *_: object) -> None:
         _here.calls = _here.calls[:-1]
-        if not _here.calls:
+        if _here.began is not None and not _here.calls:
             (began, busy), (spent, worked) = _here.began, _here.spent
             _here.spent = spent + time.perf_counter() - began, worked + time.thread_time() - busy
+            _here.began = None
 
 
 def spent_in_calls() -> tuple[float, float]:
     """Seconds, and processor seconds, that the calling thread has been in calls and in waits for calls, so far.
 
+    They count from the first time that a thread asks: before it nothing is measured, so take differences.
     The flight recorder measures the same standing still (`stood`, flight/slots.py), call by call: so `minidist watch`
     divides a wait among the ranks and groups that it is for. Here it is one sum for a thread, which no ring forgets,
     with the processor seconds that own computation is without: so the records of steps (observe/rank_steps.py) tell a
     rank that computes longer from one that waits. Neither gives the other; a test holds that they agree.
     """
+    _here.asked = True
     return _here.spent
 
 
