@@ -6,10 +6,9 @@ each file of code that it shows, and of what was made. Comments, docstrings and 
 
 import ast
 import hashlib
-import io
 import json
 import re
-import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,18 +87,28 @@ def shown_code(script: Path) -> list[Path]:
     return sorted(found | library | modules_of(script.parent.name))
 
 
+STRING_OR_COMMENT = re.compile(r'''
+    (""" (?:\\.|[^\\])*? """ | '{3} (?:\\.|[^\\])*? '{3} | " (?:\\.|[^"\\\n])* " | ' (?:\\.|[^'\\\n])* ') | \#[^\n]*
+    ''', re.DOTALL | re.VERBOSE)
+
+
 def significant(text: str) -> str:
     """A module's lines without comments, docstrings, blank lines and the spaces at their ends."""
-    lines = text.split("\n")
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][:token.start[1]]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) \
-                and ast.get_docstring(node, clean=False) is not None:
+    lines = STRING_OR_COMMENT.sub(lambda found: found[1] or "", text).split("\n")
+    for node in _documented(ast.parse(text)):
+        if ast.get_docstring(node, clean=False) is not None:
             first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
             lines[first:last] = [""] * (last - first)
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """What may have a docstring in a module: expressions are not looked through."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, name, ()) if not isinstance(node, ast.expr) else ():
+            yield from _documented(child)
 
 
 def digest_of(content: bytes) -> str:
