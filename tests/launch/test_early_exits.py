@@ -67,7 +67,7 @@ def test_a_thread_that_never_ends_is_named_and_ended(launcher, tmp_path):
              [sys.executable, "-m", "minidist", "launch", "-n", "2"])
     with nothing_left() as environment:
         done = finish(start([*begin, *[sys.executable] * (launcher == "mpirun"), str(program), "thread", "shm"],
-                            environment), limit=20)
+                            environment), limit=60)
     assert done.returncode == 1
     assert re.search(r"rank 1 \(process \d+ on \S+\) has ended its program, but 6 s later its thread "
                      r"'the one that stays' \(\S+:\d+\) still runs", done.stderr)
