@@ -15,6 +15,8 @@ from typing import TypeVar
 
 _LONGEST = 200
 _ENTRIES: dict[int, CodeType] = {}     # by id: the hash of a code object is computed anew each time
+_PLACES: dict[tuple[int, int], tuple[str, CodeType]] = {}   # by id and instruction; the code is kept, so its id is, too
+_MOST_PLACES = 1000
 _one_at_a_time = threading.Lock()
 
 C = TypeVar("C", bound=type)
@@ -98,4 +100,11 @@ def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
 
 def _place_of(frame: FrameType) -> str:
-    return place(frame.f_code.co_filename, frame.f_lineno)
+    """The place of a frame: remembered, because Python searches a table for the line of an instruction."""
+    code = frame.f_code
+    found = _PLACES.get((id(code), frame.f_lasti))
+    if found is None:
+        if len(_PLACES) >= _MOST_PLACES:        # a program that makes code all the time
+            _PLACES.clear()
+        found = _PLACES[id(code), frame.f_lasti] = place(code.co_filename, frame.f_lineno), code
+    return found[0]

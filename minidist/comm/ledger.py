@@ -69,8 +69,7 @@ class Ledger:
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self.watchers: tuple[Callable[[Event], None], ...] = ()         # subscribers that get waits too
         self.receivers: tuple[Callable[[Event], None], ...] = ()        # subscribers that get receives too
-        self._nbytes: Counter[tuple[str, str, str, str]] = Counter()     # by (phase, axis, verb, algorithm)
-        self._messages: Counter[tuple[str, str, str, str]] = Counter()
+        self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}  # by (phase, axis, verb, algorithm)
         self._sent_to: defaultdict[tuple[str, str, int], int] = defaultdict(int)    # bytes by (phase, axis, world rank)
         self._lock = threading.Lock()
         self._here = _Here()
@@ -85,8 +84,8 @@ class Ledger:
         with self._lock:
             for rank, part in to.items():
                 self._sent_to[key[0], axis, rank] += part
-            self._nbytes[key] += nbytes
-            self._messages[key] += messages
+            total, number = self._counts.get(key, (0, 0))
+            self._counts[key] = total + nbytes, number + messages
 
     @property
     def phase(self) -> str:
@@ -149,14 +148,13 @@ class Ledger:
         """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a fixed order."""
         with self._lock:
             return [{"phase": phase, "axis": axis, "verb": verb, "algorithm": algorithm,
-                     "nbytes": nbytes, "messages": self._messages[phase, axis, verb, algorithm]}
-                    for (phase, axis, verb, algorithm), nbytes in sorted(self._nbytes.items())]
+                     "nbytes": nbytes, "messages": messages}
+                    for (phase, axis, verb, algorithm), (nbytes, messages) in sorted(self._counts.items())]
 
     def clear(self) -> None:
         """Forget all counts; subscribers stay."""
         with self._lock:
-            self._nbytes.clear()
-            self._messages.clear()
+            self._counts.clear()
             self._sent_to.clear()
 
     def subscribe(self, callback: Callable[[Event], None], *, waits: bool = False,

@@ -9,9 +9,17 @@ from unittest.mock import patch
 
 from minidist.comm.flight import recorder
 from minidist.comm.flight.recorder import FlightRecorder
+from minidist.comm.signature import Signature
 from minidist.launch.flight import ring_file
 
 GONE = 1 << 30      # the number of no process
+
+
+def made(flight: FlightRecorder, *signature, axis: str, world_ranks, begun: bool = False) -> int:
+    """flight.made() of a call with these fields of a signature."""
+    call = Signature(*signature)
+    header = b"".join(call.pack())[8:]
+    return flight.made(call.group, call.sequence, header, axis, world_ranks, begun)
 
 
 class VirtualJob:
@@ -49,8 +57,8 @@ class VirtualJob:
         flight = self.flights[rank]
         self.sequences[rank, group] = sequence or self.sequences.get((rank, group), 0) + 1
         with self.at(rank, begun):
-            number = flight.made(group, self.sequences[rank, group], verb, "ring", op, None, dtype, shape, where,
-                                 axis=axis, world_ranks=ranks or range(self.size))
+            number = made(flight, group, self.sequences[rank, group], verb, "ring", op, None, dtype, shape, where,
+                          axis=axis, world_ranks=ranks or range(self.size))
             flight.begun(number)
         if ended is not None:
             with self.at(rank, ended):

@@ -77,7 +77,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
-        self._flight = group.ledger.flight.made(*self.signature, axis=group.axis, world_ranks=self.world_ranks)
+        self._group_axis, self._flight = group.axis, 0      # 0: the flight recorder does not know of it yet
         self._transport, self.board, self._guard = group.transport, group.board, group.guard
         self._tag = group.tag
         self._header = CallHeader(self.signature, group)
@@ -96,8 +96,9 @@ class Call(RunningCall):
         failure = self._guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
             super().__exit__()
+            self.note(begun=False)
             raise failure
-        self.ledger.flight.begun(self._flight)
+        self.note(begun=True)
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
     def __exit__(self, *raised: object) -> None:
@@ -112,6 +113,15 @@ class Call(RunningCall):
             self._publish("call", self._start, {
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                 "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
+
+    def note(self, *, begun: bool) -> None:
+        """Tell the flight recorder that the call begins, or that it was made and is put in a queue."""
+        flight = self.ledger.flight
+        if not self._flight:
+            self._flight = flight.made(self.signature.group, self.signature.sequence, self._meta[8:], self._group_axis,
+                                       self.world_ranks, begun)
+        elif begun:
+            flight.begun(self._flight)
 
     def _for_watchers(self) -> dict[str, Any]:
         """What only watchers are told of a call: how long it stood in the queue, and what tells it from others."""

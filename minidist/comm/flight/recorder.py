@@ -5,9 +5,9 @@
     rank, entries = read_ring("run/flight/00003.ring")      # also of a rank that still runs
     ledger.flight.dump("rank3.json")                # the same as JSON, with the keys of PyTorch's flight recorder
 
-It is always on. A record is written when a call is made, begun and ended, so the last record of a rank that hangs or
-was killed says in which call it was. The ring is a memory map; one of a file needs no dump, because the system keeps
-what a process has written there, however it ends. Its bytes: slots.py.
+It is always on. A record is written when a call begins, or is put in a queue before that, and when it ends; so the last
+record of a rank that hangs or was killed says in which call it was. The ring is a memory map; one of a file needs no
+dump, because the system keeps what a process has written there, however it ends. Its bytes: slots.py.
 
 A file that is there already is replaced, not written over: a rank of an earlier generation, or of the run that is
 resumed, may have it mapped. So a path holds the ring of the newest rank of that number.
@@ -31,6 +31,7 @@ import msgpack
 
 from minidist.comm.flight.dumps import write_dump
 from minidist.comm.flight.slots import (
+    BEGIN,
     BEGUN,
     BEGUN_AT,
     CALL,
@@ -43,12 +44,11 @@ from minidist.comm.flight.slots import (
     MADE,
     MAGIC,
     MESSAGE,
-    MOVING,
     NO_STEP,
     NUMBER,
     OUTCOME,
     RING_BYTES,
-    STATE,
+    SLOT,
     STATE_AT,
     STATE_OF_STEP,
     STATES,
@@ -59,6 +59,7 @@ from minidist.comm.flight.slots import (
     TIME,
     WAIT,
     Entry,
+    call_fields,
     entries_of,
     place,
 )
@@ -66,6 +67,9 @@ from minidist.errors import ConfigError
 from minidist.files import reserve
 
 FOLDER_TRIES = 100
+
+_KIND = {kind: code for code, kind in enumerate(KINDS)}
+_STATE = {state: code for code, state in enumerate(STATES)}
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
 """Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
@@ -91,14 +95,18 @@ class FlightRecorder:
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    def made(self, group: int, sequence: int, *rest: Any, axis: str, world_ranks: Sequence[int]) -> int:
+    def made(self, group: int, sequence: int, header: bytes, axis: str, world_ranks: Sequence[int],
+             begun: bool = False) -> int:
         """A call is made. Returns: the record's number, for begun() and ended().
 
-        Args:    group, sequence, rest: the fields of the call's signature; axis, world_ranks: of its group.
+        Args:    group, sequence: of the call's signature; header: of its messages, without the sequence
+                 (signature.py); axis, world_ranks: of its group; begun: whether it sets out at once; then begun() is
+                 not to be called.
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
-        return self._write(CALL, MADE, _texts(group, *rest), sequence)
+        texts = header if len(header) <= TEXTS else _shortened_header(header)
+        return self._write(CALL, BEGUN if begun else MADE, texts, sequence)
 
     def message(self, group: int, sequence: int, verb: str, dtype: str | None, shape: Any, where: str, *, axis: str,
                 world_ranks: Sequence[int], dst: int | None = None, src: int | None = None) -> int:
@@ -110,9 +118,12 @@ class FlightRecorder:
             self._know(group, axis, world_ranks)
         return self._write(MESSAGE, BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence)
 
-    def begun(self, number: int) -> None:
-        """The call sets out: in its caller's thread, or in the group's worker when its turn has come."""
-        self._change(number, BEGUN, BEGUN_AT, TIME.pack(time.perf_counter()))
+    def begun(self, number: int, seconds: float = 0.0) -> None:
+        """The call sets out, in the group's worker, whose turn has come; or did so `seconds` ago."""
+        ring, at = self._open(), place(number)
+        if NUMBER.unpack_from(ring, at)[0] == number:       # else the ring has gone round since
+            TIME.pack_into(ring, at + BEGUN_AT, time.perf_counter() - seconds)
+            ring[at + STATE_AT] = _STATE[BEGUN]
 
     def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False,
               blocking: bool = False, stood: float = 0.0) -> None:
@@ -121,11 +132,10 @@ class FlightRecorder:
         Args:    blocking: the program stood still from its begin on; else for the last `stood` seconds.
         """
         ring, at, now = self._open(), place(number), time.perf_counter()
-        sequence = NUMBER.unpack_from(ring, at + ENDED_AT + 8)[0]
-        if blocking:
-            stood = now - TIME.unpack_from(ring, at + BEGUN_AT)[0]
-        self._change(number, FAILED if failed else ENDED, ENDED_AT,
-                     OUTCOME.pack(now, sequence, nbytes, messages, stood))
+        found, begun = BEGIN.unpack_from(ring, at)
+        if found == number:
+            OUTCOME.pack_into(ring, at + ENDED_AT, now, nbytes, messages, now - begun if blocking else stood)
+            ring[at + STATE_AT] = _STATE[FAILED if failed else ENDED]
 
     def stood(self, number: int, seconds: float) -> None:
         """The program has waited so long for the end of a started call, which is over."""
@@ -150,7 +160,7 @@ class FlightRecorder:
                 sequence: int = 0) -> int:
         """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its number, for ended()."""
         number = self._write(WAIT, BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence)
-        self._change(number, BEGUN, BEGUN_AT, TIME.pack(time.perf_counter() - seconds))
+        self.begun(number, seconds)
         return number
 
     def end(self, why: str = "") -> None:
@@ -164,21 +174,10 @@ class FlightRecorder:
 
     def _write(self, kind: str, state: str, texts: bytes, sequence: int) -> int:
         ring, number, now = self._open(), next(self._numbers), time.perf_counter()
-        at = place(number)
         step = NO_STEP if self.step is None else self.step
-        record = MOVING.pack(0, STATES.index(state), KINDS.index(kind), len(texts), step, now,
-                             0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, sequence, 0, 0,
-                             0.0)
-        ring[at:at + len(record) + len(texts)] = record + texts
-        NUMBER.pack_into(ring, at, number)
+        SLOT.pack_into(ring, place(number), number, _STATE[state], _KIND[kind], len(texts), step, now, sequence,
+                       0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, 0, 0, 0.0, texts, number)
         return number
-
-    def _change(self, number: int, state: str, offset: int, fields: bytes) -> None:
-        """Write fields of a record, unless the ring has gone round since."""
-        ring, at = self._open(), place(number)
-        if NUMBER.unpack_from(ring, at)[0] == number:
-            ring[at + offset:at + offset + len(fields)] = fields
-            STATE.pack_into(ring, at + STATE_AT, STATES.index(state))
 
     # -------------------------------------------------------------------------------------------------------- where
 
@@ -248,19 +247,15 @@ def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _texts(group: int, verb: str, algorithm: str | None, op: str | None, root: int | None, dtype: str | None,
-           shape: Any, where: str) -> bytes:
-    """What stays the same from call to call, packed to fit into a slot: the end of `where` says most."""
-    return _fitted([group, verb[:24], (algorithm or "")[:24], op, root, (dtype or "")[:16],
-                    shape and list(shape)[:4]], where)
+def _shortened_header(header: bytes) -> bytes:
+    """A call's header that does not fit into a slot: long names, many dims and the begin of `where` are left out."""
+    group, verb, algorithm, op, root, dtype, shape, where = call_fields(header)
+    fields = msgpack.packb([group, verb[:24], algorithm[:24], op, root, dtype[:16], shape and shape[:4]])
+    return fields + msgpack.packb(_shortened(where, TEXTS - len(fields) - 2))   # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1024)
 def _message_texts(group: int, verb: str, dst: int | None, src: int | None, dtype: str | None, shape: Any,
                    where: str) -> bytes:
-    return _fitted([group, verb[:24], dst, src, (dtype or "")[:16], shape and list(shape)[:4]], where)
-
-
-def _fitted(fields: list[Any], where: str) -> bytes:
-    room = TEXTS - len(msgpack.packb(fields)) - 4
-    return msgpack.packb([*fields, _shortened(where, room)])  # type: ignore[no-any-return]
+    fields = [group, verb[:24], dst, src, (dtype or "")[:16], shape and list(shape)[:4]]
+    return msgpack.packb([*fields, _shortened(where, TEXTS - len(msgpack.packb(fields)) - 4)])  # type: ignore[no-any-return]

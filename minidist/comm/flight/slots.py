@@ -1,11 +1,11 @@
 """The bytes of a flight recorder's ring, and how they are read again.
 
     header      HEADER_BYTES: MAGIC, their length (4 bytes), then msgpack of a dict
-    slots       record n is in slot n % SLOTS: MOVING, then msgpack of what stays the same from call to call: the
-                fields FIELDS of its kind, shortened to fit
+    slots       record n is in slot n % SLOTS, written by one call of SLOT.pack_into. Its texts are msgpack of the
+                fields FIELDS of its kind, shortened to fit; a call's are as in the header of its messages
 
-A slot's number is cleared before the slot is written, and set last: a record that SIGKILL tore has none. A ring that is
-still written to is read twice: a record that was overwritten meanwhile has another number the second time.
+A slot begins and ends with its record's number: in one that SIGKILL tore the two differ. A ring that is still written
+to is read twice: a record that was overwritten meanwhile has another number the second time.
 """
 
 import struct
@@ -18,7 +18,8 @@ from minidist.errors import ConfigError
 
 RING_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10
-SLOT_BYTES = 240
+SLOT_BYTES = 248
+TEXTS = 176     # bytes of a slot for what stays the same
 SLOTS = (RING_BYTES - HEADER_BYTES) // SLOT_BYTES
 
 CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = ("call", "message", "step", "wait", "end", "state")
@@ -28,14 +29,15 @@ FIELDS = {CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "
           WAIT: ("what", "ranks", "group"), STEP: (), END: ("why",),
           STATE_OF_STEP: ("memory", "peak", "limit", "joules", "source")}
 
-MAGIC = b"mdflght2"
-MOVING = struct.Struct("<QBBHidddQQIf")     # number, state, kind, length of the texts, step, made, begun, ended (s),
-TEXTS = SLOT_BYTES - MOVING.size            # sequence, bytes, messages, stood (s)
-NUMBER, STATE, TIME = struct.Struct("<Q"), struct.Struct("<B"), struct.Struct("<d")
-OUTCOME = struct.Struct("<dQQIf")           # ended, sequence, bytes, messages, stood
-STOOD = struct.Struct("<f")
-STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 24, 32, 60
-NO_STEP = -1
+MAGIC = b"mdflght3"
+SLOT = struct.Struct(f"<QBBHidQddQIf{TEXTS}sQ")
+"""number, state, kind, length of the texts, step, made (s), sequence, begun, ended (s), bytes, messages, stood (s),
+texts, number"""
+NUMBER, TIME, STOOD = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<f")
+BEGIN = struct.Struct("<Q24xd")             # number, ..., begun
+OUTCOME = struct.Struct("<dQIf")            # ended, bytes, messages, stood
+STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 32, 40, 60
+NO_STEP, NO_FIELDS = -1, msgpack.packb([])
 
 Entry = dict[str, Any]
 
@@ -97,6 +99,14 @@ def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
     return max((max(entry["made"], entry["begun"], entry["ended"]) + header["clock"] for entry in entries), default=0.0)
 
 
+def call_fields(texts: bytes) -> list[Any]:
+    """What a call's texts say, in the order of FIELDS. Raises: ValueError if they are torn."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(texts)
+    (group, verb, algorithm, op, root, dtype, shape), where = unpacker
+    return [group, verb, algorithm or "", op, root, dtype or "", shape, where]
+
+
 def entries_of(ring: bytes) -> list[Entry]:
     """The records of a ring, oldest first."""
     slots = range(HEADER_BYTES, HEADER_BYTES + SLOTS * SLOT_BYTES, SLOT_BYTES)
@@ -105,17 +115,17 @@ def entries_of(ring: bytes) -> list[Entry]:
 
 def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
     """The record of the slot that begins at `at`; None for one that is empty, or torn."""
-    number, state, kind, length, step, made, begun, ended, *counted = MOVING.unpack_from(ring, at)
-    if not number:
+    number, state, kind, length, step, made, sequence, begun, ended, *counted, texts, last = SLOT.unpack_from(ring, at)
+    if not number or number != last:
         return None
     entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
              "step": None if step == NO_STEP else step, "made": made, "begun": begun, "ended": ended}
     try:
-        texts = msgpack.unpackb(ring[at + MOVING.size:at + MOVING.size + length]) if length else []
+        fields = call_fields(texts[:length]) if KINDS[kind] == CALL else msgpack.unpackb(texts[:length] or NO_FIELDS)
     except ValueError:      # overwritten while it was read
         return None
     if KINDS[kind] in (CALL, MESSAGE):
-        entry |= dict(zip(("nbytes", "messages", "stood"), counted[1:], strict=True))
+        entry |= dict(zip(("nbytes", "messages", "stood"), counted, strict=True))
     if KINDS[kind] in (CALL, MESSAGE, WAIT):
-        entry["sequence"] = counted[0]
-    return {**entry, **dict(zip(FIELDS[KINDS[kind]], texts, strict=False))}
+        entry["sequence"] = sequence
+    return {**entry, **dict(zip(FIELDS[KINDS[kind]], fields, strict=False))}

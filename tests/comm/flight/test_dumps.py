@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flights import made
 
 import minidist as md
 from minidist.comm.flight.dumps import read_dump
@@ -30,7 +31,7 @@ def dumped(folder: Path) -> list[dict]:
         world.reduce_scatter(np.ones(5))
         world.send(np.ones(4), 1) if world.rank == 0 else world.recv(0, out=np.empty(4))
         world.barrier()
-        world.ledger.flight.made(0, 9, "all_reduce", "ring", "sum", None, "<f4", (7,), "train.py:5", axis="world",
+        made(world.ledger.flight, 0, 9, "all_reduce", "ring", "sum", None, "<f4", (7,), "train.py:5", axis="world",
                                  world_ranks=(0, 1))
         world.ledger.flight.dump(folder / f"{world.rank}.json")
 
@@ -56,7 +57,7 @@ def test_the_keys_are_those_of_pytorch(tmp_path):
 
 def test_what_was_dumped_is_read_back(tmp_path):
     recorder = FlightRecorder(3)
-    recorder.made(1 << 60, 1, "all_reduce", "ring", "sum", None, "<f4", (7,), "train.py:5", axis="dp",
+    made(recorder, 1 << 60, 1, "all_reduce", "ring", "sum", None, "<f4", (7,), "train.py:5", axis="dp",
                   world_ranks=(2, 3))
     recorder.waiting("a message from rank 2", (2,), 0.5)
     recorder.dump(tmp_path / "a.json")

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flights import made
 
 import minidist as md
 from minidist.comm.flight.recorder import FlightRecorder
-from minidist.comm.flight.slots import HEADER_BYTES, RING_BYTES, SLOTS, read_ring
+from minidist.comm.flight.slots import RING_BYTES, SLOT_BYTES, SLOTS, TEXTS, entry_at, place, read_ring
 from minidist.errors import ConfigError, PeerLostError
 
 SIGNATURE = ("all_reduce", "ring", "sum", None, "<f4", (3, 4), "train.py:40")
 
 
 def make(recorder, sequence=1, group=7):
-    return recorder.made(group, sequence, *SIGNATURE, axis="dp", world_ranks=(0, 2))
+    return made(recorder, group, sequence, *SIGNATURE, axis="dp", world_ranks=(0, 2))
 
 
 def test_a_call_is_made_begun_and_ended():
@@ -99,7 +100,7 @@ def test_steps_and_waits_stand_between_the_calls():
 @pytest.mark.parametrize("where", ["x" * 400 + "/train.py:40", "字" * 200 + "/train.py:40"])
 def test_a_long_place_keeps_its_end(where):
     recorder = FlightRecorder()
-    recorder.made(7, 1, *SIGNATURE[:-1], where, axis="dp", world_ranks=(0,))
+    made(recorder, 7, 1, *SIGNATURE[:-1], where, axis="dp", world_ranks=(0,))
     assert recorder.entries()[0]["where"].endswith("/train.py:40")
 
 
@@ -160,13 +161,18 @@ def test_what_is_no_ring_is_refused(tmp_path):
 def test_a_record_that_was_torn_is_left_out(tmp_path):
     recorder, path = FlightRecorder(), tmp_path / "ring"
     recorder.keep_in(path)
-    make(recorder, 1)
-    make(recorder, 2)
-    slot = HEADER_BYTES + 240
-    with open(path, "r+b") as file:
-        file.seek(slot)
-        file.write(bytes(8))                # as if the process had died in the middle of record 1
-    assert [entry["sequence"] for entry in read_ring(path)[1]] == [2]
+    for sequence in range(1, SLOTS + 1):
+        make(recorder, sequence)
+    old = slot_of(path, 1)
+    make(recorder, SLOTS + 1)               # over record 1
+    new = slot_of(path, 1)
+    assert (entry_at(old, 0)["sequence"], entry_at(new, 0)["sequence"]) == (1, SLOTS + 1)
+    for written in range(1, SLOT_BYTES - 7):        # bytes, when the process died
+        assert entry_at(new[:written] + old[written:], 0) is None
+
+
+def slot_of(path, number):
+    return path.read_bytes()[place(number):place(number) + SLOT_BYTES]
 
 
 def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, monkeypatch):
@@ -177,9 +183,9 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, mon
     old = bytearray(path.read_bytes())
     make(recorder, SLOTS + 1)               # in the slot of record 1
     new = path.read_bytes()
-    texts = HEADER_BYTES + 240 + 60
-    old[texts:texts + 180] = new[texts:texts + 180]
-    old[HEADER_BYTES + 2 * 240 + 60:HEADER_BYTES + 3 * 240] = bytes(180)        # record 2: no msgpack of its length
+    texts = slice(place(1) + 64, place(1) + 64 + TEXTS)
+    old[texts] = new[texts]
+    old[place(2) + 64:place(2) + 64 + TEXTS] = bytes(TEXTS)         # record 2: no msgpack of its length
     reads = iter([bytes(old), new])
     monkeypatch.setattr("pathlib.Path.read_bytes", lambda self: next(reads))
     assert [entry["number"] for entry in read_ring(path)[1]][:2] == [3, 4]

@@ -1,7 +1,7 @@
 """What `minidist diagnose` finds in the flight recorders of jobs that went wrong, and of those that did not."""
 
 import pytest
-from flights import VirtualJob
+from flights import VirtualJob, made
 
 from minidist.errors import ConfigError
 from minidist.observe.diagnose.flights import read_flights
@@ -94,7 +94,7 @@ def test_a_recorder_that_has_gone_round_ten_times_is_matched_by_sequence(tmp_pat
     for rank in range(3):
         job.call(rank, -200.0, -199.0, sequence=7)
     for number in range(40_000):
-        job.flights[1].made(9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
+        made(job.flights[1], 9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
                             world_ranks=(1,))
     for rank in range(3):
         job.call(rank, -100.0, -99.0 if rank else None, sequence=8)
@@ -107,7 +107,7 @@ def test_a_recorder_that_has_gone_round_ten_times_is_matched_by_sequence(tmp_pat
 def test_a_recorder_that_no_longer_has_the_group_is_suspected_only_where_no_other_rank_is_behind(tmp_path, third):
     job = VirtualJob(tmp_path, 3, alive=True)
     for number in range(5000):
-        job.flights[1].made(9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
+        made(job.flights[1], 9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
                             world_ranks=(1,))
     job.call(0, -98.0, None)
     if not third:

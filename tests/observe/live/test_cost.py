@@ -16,6 +16,7 @@ from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.flight.recorder import FlightRecorder
 from minidist.comm.flight.slots import RING_BYTES, read_ring
 from minidist.comm.group import Group
+from minidist.comm.signature import Signature
 from minidist.device.account import CATEGORIES, MemoryAccount
 from minidist.launch.flight import ring_file
 from minidist.nn import GPTConfig
@@ -65,10 +66,10 @@ def test_the_records_take_less_than_a_hundredth_of_a_step(run: Path, tmp_path: P
 
 def _a_call() -> float:
     recorder = FlightRecorder()
+    header = b"".join(Signature(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1").pack())[8:]
 
     def call() -> None:
-        number = recorder.made(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1", axis="dp",
-                               world_ranks=(0, 1))
+        number = recorder.made(1, 1, header, "dp", (0, 1))
         recorder.begun(number)
         recorder.ended(number, 16, 2)
         recorder.stood(number, 0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flights import VirtualJob
+from flights import VirtualJob, made
 
 import minidist as md
 from minidist.comm.group import Group
@@ -42,11 +42,11 @@ def test_blocking_calls_wait_for_the_last_rank(size: int, tmp_path: Path) -> Non
 def test_a_started_call_counts_for_as_long_as_the_program_stood_still(tmp_path: Path) -> None:
     """The call runs for 50 ms: the other rank comes after 20. The program waits for the last 40: 10 for the rank."""
     job = VirtualJob(tmp_path, 2)
-    for rank, made in ((0, 0.1), (1, 0.12)):
+    for rank, start in ((0, 0.1), (1, 0.12)):
         job.step(rank, 0, 0.0)
-        with job.at(rank, made):
-            number = job.flights[rank].made(0, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1", axis="dp",
-                                            world_ranks=range(2))
+        with job.at(rank, start):
+            number = made(job.flights[rank], 0, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1", axis="dp",
+                          world_ranks=range(2))
             job.flights[rank].begun(number)
         with job.at(rank, 0.15):
             job.flights[rank].ended(number, 64, 2)
