@@ -96,9 +96,9 @@ class Call(RunningCall):
         failure = self._guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
             super().__exit__()
-            self.note(begun=False)
+            self.tell_recorder(begun=False)
             raise failure
-        self.note(begun=True)
+        self.tell_recorder(begun=True)
         self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
     def __exit__(self, *raised: object) -> None:
@@ -114,7 +114,7 @@ class Call(RunningCall):
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                 "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
 
-    def note(self, *, begun: bool) -> None:
+    def tell_recorder(self, *, begun: bool) -> None:
         """Tell the flight recorder that the call begins, or that it was made and is put in a queue."""
         flight = self.ledger.flight
         if not self._flight:
