@@ -2,8 +2,9 @@
 
 A rank is named only where it stands out in at least STREAK steps in a row that last LONG seconds together: one bad
 step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with
-others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps. Where other ranks
-stand out now and then, too, the streak must be so long that it comes about by chance in RARELY of all runs.
+others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps, and BUSY_PART of all:
+a rank may be on the slower core for a while. Where other ranks stand out now and then, too, the streak must be so long
+that it comes about by chance in RARELY of all runs, and LONGER than theirs at other times.
 """
 
 import math
@@ -18,7 +19,9 @@ from minidist.observe.rank_steps import RankSteps
 
 STREAK, LONG = 5, 0.25      # steps; seconds
 RARELY = 1e-4
-BUSY_STREAK, BUSY = 12, 0.1      # steps; the part of a step in which a rank had no core, from which it is shared
+BUSY_STREAK, BUSY_PART = 12, 0.1        # steps; part of all steps
+BUSY = 0.1                  # the part of a step in which a rank had no core, from which it is shared
+LONGER = 2.0
 
 Line = dict[str, Any]
 Row = Mapping[int, Line]        # {rank: its line} of one step
@@ -77,7 +80,6 @@ class StepTable:
         best: dict[int, dict[int, Row]] = {}
         now: dict[int, dict[int, Row]] = {}
         times: Counter[int] = Counter()
-        least = max(least, BUSY_STREAK) if self._without_core(ranks) > BUSY else least
         steps = 0
         for step, whole in self.rows.items():
             if not set(ranks) <= set(whole):
@@ -90,9 +92,10 @@ class StepTable:
             for rank, rows in now.items():
                 if len(rows) > len(best.get(rank, {})):
                     best[rank] = rows
+        enough = max(least, BUSY_STREAK, BUSY_PART * steps) if self._without_core(ranks) > BUSY else least
         return [Streak(rank, rows) for rank, rows in sorted(best.items())
-                if len(rows) >= max(least, 0.0 if together else _by_chance(rank, times, steps, len(ranks)))
-                and sum(row[rank]["seconds"] for row in rows.values()) >= long]
+                if len(rows) >= enough and sum(row[rank]["seconds"] for row in rows.values()) >= long
+                and (together or len(rows) >= max(_by_chance(rank, times, steps, len(ranks)), _at_others(rank, best)))]
 
     def _without_core(self, ranks: Collection[int]) -> float:
         """The part of a step in which a rank neither computed, nor read, nor was in a call: the median."""
@@ -107,6 +110,12 @@ def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> f
     if not 0 < usual < 1:
         return 0.0
     return math.log(RARELY / (steps * ranks)) / math.log(usual)
+
+
+def _at_others(rank: int, best: Mapping[int, Mapping[int, Row]]) -> float:
+    """LONGER times the longest streak of another rank at other steps: if they come and go, they say nothing of a rank."""
+    own = best[rank]
+    return LONGER * max((len(rows) for rows in best.values() if not own.keys() & rows.keys()), default=0)
 
 
 def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:

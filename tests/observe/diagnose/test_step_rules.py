@@ -67,6 +67,32 @@ def test_short_steps_take_more_of_them():
     assert only(laggards(table(steps=60, at=8, cpu=1.5, **short))) == ("slow compute", (2,))
 
 
+def slowed(*spans, steps=80, shared=False):
+    """Records of four ranks, of which some are slow for a while: (rank, steps).
+
+    Args:    shared: for a fifth of each step other programs had the cores.
+    """
+    records = table(4, steps)
+    for rank, each in records.ranks.items():
+        for line in each.steps:
+            line["cpu"] *= 1.5 if any(rank == slow and line["step"] in during for slow, during in spans) else 1.0
+            line["calls"] -= 0.02 if shared else 0.0
+    return records
+
+
+def test_ranks_that_are_slow_in_turn_are_not_named():
+    """Each was on the slower core for a while. One that was so twice as long is named, and two at the same time."""
+    assert laggards(slowed((1, range(10, 39)), (3, range(40, 55)))) == []
+    assert only(laggards(slowed((1, range(10, 40)), (3, range(40, 55))))) == ("slow compute", (1,))
+    assert {fault.ranks for fault in laggards(slowed((1, range(10, 39)), (3, range(30, 45))))} == {(1,), (3,)}
+
+
+def test_on_shared_cores_a_slow_rank_takes_a_tenth_of_the_run():
+    assert laggards(slowed((2, range(10, 49)), steps=401, shared=True)) == []
+    assert only(laggards(slowed((2, range(10, 50)), steps=401, shared=True))) == ("slow compute", (2,))
+    assert only(laggards(slowed((2, range(10, 49)), steps=401))) == ("slow compute", (2,))
+
+
 def test_stages_of_a_pipeline_are_not_compared():
     stages = {0: "pp0", 1: "pp0", 2: "pp1", 3: "pp1"}
     both = table(alike=stages, cpu=3.0, victim=2, at=0)
