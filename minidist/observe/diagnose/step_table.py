@@ -19,7 +19,7 @@ from minidist.observe.rank_steps import RankSteps
 
 STREAK, LONG = 5, 0.25      # steps; seconds
 RARELY = 1e-4
-BUSY_STREAK, BUSY_PART = 12, 0.1        # steps; part of all steps
+BUSY_STREAK, BUSY_PART = 12, 0.2        # steps; part of all steps
 BUSY = 0.1                  # the part of a step in which a rank had no core, from which it is shared
 LONGER = 2.0
 
@@ -113,7 +113,7 @@ def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> f
 
 
 def _at_others(rank: int, best: Mapping[int, Mapping[int, Row]]) -> float:
-    """LONGER times the longest streak of another rank at other steps: if they come and go, they say nothing of a rank."""
+    """LONGER times the longest streak of another rank at other steps: if ranks stand out in turn, none is to blame."""
     own = best[rank]
     return LONGER * max((len(rows) for rows in best.values() if not own.keys() & rows.keys()), default=0)
 

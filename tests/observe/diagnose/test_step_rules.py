@@ -87,9 +87,9 @@ def test_ranks_that_are_slow_in_turn_are_not_named():
     assert {fault.ranks for fault in laggards(slowed((1, range(10, 39)), (3, range(30, 45))))} == {(1,), (3,)}
 
 
-def test_on_shared_cores_a_slow_rank_takes_a_tenth_of_the_run():
-    assert laggards(slowed((2, range(10, 49)), steps=401, shared=True)) == []
-    assert only(laggards(slowed((2, range(10, 50)), steps=401, shared=True))) == ("slow compute", (2,))
+def test_on_shared_cores_a_slow_rank_takes_a_fifth_of_the_run():
+    assert laggards(slowed((2, range(10, 89)), steps=401, shared=True)) == []
+    assert only(laggards(slowed((2, range(10, 90)), steps=401, shared=True))) == ("slow compute", (2,))
     assert only(laggards(slowed((2, range(10, 49)), steps=401))) == ("slow compute", (2,))
 
 
