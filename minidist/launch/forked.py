@@ -152,7 +152,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
         if link is not None:
             link.report(error)
         if world is not None:
-            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}")
+            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return 1
         outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again

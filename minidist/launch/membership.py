@@ -128,7 +128,7 @@ class Membership:
         """Tell the job that this process fails with `error`; returns whether it is the first failure."""
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.world is not None:
-            self.world.ledger.flight.end(f"{type(error).__name__}: {words(error)}")
+            self.world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from minidist.comm.call_site import raised_at
 from minidist.comm.flight.dumps import write_dump
 from minidist.comm.flight.slots import (
     BEGIN,
@@ -63,7 +64,7 @@ from minidist.comm.flight.slots import (
     entries_of,
     place,
 )
-from minidist.errors import ConfigError
+from minidist.errors import CommError, ConfigError
 from minidist.files import reserve
 
 FOLDER_TRIES = 100
@@ -163,10 +164,17 @@ class FlightRecorder:
         self.begun(number, seconds)
         return number
 
-    def end(self, why: str = "") -> None:
-        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such record counts."""
-        if self._ring is not None:
-            self._write(END, FAILED if why else ENDED, msgpack.packb([_shortened(why, TEXTS - 6, keep_end=False)]), 0)
+    def end(self, why: str = "", error: BaseException | None = None) -> None:
+        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such record counts.
+
+        Args:    error: the error itself; its line is kept, too, if it is no CommError (then the last call tells more).
+        """
+        if self._ring is None:
+            return
+        own = error is not None and error.__traceback__ is not None and not isinstance(error, CommError)
+        where = _shortened(raised_at(error), TEXTS // 2) if error is not None and own else ""
+        why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
+        self._write(END, FAILED if why else ENDED, msgpack.packb([why, where]), 0)
 
     def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
         self._groups[group] = axis, list(world_ranks)

@@ -26,7 +26,7 @@ CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = ("call", "message", "ste
 MADE, BEGUN, ENDED, FAILED = STATES = ("made", "begun", "ended", "failed")
 FIELDS = {CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "where"),
           MESSAGE: ("group", "verb", "dst", "src", "dtype", "shape", "where"),
-          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why",),
+          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why", "where"),
           STATE_OF_STEP: ("memory", "peak", "limit", "joules", "source")}
 
 MAGIC = b"mdflght3"

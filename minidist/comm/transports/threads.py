@@ -76,7 +76,7 @@ class ThreadJob:
             self.results[rank] = self.fn(world, *self.args)
             world.close()
         except BaseException as error:  # run_threads raises it in the caller
-            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}")
+            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
             self.fail(rank, error)
             with suppress(CommError):  # started calls now fail; their error is not the one to tell
                 world.close()

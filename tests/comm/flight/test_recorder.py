@@ -274,3 +274,22 @@ def test_how_a_rank_ended_is_recorded(why, says):
         md.run(job, size=1)
     ends = [entry for entry in kept[0].entries() if entry["kind"] == "end"]
     assert (ends[0]["why"], ends[0]["state"]) == (says, "failed" if why else "ended")
+
+
+def test_the_line_of_an_own_error_is_recorded_and_of_a_lost_peer_none():
+    """It is where the program failed, and not its last call."""
+    kept = {}
+
+    def job(world):
+        kept[world.rank] = world.ledger.flight
+        world.barrier()
+        if world.rank == 1:
+            raise ValueError("bad batch " * 40)     # LINE
+        world.barrier()
+
+    with suppress(ValueError):
+        md.run(job, size=2, transport="threads")
+    (own,), (lost,) = ([entry for entry in kept[rank].entries() if entry["kind"] == "end"][:1] for rank in (1, 0))
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# LINE"))
+    assert own["where"].endswith(f"test_recorder.py:{line}") and own["why"].startswith("ValueError: bad batch bad")
+    assert lost["where"] == "" and lost["why"].startswith("PeerLostError")
