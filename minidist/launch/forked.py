@@ -22,7 +22,7 @@ from threadpoolctl import ThreadpoolController
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import Failure, how_it_ended, words
+from minidist.comm.health.failure import Failure, ending, how_it_ended
 from minidist.comm.health.flight_signals import hear_dump_signal
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
@@ -152,7 +152,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
         if link is not None:
             link.report(error)
         if world is not None:
-            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
+            world.ledger.flight.end(*ending(error))
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return 1
         outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again

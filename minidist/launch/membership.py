@@ -31,7 +31,7 @@ from threadpoolctl import ThreadpoolController
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, say_line, within, words
+from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, ending, say_line, within, words
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
@@ -128,7 +128,7 @@ class Membership:
         """Tell the job that this process fails with `error`; returns whether it is the first failure."""
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.world is not None:
-            self.world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
+            self.world.ledger.flight.end(*ending(error))
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)

@@ -29,7 +29,6 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from minidist.comm.call_site import raised_at
 from minidist.comm.flight.dumps import write_dump
 from minidist.comm.flight.slots import (
     BEGIN,
@@ -64,7 +63,7 @@ from minidist.comm.flight.slots import (
     entries_of,
     place,
 )
-from minidist.errors import CommError, ConfigError
+from minidist.errors import ConfigError
 from minidist.files import reserve
 
 FOLDER_TRIES = 100
@@ -164,17 +163,15 @@ class FlightRecorder:
         self.begun(number, seconds)
         return number
 
-    def end(self, why: str = "", error: BaseException | None = None) -> None:
+    def end(self, why: str = "", where: str = "") -> None:
         """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such record counts.
 
-        Args:    error: the error itself; its line is kept, too, if it is no CommError (then the last call tells more).
+        Args:    where: the line of an error of the rank's own; "" of one that came from others.
         """
-        if self._ring is None:
-            return
-        own = error is not None and error.__traceback__ is not None and not isinstance(error, CommError)
-        where = _shortened(raised_at(error), TEXTS // 2) if error is not None and own else ""
-        why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
-        self._write(END, FAILED if why else ENDED, msgpack.packb([why, where]), 0)
+        if self._ring is not None:
+            where = _shortened(where, TEXTS // 2)
+            why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
+            self._write(END, FAILED if why else ENDED, msgpack.packb([why, where]), 0)
 
     def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
         self._groups[group] = axis, list(world_ranks)

@@ -10,7 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from minidist.errors import ConfigError, LinkLostError, PeerLostError
+from minidist.comm.call_site import raised_at
+from minidist.errors import CommError, ConfigError, LinkLostError, PeerLostError
 
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
@@ -86,6 +87,12 @@ def words(error: BaseException) -> str:
         return printable(str(error))
     except Exception as problem:
         return f"<its str() raised {type(problem).__name__}>"
+
+
+def ending(error: BaseException) -> tuple[str, str]:
+    """How a rank ends, for its flight recorder: (error, its line; "" if it came from others or has none)."""
+    own = error.__traceback__ is not None and not isinstance(error, CommError)
+    return f"{type(error).__name__}: {words(error)}", raised_at(error) if own else ""
 
 
 def within(cause: Failure, error: BaseException) -> str:

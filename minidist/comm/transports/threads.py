@@ -18,7 +18,7 @@ from minidist.comm.group import Group
 from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Failure, begin_with_rank, words
+from minidist.comm.health.failure import Failure, begin_with_rank, ending, words
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
@@ -76,7 +76,7 @@ class ThreadJob:
             self.results[rank] = self.fn(world, *self.args)
             world.close()
         except BaseException as error:  # run_threads raises it in the caller
-            world.ledger.flight.end(f"{type(error).__name__}: {words(error)}", error)
+            world.ledger.flight.end(*ending(error))
             self.fail(rank, error)
             with suppress(CommError):  # started calls now fail; their error is not the one to tell
                 world.close()

@@ -47,11 +47,6 @@ class RankFlight:
         """How the rank left its job: "" well, or its error; None: it has not said so."""
         return next((str(entry["why"]) for entry in self.entries if entry["kind"] == END), None)
 
-    @property
-    def raised_at(self) -> str:
-        """The line of the error of its own that it ended with; "": it is not known."""
-        return next((str(entry.get("where", "")) for entry in self.entries if entry["kind"] == END), "")
-
     def of_kind(self, *kinds: str) -> list[Entry]:
         """The records of these kinds."""
         return [entry for entry in self.entries if entry["kind"] in kinds]

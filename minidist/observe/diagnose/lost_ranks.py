@@ -29,7 +29,7 @@ def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
     evidence = [f"{ranks_text([first.rank])} ended with {first.end}", last_words(first)]
     if len(own) > 1:
         evidence.append(f"{ranks_text(flight.rank for flight in own if flight is not first)} failed too, later")
-    return [Fault("exception", (first.rank,), first.raised_at or _last_place(first), f"rank {first.rank} failed with {first.end}",
+    return [Fault("exception", (first.rank,), _raised_at(first) or _last_place(first), f"rank {first.rank} failed with {first.end}",
                     tuple(evidence), CERTAIN if len(own) == 1 else LIKELY,
                     "read its traceback on stderr; the other ranks only lost it")]
 
@@ -109,6 +109,11 @@ def last_words(flight: RankFlight) -> str:
 def _last_place(flight: RankFlight) -> str:
     calls = flight.of_kind(CALL, MESSAGE)
     return str(calls[-1]["where"]) if calls else ""
+
+
+def _raised_at(flight: RankFlight) -> str:
+    """The line of the error of its own that the rank ended with; "": it is not known."""
+    return next((str(entry.get("where", "")) for entry in flight.of_kind("end")), "")
 
 
 def _end_time(flight: RankFlight) -> float:
