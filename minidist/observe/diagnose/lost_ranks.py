@@ -29,7 +29,8 @@ def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
     evidence = [f"{ranks_text([first.rank])} ended with {first.end}", last_words(first)]
     if len(own) > 1:
         evidence.append(f"{ranks_text(flight.rank for flight in own if flight is not first)} failed too, later")
-    return [Fault("exception", (first.rank,), _raised_at(first) or _last_place(first), f"rank {first.rank} failed with {first.end}",
+    return [Fault("exception", (first.rank,), _raised_at(first) or _last_place(first),
+                    f"rank {first.rank} failed with {first.end}",
                     tuple(evidence), CERTAIN if len(own) == 1 else LIKELY,
                     "read its traceback on stderr; the other ranks only lost it")]
 
