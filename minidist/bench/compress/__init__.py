@@ -5,5 +5,6 @@
     time_to_loss    when a training reaches a given loss, by scheme and bandwidth
     advise          when not to compress: the link model
     check           its advice, measured
+    bounds          what both are asked to show, and whether they do
     command, tables, plots      of both
 """

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from minidist.bench.compress import check, time_to_loss
+from minidist.bench.compress.bounds import AskedBound, bounds_of_advice, bounds_of_times
 from minidist.bench.compress.links import ALL, FEW, bandwidths
 from minidist.bench.compress.ranks import MODULE
 from minidist.bench.compress.time_to_loss import Links
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="say where each scheme is faster than plain buckets, by the link model and a step over a "
                              "link of no time; and what 1-bit Adam saves")
     parser.add_argument("--check", action="store_true", help="with --advise: measure each cell, and count right advice")
+    parser.add_argument("--hold", action="store_true",
+                        help="with --full, or --advise --check: end with 1 unless every bound is held that the notes "
+                             "below the table name")
     for name, means in MEANS.items():
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=means)
 
@@ -64,6 +68,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The measurement that the options ask for. Raises: ConfigError for options that do not go together."""
     if args.check and not args.advise:
         raise ConfigError("--check: measures what --advise predicts; add --advise")
+    if args.hold and not (args.check or (args.full and not args.advise)):
+        raise ConfigError("--hold: bounds are for --full, and for --advise --check; add one of them")
     sizes = args.ranks or ([2, 4] if args.advise else [4])
     if min(sizes) < 2 or (len(sizes) > 1 and not args.advise):
         raise ConfigError("choose -n of at least 2; several numbers of ranks only with --advise")
@@ -77,14 +83,21 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     result = {"what": "compress", "model": vars(model), "alpha": links.alpha, "bandwidths": list(links.bandwidths),
               "steps": steps, "lr": args.lr, "advise": args.advise, "transport": args.transport}
     if args.advise:
-        return {**result, **_advise(args, model, ways, sizes, links, steps, progress)}
+        result |= _advise(args, model, ways, sizes, links, steps, progress)
+        return _with_bounds(result, bounds_of_advice(result["advice"]) if args.check else [])
     jobs: list[Job] = []
     with closed_at_the_end(jobs):
         jobs.append(_start(args, model, sizes[0], steps))
         parameters = jobs[0].ask(what="open", way=PLAIN)[0]["parameters"]
-        return {**result, "ranks": sizes[0], "parameters": parameters, **time_to_loss.measure(
+        result |= {"ranks": sizes[0], "parameters": parameters, **time_to_loss.measure(
             jobs[0], ways, links, steps=steps, every=args.every or max(1, steps // 50), rounds=args.rounds,
             target=args.target, through=args.through[0], progress=progress, keep=progress.keep)}
+    return _with_bounds(result, bounds_of_times(result) if args.full else [])
+
+
+def _with_bounds(result: dict[str, Any], bounds: list[AskedBound]) -> dict[str, Any]:
+    """The result with what it was asked to show."""
+    return {**result, "bounds": [{**bound._asdict(), "line": bound.line} for bound in bounds]}
 
 
 def _require(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links) -> None:

@@ -19,6 +19,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         _show_claims(result["claims"], result, console)
     else:
         _show_times(result, console)
+    if result["bounds"]:
+        notes(console, [bound["line"] for bound in result["bounds"]])
 
 
 def _show_times(result: dict[str, Any], console: Console) -> None:

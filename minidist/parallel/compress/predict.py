@@ -121,11 +121,12 @@ class Predict(TwoPhase):
         return total
 
     def _learn(self, predicted: Array, sent: Array) -> None:
-        """predicted += rate × sent, but for an overflow."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            step = sent * self.rate
-        step[~array_module(sent).isfinite(step)] = 0
-        predicted += step
+        """predicted += rate × sent, but for an overflow. `sent` is scratch from here on."""
+        overflow = ~array_module(sent).isfinite(sent)
+        with np.errstate(invalid="ignore"):
+            sent *= self.rate
+        sent[overflow] = 0
+        predicted += sent
 
 
 def make(name: str, *, codec: str = "4bit", rate: float = 0.1, tolerance: float = 0.5) -> Predict:
