@@ -126,6 +126,12 @@ def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
         run_rank(plan, GPTConfig(**SMALL), rows=8)
 
 
+def test_a_limit_of_nodes_is_refused() -> None:
+    config = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, nodes=2, node_limit=1))
+    with pytest.raises(PlanError, match="node_limit=1.*leave the limit out"):
+        run_rank(Plan(ep=2), config, rows=8)
+
+
 def test_another_kind_of_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose gpu or cpu"):
         run_rank(Plan(), GPTConfig(**SMALL), rows=8, device_kind="abacus")

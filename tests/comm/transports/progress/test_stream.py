@@ -449,3 +449,17 @@ def test_close_twice_and_makers_cover_every_kind():
     with linked("shm") as (zero, _one):
         zero.close()
         zero.close()
+
+
+@pytest.mark.soak
+def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
+    """Its system acknowledges all that fits, and then says that there is no room: nothing is sent again."""
+    mine, theirs = tcp_links()
+    filling = np.zeros(1 << 20, np.uint8)
+    while mine.write(b"", filling):
+        pass
+    time.sleep(5)
+    assert not mine.resends() and not theirs.resends()
+    theirs.close()
+    mine.close()
+    assert not mine.resends(), "nor is a closed one"
