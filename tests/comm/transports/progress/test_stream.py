@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from leftovers import open_files
-from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
+from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag, tcp_links
 
 from minidist.comm.transports.progress import frames, stream
 from minidist.comm.transports.progress.poll_loop import PolledTransport
