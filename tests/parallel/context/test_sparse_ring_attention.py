@@ -20,7 +20,7 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_uniform
-from minidist.errors import ConfigError, PlanError, ShapeError
+from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT
 from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context import pieces
