@@ -90,8 +90,8 @@ def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dic
 def _require(plan: Plan, config: GPTConfig) -> None:
     """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
     if config.mixture is not None and config.mixture.node_limit is not None:
-        raise PlanError(f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each of its experts "
-                        f"by itself, on whatever node; leave the limit out")
+        raise PlanError(f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each of its "
+                        f"experts by itself, on whatever node; leave the limit out")
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
         raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
                         f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")

@@ -40,7 +40,7 @@ def test_a_plan_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]
     assert DOES_NOT_FIT == 3
 
 
-def test_an_attention_pattern_saves_time_and_plan_repeats_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_pattern_saves_time_and_plan_repeats_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = ("--cluster", "h100:1x1", "--layers", "2", "--width", "512", "--heads", "4", "--sequence", "4096",
              "--vocab", "256", "--batch", "2")
     pattern, seconds, files = ("--attention-pattern", "local:256+global:1"), [], tmp_path / "step.json"

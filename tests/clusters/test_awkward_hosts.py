@@ -47,8 +47,8 @@ def test_a_cable_that_loses_long_packets_silently_is_named_with_what_to_do():
         far, near = (node.stderr for node in done)      # what rank 1 tells may be too long for the cable
         assert "TimeoutError" in far
         assert re.search(r"TimeoutError: rank 0 waited 6 s for a message from rank 1", near)
-        assert re.search(r"\n  packets are sent again and again and never acknowledged, from rank 0 to 1: .*\(its MTU\).*"
-                         r"ip link set dev eth0 mtu 1200", near)
+        assert re.search(r"\n  packets are sent again and again and never acknowledged, from rank 0 to 1: "
+                         r".*\(its MTU\).* ip link set dev eth0 mtu 1200", near)
 
 
 @pytest.mark.cluster
