@@ -61,7 +61,8 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
 
 @pytest.mark.parametrize(("plan", "options"), [
     (Plan(), {}), (Plan(checkpoint_blocks="all", accumulate=2), {}),
-    (Plan(precision="bf16"), {"context": 200, "attention_pattern": "local:128"}),
+    pytest.param(Plan(precision="bf16"), {"context": 100, "heads": 1, "attention_pattern": "local:64"},
+                 marks=pytest.mark.soak),      # the attention kernel, thread by thread on the CPU
 ], ids=["whole", "again", "pattern"])
 def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan, options: dict[str, Any]) -> None:
     """Where kernels run, other arrays are kept for backward than on the host."""
