@@ -18,11 +18,14 @@ from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.launch import run
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
 from minidist.parallel.data.ddp import DDP
 
+NOTES_MIB = {"DP": [39418, *[14366] * 6, 14222],                                       # N0:181 to N0:188
+             "DDP": [39400, 39548, 39868, 39638, 39596, 39482, 39548, 39558]}           # N0:201 to N0:208
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
 
@@ -41,6 +44,7 @@ def tour(group: Group, page: Page) -> None:
     page.heading("5  Process, memory, busy time: DP beside DDP (N0:180)")
     smi(group, page)
     if group.rank == 0:
+        smi_of_the_notes(page)
         page.heading("6  Taking turns: the interpreter's lock (N1:38)")
         lock(page)
     group.barrier()
@@ -136,6 +140,19 @@ def smi(group: Group, page: Page) -> None:
                    note=f"the fullest holds {max(peaks) / min(peaks):.2f} times what the least full does")
     if len({record["pid"] for record in ddp}) == 1 < len(ddp):
         page.say("Here DDP's ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
+
+
+def smi_of_the_notes(page: Page) -> None:
+    """The memory numbers of N0:180 and N0:200, MiB of eight GPUs, beside eight devices and eight ranks here."""
+    here = {"DP": lab.smi_of_dp(8), "DDP": run(lab.smi_of_ddp, size=8)[0]}
+    rows = []
+    for name, told in NOTES_MIB.items():
+        peaks = [record["peak"] for record in here[name]]
+        rows.append([name, f"{told[0]:,}", f"{min(told[1:]):,} to {max(told[1:]):,}", f"{max(told) / min(told):.2f}",
+                     size_text(peaks[0]), size_text(max(peaks[1:])), f"{max(peaks) / min(peaks):.2f}"])
+    page.table("Memory of eight devices: the notes' nvidia-smi (MiB), and here",
+               ["", "notes: GPU 0", "GPU 1 to 7", "most / least", "here: 0", "1 to 7", "most / least here"], rows,
+               note="how much more device 0 holds depends on the model and its batch; that DDP's are alike does not")
 
 
 def lock(page: Page) -> None:

@@ -9,8 +9,10 @@ from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.device import account
+from minidist.grading import sent_since, totals
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.overlap import measure
+from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
@@ -95,6 +97,30 @@ def record_step(group: Group, config: GPTConfig = TIMED, *, sequences: int = SEQ
             ours.spans = [span for span in ours.spans
                           if span.details.get("step") == chosen and span.details.get("verb") != "barrier"]
     return collected
+
+
+def data_path(group: Group) -> list[dict[str, Any]]:
+    """On rank 0 a recorded step by the steps of N0:161: of each rank what came, what it has, what it sends; else [].
+
+    Bytes: `came` of the model from others before the step, `model`, `read` of its part of the batch, `gradients`,
+    `sent` in the step's all-reduces to the ranks `to`, in so many `messages`.
+    """
+    timeline, began = Timeline(group.rank), totals(group.ledger)
+    model = new_model(TIMED)
+    ddp, optimizer = DDP(model, group, bucket_bytes=BUCKET, recorder=timeline), Adam(list(model.parameters()), 1e-3)
+    came = sent_since(group.ledger, began)[1]               # what is sent arrives: equal on all ranks
+    timeline.follow(group.ledger)
+    batch = global_batch(TIMED, 0)
+    part = part_of(batch, size=group.size, rank=group.rank)
+    ddp.step(batch, optimizer)
+    sent = [span.details for span in timeline.spans
+            if span.row == "messages" and span.details.get("verb") == "all_reduce"]
+    found = gather_records(group, {
+        "rank": group.rank, "came": came, "model": weights(model).nbytes, "rows": len(part.inputs),
+        "read": part.inputs.nbytes + part.targets.nbytes, "gradients": sum(p.data.nbytes for p in ddp.parameters),
+        "to": sorted({details["dst"] for details in sent}), "messages": len(sent),
+        "sent": sum(details["nbytes"] for details in sent)})
+    return found or []
 
 
 def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[float]:

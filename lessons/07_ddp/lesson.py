@@ -35,6 +35,7 @@ def tour(group: Group, page: Page) -> None:
     page.heading("2  The six steps (N0:403), timed")
     timelines = lab.record_step(group)
     six_steps(timelines, page)
+    data_path(lab.data_path(group), page)
     page.heading("3  Buckets: what overlaps with backward, and what does not")
     buckets(timelines, page)
     page.heading("4  Traffic beside its formula")
@@ -113,6 +114,23 @@ def six_steps(timelines: list[Timeline], page: Page) -> None:
     page.table("Milliseconds in one step (the median step)", ["", *(name for name, _ in columns)],
                [[f"rank {t.rank}", *(f"{measure(t):.1f}" for _, measure in columns)] for t in timelines],
                note="step 5 runs beside step 4: only what is waited for costs time; step 1 was done before training")
+
+
+def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
+    """The picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the order of the picture."""
+    if not ranks:
+        return
+    rows = []
+    for place, seen in enumerate(ranks):
+        to = f" -> rank {', '.join(map(str, seen['to']))}" if seen["to"] else ""
+        rows.append([f"disk {'-' if len(ranks) == 1 else '+'}-> CPU -> rank {place}",
+                     f"{size_text(seen['read'])}, {seen['rows']} rows",
+                     f"{size_text(seen['model'])}, came: {size_text(seen['came'])}", size_text(seen["gradients"]),
+                     f"{size_text(seen['sent'])}{to}"])
+    page.table("The way of the data (N0:148), as recorded in one step",
+               ["", "2: data", "1: model", "3: gradients", "4: ring all-reduce"], rows,
+               note="the rows are made here and not read; each rank draws its own model; only gradients travel, to "
+                    "one neighbour")
 
 
 def buckets(timelines: list[Timeline], page: Page) -> None:

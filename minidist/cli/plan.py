@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from minidist.cli.simulate import config_of, model_arguments, tokens_number
+from minidist.cli.train.settings import MIXTURE_OPTIONS
 from minidist.console import fail, positive, positive_number, write_json
 from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
@@ -118,4 +119,7 @@ def model_words(args: argparse.Namespace) -> list[str]:
     for name in ("layers", "width", "heads", "sequence", "vocab"):
         if getattr(args, name):
             words += [f"--{name}", str(getattr(args, name))]
+    for name in ("attention_pattern", "experts", *MIXTURE_OPTIONS):
+        if (value := getattr(args, name, None)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words

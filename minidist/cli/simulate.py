@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist.cli.train.arguments import division, experts, memory
+from minidist.cli.train.arguments import division, experts, memory, pattern
 from minidist.cli.train.settings import mixture_of, plan_options
 from minidist.console import fail, plural, positive, positive_number, shown, write_json, written
 from minidist.files import check_writable
@@ -70,6 +70,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"),
                        ("sequence", "tokens a sequence"), ("vocab", "embedding rows")):
         add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the model's, or {SIZES[name]:,})")
+    pattern(add)
     experts(parser.add_argument_group("a mixture of experts").add_argument)
 
 
@@ -121,6 +122,8 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
                              for name in SIZES if (size := getattr(args, name) or not args.model and SIZES[name])}
     if (mixture := mixture_of(args)) is not None:
         given["mixture"] = mixture
+    if args.attention_pattern is not None:
+        given["attention_pattern"] = args.attention_pattern
     return replace(model(args.model), **given) if args.model else GPTConfig(positions="rotary", **given)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minidist.errors import ConfigError, PlanError
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES, words
 from minidist.plan.candidates import candidates
@@ -245,9 +245,32 @@ def plan_words(plan: Plan) -> list[str]:
     return found + ["--sequence-parallel"] * plan.sequence_parallel
 
 
+MIXTURE_WORDS = {"top_k": "--top-k", "capacity": "--capacity", "noise": "--gate-noise", "balance": "--balance",
+                 "balance_weight": "--balance-weight", "bias_rate": "--bias-rate", "shared": "--shared-experts",
+                 "hidden": "--expert-width"}
+"""Fields of a MixtureConfig as options of `minidist train`; where experts lie is no matter of one machine."""
+
+
 def model_words(ranking: Ranking) -> list[str]:
     """Model and batch as options of `minidist train`."""
     config = ranking.config
     return ["--layers", str(config.layers), "--width", str(config.width), "--heads", str(config.heads), "--vocab",
             str(config.vocabulary), "--context", str(config.context), "--positions", config.positions, "--batch",
-            str(ranking.batch)]
+            str(ranking.batch), *pattern_words(config), *mixture_words(config)]
+
+
+def pattern_words(config: GPTConfig) -> list[str]:
+    """The attention pattern as an option of `minidist train`."""
+    return [] if config.attention_pattern is None else ["--attention-pattern", config.attention_pattern]
+
+
+def mixture_words(config: GPTConfig) -> list[str]:
+    """The mixture of experts as options of `minidist train`; what is as by default is left out."""
+    mixture = config.mixture
+    if mixture is None:
+        return []
+    usual = MixtureConfig(mixture.experts)
+    found = {option: getattr(mixture, name) for name, option in MIXTURE_WORDS.items()
+             if getattr(mixture, name) != getattr(usual, name)}
+    return ["--experts", str(mixture.experts), *(word for option, value in found.items()
+                                                for word in (option, str(value)))]

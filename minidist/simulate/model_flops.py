@@ -2,8 +2,9 @@
 
 A weight of a matrix costs 2 FLOPs a token in forward and 4 in backward: 6 a token. Attention's scores and its sum of
 values are products of tokens with tokens, of no weights: 12 · layers · width · context a token, as if every token saw
-all others (published MFU do not subtract the causal half). Lookups in tables, norms, biases, and what a plan computes
-twice do not count.
+all others (published MFU do not subtract the causal half). Under an attention pattern a token's keys are those in the
+blocks that it shows: none after its own block. Lookups in tables, norms, biases, and what a plan computes twice do not
+count.
 
     MFU = tokens a second · FLOPs a token / (devices · peak FLOP/s of the precision)
 
@@ -11,6 +12,7 @@ Source:  Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 from minidist.nn import GPTConfig
+from minidist.nn.attention_pattern import scores_computed
 
 PRODUCT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 """In which dtype the matrix products of each precision of a plan run."""
@@ -27,4 +29,6 @@ def weights_used(config: GPTConfig) -> float:
 
 def flops_a_token(config: GPTConfig) -> float:
     """Of forward and backward, for a token of a full sequence."""
-    return 6.0 * weights_used(config) + 12.0 * config.layers * config.width * config.context
+    pattern, context = config.attention_pattern, config.context
+    keys = context if pattern is None else scores_computed(pattern, context) / context
+    return 6.0 * weights_used(config) + 12.0 * config.layers * config.width * keys

@@ -17,7 +17,6 @@ from minidist.device import account
 from minidist.device.backend import simulated
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
-from minidist.nn.attention_pattern import shown_pattern
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate import recording
 from minidist.simulate.recording import RecordedAccount
@@ -90,9 +89,9 @@ def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dic
 
 def _require(plan: Plan, config: GPTConfig) -> None:
     """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
-    if config.attention_pattern is not None:
-        raise PlanError(f"simulate: attention_pattern={shown_pattern(config.attention_pattern)}: a simulated rank "
-                        f"counts all tiles up to the diagonal, and knows no other pattern; leave it out")
+    if config.mixture is not None and config.mixture.node_limit is not None:
+        raise PlanError(f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each of its "
+                        f"experts by itself, on whatever node; leave the limit out")
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
         raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
                         f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")

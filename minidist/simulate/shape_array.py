@@ -50,14 +50,19 @@ def is_picked(part: Any) -> bool:
 
 
 class ShapeArray(Operators):
-    """An array without data, of an array module (shape_module.py). base: None if it owns its buffer."""
+    """An array without data, of an array module (shape_module.py).
 
-    __slots__ = ("shape", "dtype", "module", "base", "writeable", "_strides", "_offset", "_number", "__weakref__")
+    Attributes: base: None if it owns its buffer; mask: the numbers of a mask that came from the host, else None.
+    """
+
+    __slots__ = ("shape", "dtype", "module", "base", "writeable", "mask", "_strides", "_offset", "_number",
+                 "__weakref__")
 
     def __init__(self, shape: Shape, dtype: np.dtype, module: Any, *, base: "ShapeArray | None" = None,
                  steps: Shape | None = None, offset: int = 0, writeable: bool = True) -> None:
         self.shape, self.dtype, self.module = shape, dtype, module
         self.base, self.writeable = base, writeable
+        self.mask: np.ndarray | None = None
         self._strides, self._offset = steps, offset         # steps None: C-contiguous
         self._number = next(_addresses) if base is None else 0
 

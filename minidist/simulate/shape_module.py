@@ -16,6 +16,7 @@ import numpy as np
 
 from minidist.device.backend import FLOATS
 from minidist.simulate import recording, strides
+from minidist.simulate.attention_flops import attention_flops
 from minidist.simulate.no_gpu import NO_GPU
 from minidist.simulate.shape_array import ShapeArray
 from minidist.simulate.strides import Shape
@@ -107,7 +108,9 @@ class Shapes:
         if isinstance(x, ShapeArray) or (isinstance(x, np.ndarray) and self.device == "cpu"):
             return x if dtype is None else x.astype(dtype, copy=False)
         given = np.asarray(x)
-        return self.zeros(given.shape, given.dtype if dtype is None else dtype)
+        result = self.zeros(given.shape, given.dtype if dtype is None else dtype)
+        result.mask = given if given.dtype == bool else None    # how much a kernel computes depends on it
+        return result
 
     def array(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
         found = self.asarray(x, dtype)
@@ -275,20 +278,9 @@ class Shapes:
         given = {parameter.name: value for parameter, value in values}
         arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
                   if isinstance(each, _Array)]
-        flops = _attention_flops(name, given)
+        flops = attention_flops(name, given)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
         self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
-
-
-def _attention_flops(name: str, given: dict[str, Any]) -> float:
-    """FLOPs of an attention kernel: two products forward, three for dq, four for dk and dv; half where causal."""
-    products = {"attention_v": 2, "attention_dq": 3, "attention_dkv": 4}
-    found = next((count for begin, count in products.items() if name.startswith(begin)), 0)
-    q, k = given.get("q"), given.get("k")
-    if not found or q is None or k is None:
-        return 0.0
-    pairs = q.shape[2] * k.shape[2] * (0.5 if given.get("causal") else 1.0)
-    return float(2.0 * found * q.shape[0] * q.shape[1] * pairs * q.shape[3])
 
 
 _MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}

@@ -40,6 +40,20 @@ def test_a_plan_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]
     assert DOES_NOT_FIT == 3
 
 
+def test_a_pattern_saves_time_and_plan_repeats_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = ("--cluster", "h100:1x1", "--layers", "2", "--width", "512", "--heads", "4", "--sequence", "4096",
+             "--vocab", "256", "--batch", "2")
+    pattern, seconds, files = ("--attention-pattern", "local:256+global:1"), [], tmp_path / "step.json"
+    for words in ((), pattern):
+        said(capsys, "simulate", *model, *words, "--json", str(files))
+        seconds.append(json.loads(files.read_text())["step_seconds"])
+    assert seconds[1] < 0.8 * seconds[0]
+    said(capsys, "plan", *model, *pattern, "--experts", "4", "--top", "1", "--json", str(files))
+    assert json.loads(files.read_text())["config"]["attention_pattern"] == "local:256+global:1"
+    told = " ".join(said(capsys, "plan", *model, *pattern, "--experts", "4", "--top", "1").split())
+    assert "--attention-pattern local:256+global:1 --experts 4 --batch 2 --plan dp=1" in told
+
+
 def test_stragglers_links_and_clocks(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, *JOB, "--slow-rank", "3:4", "--slow-link", "node0.out*:8", "--order", "pp,dp", "--unfolded",
                "--fail", "1:1e-5")

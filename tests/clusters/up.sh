@@ -22,6 +22,8 @@
 #     dead              it has a second network card, whose cable leads nowhere, and its own name means that card
 #     mtu=1400          its network card takes packets of so many bytes; the switch takes 1500, or --mtu of it
 #
+#     hole=1200         the switch loses longer packets to and from it, and does not tell: no network card knows of it
+#
 #     --mtu 1500        of the switch
 #     --sshd            start sshd on each host: on any of them, DIR/ssh reaches the others. Needs openssh-server
 #     --slurm           start Slurm: `on.sh a env SLURM_CONF=DIR/slurm.conf srun -N 2 -n 7 hostname`. Needs slurmctld,
@@ -53,7 +55,7 @@ for tool in ip tc unshare nsenter setpriv; do
     command -v $tool > /dev/null || fail "$tool is not installed (iproute2 and util-linux have it)"
 done
 for host in "${hosts[@]}"; do
-    [[ $host =~ ^[a-z][a-z0-9-]*(:loopback|:dead|:mtu=[0-9]+)*$ ]] || fail "$host is no host; see --help"
+    [[ $host =~ ^[a-z][a-z0-9-]*(:loopback|:dead|:mtu=[0-9]+|:hole=[0-9]+)*$ ]] || fail "$host is no host; see --help"
 done
 [ -z "$sshd" ] || [ -x /usr/sbin/sshd ] || fail "--sshd needs openssh-server (\`apt-get install openssh-server\`)"
 [ -z "$slurm" ] || { for tool in slurmctld slurmd srun munged; do command -v $tool > /dev/null ||
@@ -123,6 +125,12 @@ for i in "${!hosts[@]}"; do
     "${in_host[@]}" ip address add "$address/24" dev eth0
     if [[ $words =~ :mtu=([0-9]+): ]]; then  # and no packets longer than that pass as one, as they may between veths
         "${in_host[@]}" ip link set eth0 mtu "${BASH_REMATCH[1]}" gso_max_segs 1
+    fi
+    if [[ ${hosts[*]} == *:hole=* ]]; then  # on all hosts: else packets pass as one that could still be cut
+        "${in_host[@]}" ip link set eth0 gso_max_segs 1
+    fi
+    if [[ $words =~ :hole=([0-9]+): ]]; then
+        nsenter -t "$switch" -n ip link set "port$number" mtu "${BASH_REMATCH[1]}"
     fi
     "${in_host[@]}" ip link set eth0 up
     if [[ $words == *:dead:* ]]; then

@@ -1,17 +1,21 @@
 """Trials: plans run in turn, and what is told of them; the runs themselves are replaced."""
 
+import argparse
 import itertools
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minidist.cli.train.arguments import add_arguments
+from minidist.cli.train.settings import mixture_of
 from minidist.errors import ConfigError
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, MixtureConfig
 from minidist.plan import trial
 from minidist.plan.ranking import Choice, Ranking, plan_for, plan_words
 from minidist.plan.trial import try_plans
@@ -45,6 +49,17 @@ def test_each_round_runs_the_best_and_a_random_plan(started: list[list[str]]) ->
     assert [trial.measured for trial in trials] == [5.5, 6.5, 7.5]          # of 1, 4, 7, 10; of 2, 5, 8, 11; …
     assert trials[0].spread == pytest.approx(1 - 4 / 7)
     assert trials[0].predicted == ranking.best.step_seconds
+
+
+def test_a_run_has_the_model_that_was_ranked(started: list[list[str]]) -> None:
+    """With its attention pattern and its mixture; the options are those that train reads into the same fields."""
+    mixture = MixtureConfig(4, top_k=3, balance="bias", shared=1, noise=0.5)
+    config = replace(CONFIG, attention_pattern="local:64", mixture=mixture)
+    try_plans(plan_for(config, "h100:1x1", batch=4), 1, rounds=1)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(started[0][4:])
+    assert (args.attention_pattern, mixture_of(args)) == ("local:64", mixture)
 
 
 def test_a_run_that_fails_is_told_in_its_own_words(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

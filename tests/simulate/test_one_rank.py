@@ -6,14 +6,17 @@ import random
 import socket
 import subprocess
 import threading
+from dataclasses import replace
 from typing import Any
 
 import fake_gpu
+import numpy as np
 import pytest
 from simulated import Measured, alone, one_order, really, sent_of
 
 from minidist.errors import ConfigError, MinidistError, PlanError
 from minidist.nn import GPTConfig
+from minidist.nn.attention_pattern import pattern_blocks
 from minidist.nn.config import MixtureConfig
 from minidist.observe.events import Await, Busy, GroupCall, Memory, Start, Transfer
 from minidist.parallel.hybrid.plan import Plan
@@ -44,6 +47,8 @@ def close(found: Measured, trace: RankTrace) -> None:
     (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
     (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
     (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),      # 5, 6 and 5 tokens of 16
+    (Plan(cp=3, checkpoint_blocks="all"), {"context": 400, "attention_pattern": "local:128+global:1", "kv_heads": 2}),
+    (Plan(cp=2, tp=2, attention="all-to-all"), {"context": 200, "attention_pattern": "strided:128"}),
 ], ids=lambda value: " ".join(f"{axis}{size}" for axis, size in value.axes.items() if size > 1)
     if isinstance(value, Plan) else "")
 def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
@@ -54,10 +59,14 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
         close(found, alone(plan, config, 8, rank))
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(checkpoint_blocks="all", accumulate=2)], ids=["whole", "again"])
-def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan) -> None:
+@pytest.mark.parametrize(("plan", "options"), [
+    (Plan(), {}), (Plan(checkpoint_blocks="all", accumulate=2), {}),
+    pytest.param(Plan(precision="bf16"), {"context": 100, "heads": 1, "attention_pattern": "local:64"},
+                 marks=pytest.mark.soak),      # the attention kernel, thread by thread on the CPU
+], ids=["whole", "again", "pattern"])
+def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan, options: dict[str, Any]) -> None:
     """Where kernels run, other arrays are kept for backward than on the host."""
-    config = GPTConfig(**(SMALL | {"layers": 1}))
+    config = GPTConfig(**(SMALL | {"layers": 1} | options))
     with pytest.MonkeyPatch.context() as gpu:
         one_order(gpu)
         fake_gpu.install(gpu)
@@ -118,6 +127,12 @@ def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
         run_rank(plan, GPTConfig(**SMALL), rows=8)
 
 
+def test_a_limit_of_nodes_is_refused() -> None:
+    config = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, nodes=2, node_limit=1))
+    with pytest.raises(PlanError, match="node_limit=1.*leave the limit out"):
+        run_rank(Plan(ep=2), config, rows=8)
+
+
 def test_another_kind_of_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose gpu or cpu"):
         run_rank(Plan(), GPTConfig(**SMALL), rows=8, device_kind="abacus")
@@ -157,6 +172,24 @@ def test_products_have_the_flops_of_the_model() -> None:
                if kernel.kind == "matmul" and kernel.size[0] == 1 and 1 not in kernel.size[1:]]
     assert sum(kernel.flops * times for kernel, times in linears) == 6 * tokens * numbers
     assert all(kernel.flops == 2 * math.prod(kernel.size) for kernel, _ in linears)
+
+
+@pytest.mark.parametrize("pattern", ["local:64", "local:128+global:1", "strided:192", "local:448"])
+def test_attention_costs_what_its_pattern_shows(pattern: str) -> None:
+    """Two products forward and seven backward, of a head and pair of tokens in a block that is shown; half of the own.
+    """
+    context, side = 400, 64
+    blocks, pairs = pattern_blocks(pattern, context), 0.0
+    for i, j in zip(*np.nonzero(blocks), strict=True):
+        sides = [min(side, context - side * block) for block in (int(i), int(j))]
+        pairs += sides[0] * sides[1] / (2 if i == j else 1)
+    config = GPTConfig(**(SMALL | {"context": context}), attention_pattern=pattern)
+    trace = run_rank(Plan(precision="bf16"), config, rows=3, steps=1)
+    spent = sum(kernel.flops * times for kernel, times in trace.kernels() if kernel.kind == "attention")
+    assert spent == 2 * 9 * config.head_width * pairs * config.layers * config.heads * 3
+    if pattern == "local:448":          # all that is causal
+        plain = run_rank(Plan(precision="bf16"), replace(config, attention_pattern=None), rows=3, steps=1)
+        assert spent == sum(kernel.flops * times for kernel, times in plain.kernels() if kernel.kind == "attention")
 
 
 def test_a_short_first_step_leaves_the_second_as_it_is() -> None:

@@ -4,8 +4,9 @@
     conformance     every verb by every algorithm, and the demands on a transport; rank 0 prints how many, as JSON
     kill RANK       that rank is killed; each other one prints when it heard of it, and what
     wait RANK       all say that they have met, and wait for that rank, which sleeps
+    long            a short message, and one of 1 MiB
 
-$CLUSTER_TRANSPORT is the transport, if it is set.
+$CLUSTER_TRANSPORT is the transport, if it is set; $CLUSTER_LIMIT the limit of a call, in seconds.
 """
 
 import json
@@ -37,6 +38,13 @@ def meet(world: Group) -> None:
     hosts = gather_records(world, platform.node())
     if world.rank == 0:
         say(hosts=hosts, nodes=list(world.nodes), transport=world.transport.name)
+
+
+def long(world: Group) -> None:
+    world.all_reduce(np.ones(3))
+    say(short=world.rank)
+    world.all_reduce(np.ones(1 << 17))
+    say(long=world.rank)
 
 
 def run_conformance(world: Group) -> None:
@@ -74,10 +82,12 @@ def wait(world: Group, sleeper: int) -> None:
 
 
 def main() -> None:
-    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=100)
+    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=float(os.environ.get("CLUSTER_LIMIT", "100")))
     match sys.argv[1:]:
         case ["meet"]:
             meet(world)
+        case ["long"]:
+            long(world)
         case ["conformance"]:
             run_conformance(world)
         case ["kill", victim]:

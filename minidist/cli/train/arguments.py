@@ -218,11 +218,7 @@ def _model(add: Add) -> None:
         help="embedding rows, at least one for each symbol of the data (default: as many)")
     add("--positions", choices=["learned", "rotary"], default="rotary",
         help="how positions enter the model (default: rotary)")
-    add("--attention-pattern", type=attention_pattern, metavar="PATTERN",
-        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: local:N, the query's "
-             "block and those before it, N tokens in all; global:G, the first G blocks; strided:N, the query's block "
-             "and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of queries; joined by "
-             "+, as local:256+global:2 (default: all keys up to the query)")
+    pattern(add)
     add("--tied", action="store_true", help="one matrix for embedding and output")
     add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of activations dropped (default: 0)")
     add("--dtype", choices=["float64", "float32"], default="float32",
@@ -230,6 +226,15 @@ def _model(add: Add) -> None:
     add("--precision", choices=PRECISIONS, default="fp32",
         help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
+
+
+def pattern(add: Add) -> None:
+    """Which keys attention computes."""
+    add("--attention-pattern", type=attention_pattern, metavar="PATTERN",
+        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: local:N, the query's "
+             "block and those before it, N tokens in all; global:G, the first G blocks; strided:N, the query's block "
+             "and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of queries; joined by "
+             "+, as local:256+global:2 (default: all keys up to the query)")
 
 
 def experts(add: Add) -> None:

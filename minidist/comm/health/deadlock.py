@@ -99,7 +99,16 @@ def table(states: States, ended: States, size: int) -> str:
             lines.append(f"  rank {rank} waits for no rank, at {states[rank].doing}{behind}")
         else:
             lines.append(f"  rank {rank} waits for no rank and does not answer{behind}")
-    return "\n".join(lines)
+    return "\n".join(lines + _resent(states))
+
+
+def _resent(states: States) -> list[str]:
+    """Between which ranks packets are lost on the way, though both tell how they are; what that may be."""
+    pairs = [f"{rank} to {peer}" for rank, state in sorted(states.items()) for peer in sorted(state.resent)
+             if peer in states]
+    return [f"  packets are sent again and again and never acknowledged, from rank {', '.join(pairs)}: if short "
+            f"messages pass, a link between these hosts takes only shorter packets (its MTU) and does not tell; as "
+            f"root, on each host: ip link set dev eth0 mtu 1200, or sysctl net.ipv4.tcp_mtu_probing=1"] if pairs else []
 
 
 # --- hope ------------------------------------------------------------------------------------------------------------

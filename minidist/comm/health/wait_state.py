@@ -9,6 +9,7 @@ Arbiter (deadlock_arbiter.py), which decides by the rules of deadlock.py.
                         taken    messages it has taken off the link, by world rank
                         reads    world ranks from which it has asked for a message that has not come whole
                         settled  whether every thread of its program is in one of these waits
+                        resent   world ranks to which packets are sent again and again, and none is acknowledged
 
 sent and taken are counted where a message begins and ends (stream.py). Where they differ between two ranks, a message
 is in flight, and its receiver does not wait in vain; nor does its sender while the receiver reads, because the receiver
@@ -117,6 +118,7 @@ class State:
     settled: bool = False
     doing: str = ""         # where the program is of a rank that does not wait
     reads: frozenset[int] = frozenset()
+    resent: frozenset[int] = frozenset()
 
     def same(self, other: "State") -> bool:
         """Whether nothing at all has happened between the two."""
@@ -126,14 +128,14 @@ class State:
     def packed(self) -> list[Any]:
         """As a frame of the control connection carries it."""
         return [[list(vars(wait).values()) for wait in self.waits], dict(self.sent), dict(self.taken), self.settled,
-                self.doing, self.reads]
+                self.doing, self.reads, self.resent]
 
     @classmethod
     def unpacked(cls, packed: Any) -> "State":
         """Raises: TypeError or ValueError if it is nothing that packed() made."""
-        waits, sent, taken, settled, doing, reads = packed
+        waits, sent, taken, settled, doing, reads, resent = packed
         return cls(tuple(_wait(*fields) for fields in waits), _counts(sent), _counts(taken), bool(settled), str(doing),
-                   frozenset(map(int, reads)))
+                   frozenset(map(int, reads)), frozenset(map(int, resent)))
 
 
 def _counts(values: Any) -> dict[int, int]:
@@ -154,6 +156,7 @@ class Waits:
 
     Attributes: counts   -> (sent, taken), of the rank's transport
                 reads    -> the world ranks that it reads from
+                resent   -> the world ranks to which its packets are sent again and again, and not acknowledged
                 program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
                 held     each gives the destinations of messages held back on their way out, one entry a message
                 error    what the transport was aborted with
@@ -172,6 +175,7 @@ class Waits:
     def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
                  reads: Callable[[], Iterable[int]] | None = None) -> None:
         self.counts, self.reads = counts or (lambda: ({}, {})), reads or tuple
+        self.resent: Callable[[], Iterable[int]] = tuple
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] = lambda: None
         self.table: Callable[[State], str] = lambda state: ""
@@ -241,7 +245,7 @@ class Waits:
             sent.update(held())
         running = sorted(thread for thread in busy - set(lasting) if thread is not None)
         return State(tuple(now() for now in lasting.values()), sent, taken, not running,
-                     call_site.doing(running[0]) if running else "", frozenset(self.reads()))
+                     call_site.doing(running[0]) if running else "", frozenset(self.reads()), frozenset(self.resent()))
 
     def described(self, state: State) -> str:
         """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.

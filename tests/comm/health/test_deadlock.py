@@ -133,11 +133,12 @@ def test_two_groups_in_another_order_are_a_mismatch():
 
 def test_states_travel_and_nonsense_does_not():
     state = State((wait(collective(1 << 63, 1), 1), wait(None, 2, members=())), {1: 4}, {2: 5}, True, "x.py:3",
-                  frozenset({2, 5}))
+                  frozenset({2, 5}), frozenset({1}))
     assert State.unpacked(wire.unpack(wire.pack(state.packed()))) == state
-    for nonsense in (None, 3, [], [[], {}, {}, True], [[[1, [], [], [], "", True, 0.1]], {}, {}, True, "", []],
-                     [[], [1], {}, True, "", []], [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, "", []],
-                     [[], {}, {}, True, "", 3], [[], {}, {}, True, "", ["x"]]):
+    for nonsense in (None, 3, [], [[], {}, {}, True], [[[1, [], [], [], "", True, 0.1]], {}, {}, True, "", [], []],
+                     [[], [1], {}, True, "", [], []], [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, "", [], []],
+                     [[], {}, {}, True, "", 3, []], [[], {}, {}, True, "", ["x"], []],
+                     [[], {}, {}, True, "", [], ["x"]]):
         with pytest.raises((TypeError, ValueError)):
             State.unpacked(nonsense)
 
@@ -294,3 +295,14 @@ def test_who_ends_while_it_is_asked_is_not_waited_for(court, rounds):
     court.round({0: said[0]})
     court.round({0: said[0]})
     assert "rank 1 has ended" in court.told[0].text
+
+
+def test_packets_that_are_never_acknowledged_are_a_line_of_the_table():
+    """Only between ranks that tell how they are: one that is lost has other words."""
+    said = states(wait(collective(0, 3), 1), wait(collective(0, 3), 0))
+    assert "packets" not in deadlock.table(said, {}, 2)
+    said[0] = State(said[0].waits, resent=frozenset({1, 7}))
+    last = deadlock.table(said, {}, 2).splitlines()[-1]
+    assert last.startswith("  packets are sent again and again and never acknowledged, from rank 0 to 1: ")
+    assert "ip link set dev eth0 mtu 1200" in last
+    assert State.unpacked(wire.unpack(wire.pack(said[0].packed()))) == said[0]

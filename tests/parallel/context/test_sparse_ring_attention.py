@@ -20,7 +20,7 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_uniform
-from minidist.errors import ConfigError, PlanError, ShapeError
+from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT
 from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context import pieces
@@ -263,9 +263,13 @@ def test_wrong_number_of_tokens() -> None:
         md.run(lambda world: sparse_ring_attention(q, q, q, group=world, length=9, pattern="local:64"), size=2)
 
 
-def test_the_simulator_refuses_a_pattern() -> None:
-    with pytest.raises(PlanError, match="attention_pattern=local:64: a simulated rank counts all tiles"):
-        simulate(Plan(), tiny(context=128, attention_pattern="local:64", dtype="float32"), "h100:1x1", batch=4)
+def test_the_simulator_sends_what_the_pattern_needs() -> None:
+    """On four ranks of cp the simulated bytes are those of the cost above."""
+    config, plan = tiny(context=512, attention_pattern="local:128", dtype="float32"), Plan(cp=4)
+    found = simulate(plan, config, "h100:1x4", batch=2)
+    sent = sum(row["nbytes"] for trace in found.traces for row in trace.last_step
+               if row["axis"] == "cp" and row["verb"] in ("send", "exchange"))
+    assert sent == 4 * elements_sent(config, 0, ranks=4, sequences=2)
 
 
 # --------------------------------------------------------------------------------------------------------- planted bugs

@@ -29,6 +29,10 @@ class PolledLink(ByteLink):
     def disarm(self, events: int) -> None:
         """The sleep is over; poll reported `events` of this link."""
 
+    def resends(self) -> bool:
+        """Whether packets are sent again and again, and none is acknowledged."""
+        return False
+
 
 class PolledTransport(StreamTransport):
     """A StreamTransport over PolledLinks: tcp and shm."""
@@ -36,6 +40,7 @@ class PolledTransport(StreamTransport):
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
         super().__init__(name, world_rank, limit, links, spins)
         self._polled = dict(links)
+        self.waits.resent = lambda: [rank for rank, link in self._polled.items() if link.resends()]
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)

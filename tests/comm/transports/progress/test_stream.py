@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from leftovers import open_files
-from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
+from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag, tcp_links
 
 from minidist.comm.transports.progress import frames, stream
 from minidist.comm.transports.progress.poll_loop import PolledTransport
@@ -449,3 +449,17 @@ def test_close_twice_and_makers_cover_every_kind():
     with linked("shm") as (zero, _one):
         zero.close()
         zero.close()
+
+
+@pytest.mark.soak
+def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
+    """Its system acknowledges all that fits, and then says that there is no room: nothing is sent again."""
+    mine, theirs = tcp_links()
+    filling = np.zeros(1 << 20, np.uint8)
+    while mine.write(b"", filling):
+        pass
+    time.sleep(5)
+    assert not mine.resends() and not theirs.resends()
+    theirs.close()
+    mine.close()
+    assert not mine.resends(), "nor is a closed one"
