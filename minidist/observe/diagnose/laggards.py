@@ -4,10 +4,11 @@
     late reader             its wait for data, beyond the others', takes READS of the step  a fifth of a step
     uneven data             it has MORE times the others' targets, and more processor time  x 1.3
     slow compute            its own processor time, a target, is SLOW times the others'     x 1.5
-                            in each step, and SLOW_USUALLY times in the middle one
+                            in each step, and SLOW_USUALLY times in the middle one;
+                            the others are in calls longer, by WAITED of what it takes more
     hogs the interpreter    its other threads take as much as its own, the others' few      HOGS of a step
 
-All in STREAK steps in a row (step_table.py). The others wait for such a rank inside their calls; it waits least.
+All in a streak of steps (step_table.py). The others wait for such a rank inside their calls; it waits least.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, S
 
 READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
 COSTS = 1.1         # times the others' processor time: from here on uneven data costs something
+WAITED = 0.5        # else nobody waits for it: its core is slower, and it has more of it
 LEAST = 0.002       # seconds a step: less is never worth a word
 PART = 0.002        # of a step: the same
 SURE = 10           # steps in which a rank that stands out does so certainly
@@ -72,7 +74,10 @@ def _sure(streak: Streak) -> str:
 
 
 def _steps(streak: Streak) -> str:
-    return f"in {len(streak.rows)} steps in a row, from step {streak.first} on"
+    (first, last), count = streak.steps, len(streak.rows)
+    if count == last - first + 1:
+        return f"in {count} steps in a row, from step {first} on"
+    return f"in {count} of the {last - first + 1} steps from {first} to {last}"
 
 
 def _compared(streak: Streak, value: Callable[[Line], float], what: str) -> str:
@@ -104,7 +109,8 @@ def _uneven_data(streak: Streak) -> Fault | None:
 
 def _slow(streak: Streak) -> Fault | None:
     times = streak.median(_cpu) / max(1e-9, streak.median(_cpu, of_others=True))
-    if times < SLOW_USUALLY:
+    more = streak.median(_cpu) - streak.median(_cpu, of_others=True)
+    if times < SLOW_USUALLY or streak.median(_calls, of_others=True) - streak.median(_calls) < WAITED * more:
         return None
     return Fault("slow compute", (streak.rank,), "",
                  f"rank {streak.rank} computes {times:.2f} times as long as the others {_steps(streak)}",

@@ -1,5 +1,8 @@
 """The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank stands out.
 
+A streak is a stretch of steps in most of which the rank stands out: its length is their number, less one for each of the
+others, and it is cut where that is the most. So one step of noise does not end it.
+
 A rank is named only where it stands out in at least STREAK steps in a row that last LONG seconds together: one bad
 step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with
 others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps, and BUSY_PART of all:
@@ -31,10 +34,11 @@ Test = Callable[[Row], Collection[int]]
 
 @dataclass(frozen=True)
 class Streak:
-    """Steps in a row in which a rank stands out: their rows, by step."""
+    """Steps in which a rank stands out: their rows, by step; between them it does not in at most as many."""
 
     rank: int
     rows: dict[int, Row]
+    length: int
 
     @property
     def first(self) -> int:
@@ -77,45 +81,53 @@ class StepTable:
 
         Args:    together: the ranks stand out together, so that one says nothing of another.
         """
-        best: dict[int, dict[int, Row]] = {}
-        now: dict[int, dict[int, Row]] = {}
-        times: Counter[int] = Counter()
-        steps = 0
-        for step, whole in self.rows.items():
-            if not set(ranks) <= set(whole):
-                continue
-            row = {rank: whole[rank] for rank in ranks}
-            out = set(test(row))
-            times.update(out)
-            steps += 1
-            now = {rank: {**now.get(rank, {}), step: row} for rank in out}
-            for rank, rows in now.items():
-                if len(rows) > len(best.get(rank, {})):
-                    best[rank] = rows
-        enough = max(least, BUSY_STREAK, BUSY_PART * steps) if self._without_core(ranks) > BUSY else least
-        return [Streak(rank, rows) for rank, rows in sorted(best.items())
-                if len(rows) >= enough and sum(row[rank]["seconds"] for row in rows.values()) >= long
-                and (together or len(rows) >= max(_by_chance(rank, times, steps, len(ranks)), _at_others(rank, best)))]
+        rows = {step: {rank: row[rank] for rank in ranks} for step, row in self.rows.items() if set(ranks) <= set(row)}
+        out = {step: set(test(row)) for step, row in rows.items()}
+        times = Counter(rank for step in out for rank in out[step])
+        longest = [_longest(rank, rows, out) for rank in sorted(times)]
+        enough = max(least, BUSY_STREAK, BUSY_PART * len(rows)) if self.shared(ranks) else least
+        return [streak for streak in longest
+                if streak.length >= enough and sum(row[streak.rank]["seconds"] for row in streak.rows.values()) >= long
+                and (together or streak.length >= max(_by_chance(streak.rank, times, len(rows), len(ranks)),
+                                                      _at_others(streak, longest)))]
 
-    def _without_core(self, ranks: Collection[int]) -> float:
-        """The part of a step in which a rank neither computed, nor read, nor was in a call: the median."""
+    def shared(self, ranks: Collection[int]) -> bool:
+        """Whether they have no core of their own: a part BUSY of the middle step they neither compute, read nor call."""
         parts = [1 - (column("cpu")(line) + column("input")(line) + column("calls")(line)) / max(1e-9, line["seconds"])
                  for row in self.rows.values() for rank, line in row.items() if rank in ranks]
-        return statistics.median(parts) if parts else 0.0
+        return bool(parts) and statistics.median(parts) > BUSY
 
 
 def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> float:
-    """Steps in a row that one of all ranks stands out in RARELY of such runs, if all do as often as the others do."""
+    """The length of which one of all ranks has a streak in RARELY of such runs, if all stand out as the others do.
+
+    The length is a walk that goes up in a part u of all steps, and else down: it reaches n from one of its lowest points
+    with probability (u / (1 - u))^n.
+    """
     usual = sum(count for other, count in times.items() if other != rank) / max(1, steps * (ranks - 1))
-    if not 0 < usual < 1:
-        return 0.0
-    return math.log(RARELY / (steps * ranks)) / math.log(usual)
+    if not 0 < usual < 0.5:
+        return math.inf if usual else 0.0
+    return math.log(RARELY / (steps * ranks)) / math.log(usual / (1 - usual))
 
 
-def _at_others(rank: int, best: Mapping[int, Mapping[int, Row]]) -> float:
+def _longest(rank: int, rows: Mapping[int, Row], out: Mapping[int, Collection[int]]) -> Streak:
+    """The rank's longest streak: the stretch of steps in which it stands out the most often beyond half of them."""
+    since, length = list[int](), 0          # of the stretch that may still grow: the steps in which it stands out
+    best, steps, most = since, 0, 0
+    for step in rows:
+        if rank in out[step]:
+            since.append(step)
+        length += 1 if rank in out[step] else -1
+        if length <= 0:
+            since, length = [], 0
+        elif length > most:
+            best, steps, most = since, len(since), length
+    return Streak(rank, {step: rows[step] for step in best[:steps]}, most)
+
+
+def _at_others(streak: Streak, longest: Sequence[Streak]) -> float:
     """LONGER times the longest streak of another rank at other steps: if ranks stand out in turn, none is to blame."""
-    own = best[rank]
-    return LONGER * max((len(rows) for rows in best.values() if not own.keys() & rows.keys()), default=0)
+    return LONGER * max((other.length for other in longest if not streak.rows.keys() & other.rows.keys()), default=0)
 
 
 def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:
