@@ -134,7 +134,9 @@ class TcpLink(PolledLink):
 
     def resends(self) -> bool:
         """After RESENT times without an answer: 1.4 s on a quick link. A peer that stands still answers."""
-        with suppress(OSError, AttributeError):     # it is closed; not on Linux
+        if not hasattr(socket, "TCP_INFO"):         # not Linux: then a TimeoutError says less
+            return False
+        with suppress(OSError):                     # it is closed
             info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
             return info[TIMES_RESENT] >= RESENT     # the kernel's count goes back to 0 at each acknowledgement
         return False

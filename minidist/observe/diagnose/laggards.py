@@ -32,7 +32,7 @@ def laggards(table: StepTable) -> list[Fault]:
     found: dict[int, tuple[int, Fault]] = {}
     for ranks in table.classes():
         for test, tell in ((_reads, _late_reader), (_has_more, _uneven_data), (_hogs, _hog), (_computes, _slow)):
-            for streak in table.streaks(test, ranks):
+            for streak in table.streaks(test, ranks, processor=test is _computes):
                 if (fault := tell(streak)) is not None:
                     found.setdefault(streak.rank, (len(streak.rows), fault))
     return [fault for _, fault in sorted(found.values(), key=lambda pair: -pair[0])] or _all_read(table)

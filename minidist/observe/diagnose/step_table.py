@@ -1,13 +1,13 @@
 """The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank stands out.
 
-A streak is a stretch of steps in most of which the rank stands out: its length is their number, less one for each of the
-others, and it is cut where that is the most. So one step of noise does not end it.
+A streak is a stretch of steps in most of which the rank stands out: its length is their number, less one for each of
+the others, and it is cut where that is the most. So one step of noise does not end it.
 
-A rank is named only where it stands out in at least STREAK steps in a row that last LONG seconds together: one bad
-step, or a few short ones, say more of the machine's other work than of the rank. Where ranks share their cores with
-others, which shows by the time that they could have run and did not, it takes BUSY_STREAK steps, and BUSY_PART of all:
-a rank may be on the slower core for a while. Where other ranks stand out now and then, too, the streak must be so long
-that it comes about by chance in RARELY of all runs, and LONGER than theirs at other times.
+A rank is named only for a streak of STREAK that lasts LONG seconds: one bad step, or a few short ones, say more of the
+machine's other work than of the rank. Where other ranks stand out now and then, too, the streak must be so long that it
+comes about by chance in RARELY of all runs, and LONGER than theirs at other times. Processor time says less where ranks
+share their cores with others, which shows by the time that they could have run and did not: a rank may be on the slower
+core for a while. There it takes BUSY_STREAK steps, and BUSY_PART of all.
 """
 
 import math
@@ -22,7 +22,7 @@ from minidist.observe.rank_steps import RankSteps
 
 STREAK, LONG = 5, 0.25      # steps; seconds
 RARELY = 1e-4
-BUSY_STREAK, BUSY_PART = 12, 0.2        # steps; part of all steps
+BUSY_STREAK, BUSY_PART = 12, 0.25       # steps; part of all steps
 BUSY = 0.1                  # the part of a step in which a rank had no core, from which it is shared
 LONGER = 2.0
 
@@ -76,23 +76,24 @@ class StepTable:
         return [ranks for ranks in alike.values() if len(ranks) > 1]
 
     def streaks(self, test: Test, ranks: Collection[int], *, least: int = STREAK, long: float = LONG,
-                together: bool = False) -> list[Streak]:
+                together: bool = False, processor: bool = False) -> list[Streak]:
         """For each of `ranks` that stands out, the longest streak; of rows in which all of `ranks` have a line.
 
         Args:    together: the ranks stand out together, so that one says nothing of another.
+                 processor: they do so by their processor time.
         """
         rows = {step: {rank: row[rank] for rank in ranks} for step, row in self.rows.items() if set(ranks) <= set(row)}
         out = {step: set(test(row)) for step, row in rows.items()}
         times = Counter(rank for step in out for rank in out[step])
         longest = [_longest(rank, rows, out) for rank in sorted(times)]
-        enough = max(least, BUSY_STREAK, BUSY_PART * len(rows)) if self.shared(ranks) else least
+        enough = max(least, BUSY_STREAK, BUSY_PART * len(rows)) if processor and self.shared(ranks) else least
         return [streak for streak in longest
                 if streak.length >= enough and sum(row[streak.rank]["seconds"] for row in streak.rows.values()) >= long
                 and (together or streak.length >= max(_by_chance(streak.rank, times, len(rows), len(ranks)),
                                                       _at_others(streak, longest)))]
 
     def shared(self, ranks: Collection[int]) -> bool:
-        """Whether they have no core of their own: a part BUSY of the middle step they neither compute, read nor call."""
+        """Whether they have no core of their own: for BUSY of the middle step they neither compute, nor read, nor call."""
         parts = [1 - (column("cpu")(line) + column("input")(line) + column("calls")(line)) / max(1e-9, line["seconds"])
                  for row in self.rows.values() for rank, line in row.items() if rank in ranks]
         return bool(parts) and statistics.median(parts) > BUSY
@@ -101,8 +102,8 @@ class StepTable:
 def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> float:
     """The length of which one of all ranks has a streak in RARELY of such runs, if all stand out as the others do.
 
-    The length is a walk that goes up in a part u of all steps, and else down: it reaches n from one of its lowest points
-    with probability (u / (1 - u))^n.
+    The length is a walk that goes up in a part u of all steps, and else down: from one of its lowest points it reaches
+    n with probability (u / (1 - u))^n.
     """
     usual = sum(count for other, count in times.items() if other != rank) / max(1, steps * (ranks - 1))
     if not 0 < usual < 0.5:
