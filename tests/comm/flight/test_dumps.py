@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -99,6 +100,30 @@ def test_sigusr2_writes_the_ring_beside_its_file_or_in_the_temporary_folder(tmp_
     assert found[0].name == "00001.json"
     assert found[1].name.startswith("minidist-flight-00000-") and str(found[1]) in error
     assert [read_dump(path)[0]["rank"] for path in found] == [1, 0]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("follows", [False, True], ids=["leads", "follows"])
+def test_a_signal_that_does_not_end_the_sleep_is_heard(follows, transport, tmp_path):
+    """Another thread takes it while the main thread sleeps: as a signal that comes just before the sleep begins."""
+    def job(world: Group) -> bool:
+        other = world.split(0)
+        if world.rank:
+            world.ledger.flight.keep_in(tmp_path / "1.ring")
+            if follows:
+                threading.Thread(target=other.recv, args=(0,), daemon=True).start()
+                time.sleep(0.2)
+            threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)).start()
+            world.recv(0)
+            return True
+        deadline = time.monotonic() + 15
+        while not (found := (tmp_path / "1.json").exists()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        world.send(np.ones(1), 1)
+        other.send(np.ones(1), 1)
+        return found
+
+    assert md.run(job, size=2, transport=transport, limit=40) == [True, True]
 
 
 @pytest.mark.soak

@@ -25,8 +25,14 @@ from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutErro
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
 _LOOK = 0.005                   # seconds between looks for it
+_HEARS = 1.0                    # most seconds of one sleep; see Engine
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def _nap(deadline: float) -> float:
+    """Seconds of the next sleep."""
+    return min(_HEARS, max(0.0, deadline - time.monotonic()))
 
 
 class Operation(Handle):
@@ -58,7 +64,11 @@ class Operation(Handle):
 
 
 class Engine(Transport):
-    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in accept or reduce."""
+    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in accept or reduce.
+
+    A thread sleeps _HEARS seconds at most. Python runs the handler of a signal in the main thread, between two of its
+    lines; a signal that comes just before the sleep begins, or that another thread takes, does not end the sleep.
+    """
 
     def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
         self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
@@ -152,14 +162,14 @@ class Engine(Transport):
                 with self.lock:
                     self._asleep = not operation.finished   # from now on, a transfer that starts or ends calls _wake()
                 if self._asleep:
-                    self._sleep(max(0.0, deadline - time.monotonic()))
+                    self._sleep(_nap(deadline))
                     self._asleep = False
 
     def _follow(self, operation: Operation, deadline: float) -> None:
         with self.lock:
             if self._leading and not operation.finished:
                 self._followers += 1
-                self._turn.wait(max(0.0, deadline - time.monotonic()))
+                self._turn.wait(_nap(deadline))
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
