@@ -49,11 +49,18 @@ def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY)
-            with suppress(OSError):                     # a file system without locks: then nothing is swept there
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():
+            if _locked(lock) and folder.exists():
                 return folder, lock
             os.close(lock)
+
+
+def _locked(file: int) -> bool:
+    """Lock a new folder; False if a sweep holds the lock, which is about to remove the folder."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:                            # a file system without locks: then nothing is swept there
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:

@@ -97,6 +97,7 @@ def test_sigusr2_writes_the_ring_beside_its_file_or_in_the_temporary_folder(tmp_
         finally:
             run.terminate()
             error = run.communicate(timeout=30)[1]
+    assert len(found) == 2, error
     assert found[0].name == "00001.json"
     assert found[1].name.startswith("minidist-flight-00000-") and str(found[1]) in error
     assert [read_dump(path)[0]["rank"] for path in found] == [1, 0]
