@@ -15,7 +15,7 @@ from minidist.comm.flight.slots import END, Entry, newest_time, read_ring
 from minidist.comm.health.process_state import has_ended, state_of
 from minidist.errors import ConfigError
 
-RUNS, STOPPED, GONE, UNKNOWN = "runs", "is stopped", "is gone", "unknown"
+RUNS, STOPPED, GONE, UNKNOWN, DUMPED = "runs", "is stopped", "is gone", "unknown", "ran when it dumped"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class RankFlight:
 
     Attributes: entries  its records, oldest first, with times of day
                 groups   {group: (axis, world ranks)}, those that it has used
-                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host
+                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host; DUMPED, where only a
+                         dump is here and the process is not stopped: what became of it is not known
                 seen     the time of day that it shows
                 whole    whether the ring has not gone round, so that all records are there
     """
@@ -105,7 +106,10 @@ def _flight(header: dict[str, Any], entries: list[Entry], clock: float, over: fl
 
 def _process(header: dict[str, Any]) -> str:
     if header["host"] != platform.node():
-        return UNKNOWN
+        return DUMPED if header.get("dumped") else UNKNOWN
+    stopped = state_of(header["pid"]) in ("T", "t")
+    if header.get("dumped"):
+        return STOPPED if stopped else DUMPED
     if has_ended(header["pid"]):
         return GONE
-    return STOPPED if state_of(header["pid"]) in ("T", "t") else RUNS
+    return STOPPED if stopped else RUNS

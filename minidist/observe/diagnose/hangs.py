@@ -18,7 +18,7 @@ from minidist.observe.diagnose.fault import (
     ranks_text,
     span,
 )
-from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, RankFlight
+from minidist.observe.diagnose.flights import DUMPED, GONE, RUNS, STOPPED, RankFlight
 from minidist.observe.diagnose.lost_ranks import last_words
 from minidist.observe.diagnose.matching import (
     GroupCalls,
@@ -63,7 +63,7 @@ def hangs(flights: Sequence[RankFlight], stuck: float = STUCK) -> list[Fault]:
 
 
 def _over(flights: Sequence[RankFlight]) -> bool:
-    return not any(flight.process in (RUNS, STOPPED) for flight in flights)
+    return not any(flight.process in (RUNS, STOPPED, DUMPED) for flight in flights)
 
 
 def _waiters(flights: Sequence[RankFlight]) -> list[Waiter]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from minidist.comm.flight.slots import CALL, MESSAGE
 from minidist.observe.diagnose.fault import Fault, ranks_text, span
-from minidist.observe.diagnose.flights import RUNS, RankFlight
+from minidist.observe.diagnose.flights import DUMPED, RUNS, RankFlight
 from minidist.observe.diagnose.hangs import STUCK, hangs
 from minidist.observe.diagnose.laggards import laggards
 from minidist.observe.diagnose.lost_ranks import (
@@ -80,13 +80,15 @@ def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
 def summary(flights: Sequence[RankFlight]) -> str:
     """How many ranks and records there are, and whether the job runs."""
     calls = sum(len(flight.of_kind(CALL, MESSAGE)) for flight in flights)
-    runs = [flight for flight in flights if flight.process == RUNS and flight.end is None]
+    runs = [flight for flight in flights if flight.process in (RUNS, DUMPED) and flight.end is None]
     well = [flight.rank for flight in flights if flight.end == ""]
     steps = [entry["step"] for flight in flights for entry in flight.entries if entry["step"] is not None]
     told = f"{ranks_text(flight.rank for flight in flights)}, {calls:,} calls"
     told += f", the last in step {max(steps)}" if steps else ""
     if runs:
         newest = max(flight.newest for flight in runs)
-        return f"{told}; the job runs, its newest record is {span(max(f.seen for f in runs) - newest)} old"
+        now = "the job runs, its newest record is" if any(flight.process == RUNS for flight in runs) else \
+            "the job ran when it was dumped, its newest record was"
+        return f"{told}; {now} {span(max(f.seen for f in runs) - newest)} old"
     ended = "every rank" if len(well) == len(flights) else ranks_text(well) if well else "no rank"
     return f"{told}; {ended} ended well"

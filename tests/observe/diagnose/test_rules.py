@@ -264,11 +264,28 @@ def test_rings_of_an_earlier_generation_do_not_count(tmp_path):
 
 def test_dumps_are_read_where_there_are_no_rings(tmp_path):
     job = VirtualJob(tmp_path, 2)
-    job.call(0, -9.0, None)
+    job.call(0, -12.0, None)
     for rank in range(2):
-        job.flights[rank].dump(tmp_path / f"{rank}.json")
+        with job.at(rank, 0.0):
+            job.flights[rank].dump(tmp_path / f"{rank}.json")
         (tmp_path / f"0000{rank}.ring").unlink()
-    assert [(found.cause, found.ranks) for found in findings(tmp_path)] == [("behind", (1,)), ("all killed", ())]
+    assert [(found.cause, found.ranks) for found in findings(tmp_path)] == [("behind", (1,))]
+
+
+@pytest.mark.parametrize("host", ["", "far"])
+def test_a_dump_of_a_healthy_job_says_nothing_of_its_end(host, tmp_path, monkeypatch):
+    """The processes have ended since; how, a dump cannot know."""
+    job = VirtualJob(tmp_path, 2)
+    job.call(0, -0.5, None)
+    for rank in range(2):
+        if host:
+            monkeypatch.setattr("platform.node", lambda: host)
+        with job.at(rank, 0.0):
+            job.flights[rank].dump(tmp_path / f"{rank}.json")
+        monkeypatch.undo()
+        (tmp_path / f"0000{rank}.ring").unlink()
+    assert findings(tmp_path) == []
+    assert "the job ran when it was dumped" in diagnose(read_flights(tmp_path)).summary
 
 
 def test_a_link_that_broke(tmp_path):
