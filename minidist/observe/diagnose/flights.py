@@ -24,8 +24,8 @@ class RankFlight:
 
     Attributes: entries  its records, oldest first, with times of day
                 groups   {group: (axis, world ranks)}, those that it has used
-                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host; DUMPED, where only a
-                         dump is here and the process is not stopped: what became of it is not known
+                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host; DUMPED where only
+                         a dump is here and the process is not stopped: what became of it is not known
                 seen     the time of day that it shows
                 whole    whether the ring has not gone round, so that all records are there
     """
