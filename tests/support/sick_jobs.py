@@ -333,7 +333,7 @@ def faults(count: int, seed: int = 0) -> list[Fault]:
     """So many faults of all kinds in turn, on 4 and 8 ranks."""
     draw = random.Random(seed)
     made = []
-    for number in range(count):     # of a slow link's messages half tell nothing, on a busy machine two thirds: link_times
+    for number in range(count):     # of a slow link's messages half tell nothing, on a busy machine two thirds
         size = draw.choice([4, 4, 8])
         kind = KINDS[number % len(KINDS)]
         made.append(Fault(kind, draw.randrange(size), size, at=draw.randrange(6, 11), seed=number,
