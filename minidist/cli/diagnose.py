@@ -2,9 +2,12 @@
 
     minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still runs
     minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps (SIGUSR2)
+    minidist diagnose /tmp/minidist-flight-*.json       # recorders, or their dumps, by name
 """
 
 import argparse
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +19,7 @@ from minidist.console import positive_number, write_json
 from minidist.errors import ConfigError
 from minidist.files import check_writable
 from minidist.observe.diagnose.fault import Fault, ranks_text
-from minidist.observe.diagnose.flights import RankFlight, read_flights
+from minidist.observe.diagnose.flights import RankFlight, read_flight_files, read_flights
 from minidist.observe.diagnose.hangs import STUCK
 from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.rank_steps import RankSteps, read_rank_steps
@@ -24,7 +27,9 @@ from minidist.observe.rank_steps import RankSteps, read_rank_steps
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist diagnose`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, or a folder of flight recorders")
+    parser.add_argument("run", metavar="RUN", nargs="+",
+                        help="a run folder of minidist train, or a folder of flight recorders; or recorders and dumps, "
+                             "file by file")
     parser.add_argument("--stuck", type=positive_number, default=STUCK, metavar="SECONDS",
                         help="age from which an open call of a job that runs counts as a hang (default: %(default)g)")
     parser.add_argument("--json", metavar="FILE", help="also write what is printed as JSON")
@@ -48,8 +53,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.findings else 0
 
 
-def _records(place: str) -> tuple[list[RankFlight], dict[int, RankSteps]]:
+def _records(places: Sequence[str]) -> tuple[list[RankFlight], dict[int, RankSteps]]:
     """Flight recorders and records of steps; one of them is enough: a run that was told to stop keeps no recorders."""
+    place, *more = places
+    if more or os.path.isfile(place):
+        return read_flight_files(places), {}
     steps = read_rank_steps(place)
     try:
         return read_flights(place), steps

@@ -13,6 +13,23 @@ from flights import VirtualJob
 
 from minidist.cli import main
 
+
+@pytest.mark.parametrize("kind", ["ring", "json"])
+def test_recorders_and_dumps_are_named_file_by_file(kind, tmp_path, capsys):
+    """The temporary folder, where SIGUSR2 writes, also has others' files."""
+    job = VirtualJob(tmp_path, 2)
+    job.call(0, -12.0, None)
+    for rank in range(2):
+        with job.at(rank, 0.0):
+            job.flights[rank].dump(tmp_path / f"0000{rank}.json")
+    (tmp_path / "package.json").write_text("{}")
+    files = [str(tmp_path / f"0000{rank}.{kind}") for rank in range(2)]
+    assert main(["diagnose", *files]) == 1
+    assert "rank 1 has not made call 1 (all_reduce), for which rank 0 waits" in capsys.readouterr().out
+    assert main(["diagnose", *files, str(tmp_path / "package.json")]) == 2
+    assert "package.json is not a flight recorder's dump" in capsys.readouterr().err
+
+
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np

@@ -83,6 +83,11 @@ def read_flights(place: str | Path) -> list[RankFlight]:
     return flights_of(found)
 
 
+def read_flight_files(files: Sequence[str | Path]) -> list[RankFlight]:
+    """The flight recorders in these files, rings (`.ring`) or dumps, by rank. Raises: ConfigError, one line."""
+    return flights_of([read_ring(Path(file)) if Path(file).suffix == ".ring" else read_dump(file) for file in files])
+
+
 def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[RankFlight]:
     """The flights of (header, entries); of several generations of a job only the newest."""
     newest = max((header for header, _ in found), key=lambda header: header["kept"])

@@ -86,9 +86,10 @@ def summary(flights: Sequence[RankFlight]) -> str:
     told = f"{ranks_text(flight.rank for flight in flights)}, {calls:,} calls"
     told += f", the last in step {max(steps)}" if steps else ""
     if runs:
-        newest = max(flight.newest for flight in runs)
-        now = "the job runs, its newest record is" if any(flight.process == RUNS for flight in runs) else \
-            "the job ran when it was dumped, its newest record was"
-        return f"{told}; {now} {span(max(f.seen for f in runs) - newest)} old"
+        runs_now = any(flight.process == RUNS for flight in runs)
+        told += "; the job runs" if runs_now else "; the job ran when it was dumped"
+        if not (newest := max(flight.newest for flight in runs)):
+            return f"{told} and has recorded nothing yet"
+        return f"{told}, its newest record {'is' if runs_now else 'was'} {span(max(f.seen for f in runs) - newest)} old"
     ended = "every rank" if len(well) == len(flights) else ranks_text(well) if well else "no rank"
     return f"{told}; {ended} ended well"

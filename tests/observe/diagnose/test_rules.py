@@ -28,6 +28,12 @@ def test_a_job_that_ended_well_is_healthy(tmp_path):
     assert diagnose(read_flights(tmp_path)).summary == "ranks 0-2, 60 calls, the last in step 19; every rank ended well"
 
 
+def test_a_job_whose_ranks_have_just_begun_has_no_newest_record(tmp_path):
+    VirtualJob(tmp_path, 2, alive=True)
+    found = diagnose(read_flights(tmp_path))
+    assert (found.findings, found.summary) == ([], "ranks 0-1, 0 calls; the job runs and has recorded nothing yet")
+
+
 def test_a_job_that_runs_is_healthy_while_its_calls_are_young(tmp_path):
     job = VirtualJob(tmp_path, 2, alive=True)
     job.call(0, -3.0, None)
