@@ -75,9 +75,12 @@ def test_no_frequency_takes_less_energy_than_the_best() -> None:
         frequency_under(30.0, static=30.0, dynamic=100.0)
 
 
-LEAVES = ("数据并行DP", "张量并行TP", "流水线并行PP", "序列并行SP", "自动并行化", "异构内存架构", "MoE专用优化", "长上下文支持",
-          "FSDP异步聚合", "DeepSpeed异构优化", "Megatron硬件协同", "NVLink 4.0", "Grace Hopper", "InfiniBand NDR", "CXL互连",
-          "策略选择2025", "拓扑优化", "调试工具", "成本效益")       # N2:584
+LEAVES = (
+    "数据并行DP", "张量并行TP", "流水线并行PP", "序列并行SP",
+    "自动并行化", "异构内存架构", "MoE专用优化", "长上下文支持",
+    "FSDP异步聚合", "DeepSpeed异构优化", "Megatron硬件协同",
+    "NVLink 4.0", "Grace Hopper", "InfiniBand NDR", "CXL互连",
+    "策略选择2025", "拓扑优化", "调试工具", "成本效益")       # N2:584
 
 
 def test_each_leaf_of_the_notes_mind_map_has_its_lessons() -> None:
