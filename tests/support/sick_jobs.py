@@ -36,7 +36,7 @@ from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.step import Part
 
 CONFIG = GPTConfig(vocabulary=32, context=32, layers=2, width=48, heads=2, dtype="float32")
-ROWS = 8                            # sequences of a rank
+ROWS = 8                            # sequences of a rank: steps of 20 ms or so
 STUCK = 2.0                         # seconds: the limit from which a call is a hang
 LINK = 0.004                        # seconds that every message of a delayed job takes
 # A rank that makes two calls in the other order fails in the first of them: as if it had left that call out.
@@ -60,6 +60,7 @@ class Fault:
     at: int = 8
     seed: int = 0
     steps: int = 24
+    rows: int = ROWS
 
     @property
     def culprits(self) -> set[int]:
@@ -196,14 +197,14 @@ def _rank(world: Any, folder: str, fault: Fault) -> None:
     if fault.kind == "uneven data":
         trainer.strategy.__class__ = UnevenDDP
         trainer.strategy.victim = fault.victim
-    records = RankRecords(trainer, folder, batch=ROWS * world.size, context=CONFIG.context, digest_every=4)
+    records = RankRecords(trainer, folder, batch=fault.rows * world.size, context=CONFIG.context, digest_every=4)
     injector = Injector(fault, world, trainer, Path(folder)) if sick else None
     for step in range(fault.steps):
         on = injector is not None and step >= fault.at
         with records.input():
-            noisy = range(fault.victim * ROWS, (fault.victim + 1) * ROWS) \
+            noisy = range(fault.victim * fault.rows, (fault.victim + 1) * fault.rows) \
                 if fault.kind == "loss jumps" and step >= fault.at else range(0)
-            batch = batch_of(step, ROWS * world.size, fault.seed, noisy)
+            batch = batch_of(step, fault.rows * world.size, fault.seed, noisy)
             if on and fault.kind == "late reader":
                 time.sleep(0.6 * injector.usual)
         begun = time.perf_counter()
