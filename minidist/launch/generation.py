@@ -1,6 +1,7 @@
 """What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of all of them.
 
     {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
+                                            with --hosts also "hosts", of each rank
     {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps; with local steps (chapter 21) also
                                             "met": meetings held, "made": [41, 40, null]: steps of each rank, null: new
     {"event": "stepped", …, "step": 42}     the first step of this generation that counts
@@ -91,7 +92,8 @@ class EventLog:
         generation.record[event] = self.clock()
         if event == "formed":
             generation.record |= content
-        told = {key: generation.record[key] for key in ("processes", "pids")} if event == "forming" else {}
+        told = {key: generation.record[key] for key in ("processes", "pids", "hosts")
+                if key in generation.record} if event == "forming" else {}
         self.write({"event": event, "seconds": generation.record[event], "time": time.time(),
                     "generation": generation.number, **told, **content})
 
