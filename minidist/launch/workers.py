@@ -19,7 +19,6 @@ A process that hangs up, or a launcher that does, is gone.
 """
 
 import contextlib
-import os
 import queue
 import signal
 import socket
@@ -33,16 +32,15 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
-from minidist.launch.elastic_hosts import COME_LIMIT, OtherHosts, RemoteHost, RemoteProcess
+from minidist.launch.elastic_hosts import COME_LIMIT, OtherHosts, RemoteHost
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import start_thread
 from minidist.launch.starter import Starter
-from minidist.launch.template import FORK_LIMIT, Orphan
+from minidist.launch.template import FORK_LIMIT
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
 Event = tuple["Worker", dict[str, Any]]
-Process = "subprocess.Popen[bytes] | Orphan | RemoteProcess"
 
 
 class Worker:
@@ -273,7 +271,8 @@ class Workforce:
                 found = [host for host in self.hosts
                          if isinstance(host, RemoteHost) and host.node == hello["host_workers"]]
             if not found:
-                raise HandshakeError(f"{wire.address_of(sock)} was refused: no host {hello['host_workers']!r} is awaited")
+                raise HandshakeError(f"{wire.address_of(sock)} was refused: the job has no host "
+                                     f"{hello['host_workers']!r}")
             found[0].attach(sock)
             return
         with self._starting:

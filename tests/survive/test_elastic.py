@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -15,8 +16,10 @@ from leftovers import nothing_left
 from local_steps import new_model
 from seldom import replay as replay_seldom
 
+from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
+from minidist.launch.hosts import HostRanks
 from minidist.launch.template import FORK_LIMIT, Template
 from minidist.parallel.data.bounded_staleness import Update
 from minidist.parallel.data.replay_updates import replay as replay_updates
@@ -291,3 +294,25 @@ def test_a_launcher_that_is_told_to_stop_or_killed(number, tmp_path):
     assert "Traceback" not in done.stderr
     if number == signal.SIGTERM:
         assert "was told to stop by SIGTERM; its 4 processes ended" in done.stderr
+
+
+def two_hosts(folder, here, there):
+    """This machine as two hosts of a job, with so many ranks on each: a shell in the place of ssh."""
+    ssh = folder / "ssh"
+    ssh.write_text("#!/bin/sh\nshift; exec sh -c \"$*\"\n")
+    ssh.chmod(0o755)
+    return OtherHosts([HostRanks(platform.node(), here), HostRanks("127.0.0.2", there)], str(ssh))
+
+
+def test_a_rank_on_another_host_is_killed_and_replaced(tmp_path, capfd):
+    """The spare is here, so the next generation is on other hosts; under ZeRO the partner's copies are across, too."""
+    settings = {"zero": 1, "steps": 6, "deaths": {"1": (3, "within")}}
+    with nothing_left():
+        status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((2,), spares=1),
+                               record=tmp_path / "elastic.jsonl", forks=True, others=two_hosts(tmp_path, 1, 1))
+    error = capfd.readouterr().err
+    assert status == 0, error
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [one["hosts"] for one in result["elastic"]] == [[platform.node(), "127.0.0.2"], 2 * [platform.node()]]
+    assert replay(tmp_path, settings, [(2, 0)]) == (result["losses"], result["sha256"])
+    assert "on 127.0.0.2) was killed by SIGKILL" in error

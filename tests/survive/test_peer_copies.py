@@ -11,7 +11,8 @@ from minidist.survive import peer_copies
 from minidist.survive.peer_copies import PeerCopies, partners
 
 
-@pytest.mark.parametrize("nodes", [[0] * 3 + [3] * 4, [0, 0, 0, 0, 0, 5], [0, 1, 0, 1], [0, 0, 2, 2, 4, 4, 4], [0, 1, 1, 1, 0]])
+@pytest.mark.parametrize("nodes", [[0] * 3 + [3] * 4, [0, 0, 0, 0, 0, 5], [0, 1, 0, 1], [0, 0, 2, 2, 4, 4, 4],
+                                   [0, 1, 1, 1, 0]])
 def test_each_partner_is_on_another_node(nodes):
     chosen = partners(nodes)
     assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(chosen))

@@ -213,6 +213,7 @@ def command(folder, *words, limit):
     file = folder / "storm.json"
     done = subprocess.run([sys.executable, "-m", "minidist", "storm", "--out", str(folder / "run"), "--json", str(file),
                            *words, "--", "--zero=1"], capture_output=True, text=True, timeout=limit, check=False)
+    print(done.stdout)                      # all figures, also of a storm that falls short: pytest -s, or its report
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     figures = json.loads(file.read_text())
     assert figures["faults"] == figures["recovered"] >= 3, done.stdout
