@@ -29,19 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import Failure, say_line
-from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import PATIENCE
-from minidist.comm.health.seats import Seat
-from minidist.launch.elastic_hosts import OtherHosts, RemoteHost
-from minidist.launch.generation import Elastic, EventLog, Generation, placed
+from minidist.launch.elastic_hosts import OtherHosts
+from minidist.launch.generation import Elastic, EventLog, Generation, placed, start_monitor, tell_ranks
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
-LEAVE_LIMIT = 60.0      # seconds that a process gets to leave a broken generation: it may compute in one long call
-COME_LIMIT = 20.0       # seconds until all processes of a generation must be at its monitor
 START_LIMIT = 300.0     # seconds that a process may take to start
 AGREE_LIMIT = 20.0      # seconds until all ranks must know the step to stop after
 ENDING = 60.0           # seconds that the others may take to end when the first is done
@@ -151,13 +146,9 @@ class ElasticJob:
                 self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
                                 "generation": generation.number, "step": int(frame["step"])})
             case "boundary":
-                generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
-                for other in generation.members[1:]:
-                    other.send("stop", number=generation.number, step=int(frame["step"]))
+                generation.stop_after(int(frame["step"]))
             case "agreed":
-                generation.agreed.add(worker.number)
-        if kind in ("boundary", "agreed") and len(generation.agreed) == len(generation.members):
-            generation.members[0].send("go", number=generation.number)
+                generation.agree(worker)
 
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
         """A process waits for the next generation: it has just started, or has left its last one."""
@@ -215,12 +206,8 @@ class ElasticJob:
         generation, now = self.generation, time.monotonic()
         since = self.start if generation is None or generation.broken is None else generation.broken
         staying = [worker for worker in self.workforce.of(MEMBER)]
-        for worker in staying:
-            stopped = worker.stopped
-            lost = generation is not None and generation.monitor.loss is not None \
-                and generation.monitor.loss.world_rank == worker.rank
-            if now - since > (self.patience if stopped and not lost else 0.0 if stopped else LEAVE_LIMIT):
-                worker.kill()
+        if staying and generation is not None:
+            generation.kill_late(staying, now - since, self.patience)
         if staying:
             return
         coming = self.workforce.coming          # read first: one that has come meanwhile counts as starting
@@ -245,9 +232,7 @@ class ElasticJob:
         """Give ranks, and tell each process its own."""
         last, members = self.generation, placed(size, ready, self.generation)
         token = wire.new_token()
-        monitor = Monitor(size, token, listen(self.workforce.place, 0), patience=self.patience,
-                          how=lambda seat: self._how(members, seat))
-        monitor.start()
+        monitor = start_monitor(members, token, self.workforce.place, self.patience)
         number = 1 if last is None else last.number + 1
         record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
                   "pids": [worker.process.pid for worker in members],
@@ -257,7 +242,8 @@ class ElasticJob:
         for rank, worker in enumerate(members):
             worker.state, worker.rank = MEMBER, rank
             worker.tells = True
-        self._tell_ranks(number, members, token.decode(), monitor.address[1])
+        tell_ranks(self.workforce.hosts, members, number=number, token=token.decode(), port=monitor.address[1],
+                   begun=self.begun)
         if last is not None:
             self.log.note("reached", last, step=last.reached)
         self.generation, self.lost = Generation(number, members, monitor, record), []
@@ -266,33 +252,11 @@ class ElasticJob:
             threading.Thread(target=last.monitor.close, daemon=True).start()
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
-    def _tell_ranks(self, number: int, members: list[Worker], token: str, port: int) -> None:
-        """Each host which ranks it has, and each process its rank."""
-        seats = {host.node: [(rank, worker.number) for rank, worker in enumerate(members) if worker.host is host]
-                 for host in self.workforce.hosts}
-        for host in self.workforce.hosts:
-            if isinstance(host, RemoteHost):
-                host.tell("generation", number=number, port=port, token=token, ranks=seats[host.node])
-        for rank, worker in enumerate(members):
-            there = seats[worker.host.node]
-            worker.send("generation", number=number, world_rank=rank, world_size=len(members), token=token, port=port,
-                        local_rank=there.index((rank, worker.number)), local_size=len(there), node=worker.host.node,
-                        begun=self.begun)
-
-    def _how(self, members: list[Worker], seat: Seat) -> str | None:
-        """How a rank ended that is just ending; None if it still runs."""
-        code = members[seat.world_rank].ended()
-        return None if code is None else members[seat.world_rank].how_it_ended(code)
-
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
         now, record = time.monotonic(), generation.record
         if "formed" not in record:
-            away = [worker for worker in generation.members if not generation.monitor.has_come(worker.rank)]
-            for worker in away:
-                stopped = worker.stopped
-                if now - generation.begun > (self.patience if stopped else COME_LIMIT):
-                    worker.kill()
+            generation.kill_absent(now - generation.begun, self.patience)
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None                     # it makes a long step, or the last one
