@@ -16,6 +16,8 @@ forms the next one:
 Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when they are lost. When
 another can take a lost one's place, the launcher tells each rank to leave after the step that it is in.
 
+The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its processes.
+
 A replacement is started by another thread: the ranks that are left go on meanwhile, also when a fork takes long.
 A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
 the launcher does not know: the ranks hold it (survive/elastic.py).
