@@ -92,8 +92,8 @@ class RemoteHost:
         self._processes: dict[int, RemoteProcess] = {}
         self._sock: socket.socket | None = None
         self._sending, self._closed, self._come = threading.Lock(), False, threading.Event()
-        there = f"exec {shlex.quote(sys.executable)} -m minidist.launch.host_workers"
-        command = ["sh", "-c", there] if ranks.is_here else [*ssh, ranks.name, there]
+        self._reach = [*ssh, ranks.name]
+        command = [*self._reach, f"exec {shlex.quote(sys.executable)} -m minidist.launch.host_workers"]
         try:
             self._ssh = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.PIPE, start_new_session=True)
@@ -138,11 +138,13 @@ class RemoteHost:
                 raise LaunchError(f"host {self.name}: {self.lost}")
             if (status := self._ssh.poll()) is not None:
                 self._readers[1].join(1.0)
-                raise LaunchError(f"host {self.name}: ssh ended with {status} ({self._last or 'it said nothing'}); is "
-                                  f"minidist installed there, at {sys.executable}?")
+                advice = f"try `{shlex.join(self._reach)} true`" if status == 255 else \
+                    f"is minidist installed there, at {sys.executable}?"
+                raise LaunchError(f"host {self.name}: ssh ended with {status} ({self._last or 'it said nothing'}); "
+                                  f"{advice}")
             if time.monotonic() > deadline:
                 raise LaunchError(f"host {self.name} did not connect within {COME_LIMIT:g} s; does "
-                                  f"`ssh {self.name} true` work, and does a firewall let it call this host?")
+                                  f"`{shlex.join(self._reach)} true` work, and does a firewall let it call this host?")
 
     def attach(self, sock: socket.socket) -> None:
         """It has connected."""

@@ -307,4 +307,6 @@ class ElasticJob:
         if self.generation is not None:
             self.generation.monitor.close()
         self.limits.end()
-        self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})
+        if self.log.records:                                # else there was no job, and its folder stays empty
+            self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(),
+                            "status": self.status})

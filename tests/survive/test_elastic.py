@@ -353,7 +353,8 @@ def test_a_lost_host_is_lost_with_all_its_ranks(restarts, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("ssh", "said"), [
-    ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); is minidist installed there, at "),
+    ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); try `"),
+    ("exit 127", "host 127.0.0.2: ssh ended with 127 (it said nothing); is minidist installed there, at "),
     ("echo 'minidist host: {\"hello\": \"b\", \"version\": \"0.0\"}'; read line",
      "host 127.0.0.2: it has minidist 0.0, this host ")])
 def test_a_host_that_cannot_take_part_is_named_in_one_line(ssh, said, tmp_path):
