@@ -1,4 +1,4 @@
-"""An elastic training over two hosts: a rank on the other host is killed, then the whole host; the bits stay.
+"""An elastic training over two hosts: a rank on the other host is killed, the whole host, its cable; the bits stay.
 
     pytest -m cluster tests/clusters/test_elastic_hosts.py          # needs openssh-server
 """
@@ -6,6 +6,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -74,3 +75,23 @@ def test_a_killed_rank_and_a_lost_host_change_no_bit(hosts, tmp_path):
     last = lost["elastic"][-1]
     assert (last["size"], last["hosts"], last["processes"][:2]) == (4, ["a"] * 4, [0, 1]), last
     assert last["seconds"] < 30 and same(lost, calm)
+
+
+def test_a_host_behind_a_broken_cable_is_lost_after_seconds_of_silence(hosts, tmp_path):
+    """Nothing says that it is gone. It ends its processes, which would else go on without the others."""
+    switch = (hosts.folder / "switch.pid").read_text().strip()
+    before = {line for line in hosts.processes() if line.startswith("b ")}
+
+    def pull(first):
+        subprocess.run(["nsenter", "-t", switch, "-n", "ip", "link", "set", "port2", "down"], check=True)
+
+    calm, _ = train(hosts, tmp_path / "calm")
+    cut, said = train(hosts, tmp_path / "cut", pull)
+    assert "minidist: host b is lost (" in said
+    last = cut["elastic"][-1]
+    assert (last["size"], last["hosts"]) == (4, ["a"] * 4) and last["seconds"] < 30 and same(cut, calm)
+    deadline = time.monotonic() + 60
+    while (left := {line for line in hosts.processes() if line.startswith("b ") and "minidist" in line} - before) \
+            and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == set()
