@@ -155,8 +155,8 @@ class EventLog:
         generation.record[event] = self.clock()
         if event == "formed":
             generation.record |= content
-        told = {key: generation.record[key] for key in ("processes", "pids", "hosts")
-                if key in generation.record} if event == "forming" else {}
+        shown = ("processes", "pids", "hosts") if event == "forming" else ()
+        told: dict[str, Any] = {key: generation.record[key] for key in shown if key in generation.record}
         self.write({"event": event, "seconds": generation.record[event], "time": time.time(),
                     "generation": generation.number, **told, **content})
 

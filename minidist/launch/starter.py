@@ -46,7 +46,8 @@ class Starter:
 
         Raises: LaunchError if the command cannot be started.
         """
-        process: subprocess.Popen[bytes] | Orphan | None = self._template and self._template.fork(number)
+        process: subprocess.Popen[bytes] | Orphan | None = None if self._template is None else \
+            self._template.fork(number)
         if process is None and self.ending:                 # the fork has taken so long
             return None
         if process is None:

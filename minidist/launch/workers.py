@@ -69,6 +69,7 @@ class Worker:
     def ended(self, limit: float = REAP_LIMIT) -> int | None:
         """The exit code of a process that is just ending; None if it still runs after `limit` s."""
         deadline = time.monotonic() + limit
+        code: int | None
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
         return code
@@ -131,9 +132,9 @@ class Workforce:
         """
         if self.others is not None:
             with self._starting:                            # none is looked for before all are in the list
-                for host in self.others.start(self.command, self.token, self.port, self.limits, forks=forks,
-                                              news=lambda: self.events.put(None)):
-                    self.hosts = sorted([*self.hosts, host], key=lambda host: host.node)
+                for other in self.others.start(self.command, self.token, self.port, self.limits, forks=forks,
+                                               news=lambda: self.events.put(None)):
+                    self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
         if forks and self.here is not None:
             self.here.start_template(told)
         deadline = time.monotonic() + COME_LIMIT
