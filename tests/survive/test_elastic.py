@@ -352,6 +352,28 @@ def test_a_lost_host_is_lost_with_all_its_ranks(restarts, tmp_path, capfd):
     assert replay(tmp_path, settings, changes) == (result["losses"], result["sha256"])
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_stays_on_another_host(number, tmp_path):
+    """When the launcher is told to stop or killed, the other host's processes end, and what started them."""
+    two_hosts(tmp_path, 1, 1)
+    script = ("import sys, platform; from pathlib import Path; from minidist.launch.elastic_hosts import OtherHosts; "
+              "from minidist.launch.elastic_job import spawn_elastic; from minidist.launch.generation import Elastic; "
+              "from minidist.launch.hosts import HostRanks; folder = Path(sys.argv[1]); "
+              "sys.exit(spawn_elastic(sys.argv[2:], Elastic((3,)), record=folder / 'log', forks=True, others="
+              "OtherHosts([HostRanks(platform.node(), 1), HostRanks('127.0.0.2', 2)], str(folder / 'ssh'))))")
+    with nothing_left() as environment:
+        job = start([sys.executable, "-c", script, str(tmp_path), sys.executable, RANK, str(tmp_path),
+                     json.dumps({"steps": 10**6})], environment)
+        log, deadline = tmp_path / "log", time.monotonic() + 60
+        while not (log.exists() and "stepped" in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        job.send_signal(number)
+        done = finish(job)
+    assert done.returncode == (128 + number if number == signal.SIGTERM else -number), done
+    assert "Traceback" not in done.stderr, done
+
+
 @pytest.mark.parametrize(("ssh", "said"), [
     ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); try `"),
     ("exit 127", "host 127.0.0.2: ssh ended with 127 (it said nothing); is minidist installed there, at "),
