@@ -18,7 +18,7 @@ def add_limits(add: Callable[..., Any], where: str) -> None:
         help=f"cores for the ranks {where}, as 0-1 or 0,2, dealt over them: each has its own, or all share them if "
              "there are fewer (default: all)")
     add("--memory-limit", type=number_of_bytes, metavar="SIZE",
-        help=f"memory of all ranks {where} together, as 2GiB, by a control group (cgroup v2): a rank that needs more "
+        help=f"memory of all ranks {where} together, as 2GiB, by a control group (cgroup): a rank that needs more "
              "is killed; one line says so where no group can be made (default: no limit)")
 
 

@@ -2,6 +2,8 @@
 
     minidist storm -n 4 --minutes 1 --every 5                  # all kinds of faults in turn
     minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` come after --
+    minidist storm --minutes 30 --no-compare --out DIR         # the undisturbed run of as many steps comes later:
+    minidist storm --compare DIR
 
 A short undisturbed run comes first: by its speed the second one has enough steps for the minutes. A third makes the
 same steps undisturbed: where the plan did not change, its bits must be the same; and by its speed the storm is judged.
@@ -11,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as of train (default: tcp, whose connections can be cut)")
     add("--seed", type=seed_number, default=0, metavar="S", help="of the faults (default: 0)")
     add("--no-compare", action="store_true", help="leave out the undisturbed run of the same steps")
+    add("--compare", metavar="DIR",
+        help="no storm: make the undisturbed run for the one that --out DIR has kept, and compare the two; all other "
+             "options but --json are that storm's")
     add("--out", metavar="DIR", help="keep the run folder, with storm.png and storm.json, here")
     add("--figure", metavar="FILE", help="draw the storm here: which ranks took part, and when what broke")
     add("--json", metavar="FILE", help="also write the figures here")
@@ -73,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns: 0 if the training ended well and every fault was survived, with the same bits where the plan stayed;
     else the training's exit status, or 1. Raises: ConfigError."""
+    if args.compare is not None:
+        return _compare_later(args)
     apart = "--asynchronous" in args.options
     kinds = (args.faults or ",".join(WITHOUT_DISK if apart else FAULTS)).split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
@@ -94,6 +102,33 @@ def run(args: argparse.Namespace) -> int:
             write_json(trainings.out / "storm.json", figures)
         for picture in [*([trainings.out / "storm.png"] if args.out else []), *([args.figure] if args.figure else [])]:
             draw_storm(picture, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
+    return _conclude(figures, args)
+
+
+def _compare_later(args: argparse.Namespace) -> int:
+    """--compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has ended."""
+    check_writable("--json", args.json)
+    file = Path(args.compare) / "storm.json"
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8"))
+        kept = figures["arguments"]
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there ({type(error).__name__} of "
+             "storm.json); run one with --out")
+    vars(args).update(kept, out=args.compare)
+    with tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
+        trainings = Trainings(args, kept["faults"].split(","), Path(scratch))
+        with progress(f"the {figures['steps']:,} steps of the storm without a fault") as show, \
+                show.stderr() as trainings.stderr:
+            status = _compare(trainings, figures)
+        if status:
+            return status
+        write_json(trainings.out / "storm.json", figures)
+    return _conclude(figures, args)
+
+
+def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
+    """Tell the figures. Returns: as run()."""
     if args.json:
         write_json(args.json, figures)
     _print(figures, args)
@@ -181,21 +216,40 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
         storm.end()
     trainings.told, trainings.works = storm.told(), spans(storm.told(), storm.faults)
     figures = summary(storm.told(), storm.faults, args.ranks)
-    figures |= {"steps": steps, "step_seconds": step_seconds, "exit_status": status, "bits": None, "rate": None}
-    show(f"the same {steps:,} steps without a fault, to compare")
-    if status == 0 and not args.no_compare and trainings.undisturbed("calm", steps, save_every) == 0:
-        calm = trainings.metrics(scratch / "calm")
-        ours = trainings.metrics(out)
-        same = all(calm[key] == ours[key] for key in ("losses", "weights_sha256"))
-        apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
-        figures["bits"] = ("equal" if same else "own weights" if apart else
-                           "differ" if {*figures["sizes"]} == {args.ranks} else "other plans")
-        figures["validation_losses"] = [ours["validation_loss"], calm["validation_loss"]]
-        step_seconds = summary(events(scratch / "calm" / LOG), [], args.ranks)["work_seconds"] / steps
-        shutil.rmtree(scratch / "calm", ignore_errors=True)
+    figures |= {"steps": steps, "save_every": save_every, "step_seconds": step_seconds, "exit_status": status,
+                "bits": None, "rate": None, "arguments": {
+                    "ranks": args.ranks, "minutes": args.minutes, "every": args.every, "faults": ",".join(kinds),
+                    "elastic": args.elastic, "spares": args.spares, "transport": args.transport, "seed": args.seed,
+                    "options": args.options}}
     if status == 0:
         figures["rate"] = steps * step_seconds / figures["work_seconds"]
+        if not args.no_compare:
+            show(f"the same {steps:,} steps without a fault, to compare")
+            _compare(trainings, figures)
     return figures
+
+
+def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
+    """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the training's exit status.
+    """
+    args, calm, steps = trainings.args, trainings.scratch / "calm", figures["steps"]
+    status = trainings.undisturbed("calm", steps, figures["save_every"])
+    if status:
+        return status
+    theirs, ours = trainings.metrics(calm), trainings.metrics(trainings.out)
+    same = all(theirs[key] == ours[key] for key in ("losses", "weights_sha256"))
+    apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
+    figures["bits"] = ("equal" if same else "own weights" if apart else
+                       "differ" if {*figures["sizes"]} == {args.ranks} else "other plans")
+    figures["validation_losses"] = [ours["validation_loss"], theirs["validation_loss"]]
+    step_seconds = summary(events(calm / LOG), [], args.ranks)["work_seconds"] / steps
+    figures["rate"] = steps * step_seconds / figures["work_seconds"]
+    shutil.rmtree(calm, ignore_errors=True)
+    return 0
+
+
+def _spread(values: list[float]) -> str:
+    return f"median {statistics.median(values):.2f} s, at most {max(values):.2f} s" if values else "-"
 
 
 def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
@@ -215,10 +269,11 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
             f"{seconds(fault['full_seconds']):>15} {fault['again']:>18}{note}")
     say(f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of {figures['steps']:,} "
         f"steps ended with status {figures['exit_status']}")
-    for kind, values in sorted(figures["seconds"].items()):
-        ordered = sorted(values)
-        say(f"  {kind:<8} {len(ordered):>4} times; to the next step that counts: median "
-            f"{ordered[len(ordered) // 2]:.2f} s, at most {ordered[-1]:.2f} s")
+    after, full = figures["seconds"], figures["full_seconds"]
+    rows = [(kind, after[kind], full.get(kind, [])) for kind in sorted(after)]
+    for kind, values, later in [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []:
+        say(f"  {kind:<8} {len(values):>4} times; to the next step that counts: {_spread(values)}; to full strength: "
+            f"{_spread(later)}")
     if figures["kept"] is not None and figures["participation"] is not None:
         say(f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
             + (f", speed {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))

@@ -16,12 +16,13 @@ forms the next one:
 Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when they are lost. When
 another can take a lost one's place, the launcher tells each rank to leave after the step that it is in.
 
+The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its processes.
+
 A replacement is started by another thread: the ranks that are left go on meanwhile, also when a fork takes long.
 A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
 the launcher does not know: the ranks hold it (survive/elastic.py).
 """
 
-import os
 import signal
 import threading
 import time
@@ -31,16 +32,13 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.failure import Failure, say_line
-from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.process_state import PATIENCE, stop_of
-from minidist.comm.health.seats import Seat
-from minidist.launch.generation import Elastic, EventLog, Generation, placed
+from minidist.comm.health.process_state import PATIENCE
+from minidist.launch.elastic_hosts import OtherHosts
+from minidist.launch.generation import Elastic, EventLog, Generation, placed, start_monitor, tell_ranks
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
-LEAVE_LIMIT = 60.0      # seconds that a process gets to leave a broken generation: it may compute in one long call
-COME_LIMIT = 20.0       # seconds until all processes of a generation must be at its monitor
 START_LIMIT = 300.0     # seconds that a process may take to start
 AGREE_LIMIT = 20.0      # seconds until all ranks must know the step to stop after
 ENDING = 60.0           # seconds that the others may take to end when the first is done
@@ -48,26 +46,28 @@ USELESS = 3             # failures one after another, no step between them, that
 
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False) -> int:
+                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False,
+                  others: OtherHosts | None = None) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
              but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
-             loaded everything.
+             loaded everything. others: the hosts of the job, where there are more than this one; they share the
+             folder that this process is in.
     Returns: 0, or as spawn() if the job could not go on.
-    Raises:  LaunchError if the command cannot be started.
+    Raises:  LaunchError if the command cannot be started, or a host cannot be reached.
     """
-    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks, others=others).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
     def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
-                 limits: Limits, *, forks: bool) -> None:
+                 limits: Limits, *, forks: bool, others: OtherHosts | None = None) -> None:
         self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
         self.forks = forks
-        self.workforce = Workforce(command, wire.new_token(), limits)
+        self.workforce = Workforce(command, wire.new_token(), limits, others)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
@@ -82,8 +82,8 @@ class ElasticJob:
         with noting_signals(self.told):
             try:
                 self.limits.begin()
-                if self.forks:
-                    self.workforce.start_template(lambda: bool(self.told) or self.log.clock() > START_LIMIT)
+                self.workforce.prepare(forks=self.forks,
+                                       told=lambda: bool(self.told) or self.log.clock() > START_LIMIT)
                 for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
@@ -148,13 +148,9 @@ class ElasticJob:
                 self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
                                 "generation": generation.number, "step": int(frame["step"])})
             case "boundary":
-                generation.agreed, generation.boundary = {worker.number}, int(frame["step"])
-                for other in generation.members[1:]:
-                    other.send("stop", number=generation.number, step=int(frame["step"]))
+                generation.stop_after(int(frame["step"]))
             case "agreed":
-                generation.agreed.add(worker.number)
-        if kind in ("boundary", "agreed") and len(generation.agreed) == len(generation.members):
-            generation.members[0].send("go", number=generation.number)
+                generation.agree(worker)
 
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
         """A process waits for the next generation: it has just started, or has left its last one."""
@@ -166,7 +162,7 @@ class ElasticJob:
             generation.broken = time.monotonic()
             self.log.note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:               # its rank is alive: a connection broke
-            generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, why))
+            generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, why))
             self._note_spared(generation, worker, why)
 
     def _note_spared(self, generation: Generation, worker: Worker, how: str) -> None:
@@ -194,13 +190,14 @@ class ElasticJob:
             self.finishing = self.finishing or time.monotonic()
             self.result = self.result or code
             return
-        how = self.limits.how_it_ended(code)
+        how = worker.how_it_ended(code)
         if generation is not None and worker in generation.members:
             if generation.broken is None:
-                generation.monitor.lose(Failure(worker.rank, worker.process.pid, os.uname().nodename, how))
+                generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, how))
                 self._note_spared(generation, worker, how)
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
-        say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
+        where = f" on {worker.host.name}" if len(self.workforce.hosts) > 1 else ""
+        say_line(f"minidist: {worker} (process {worker.process.pid}{where}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
         if self.restarts and not self.told and self.workforce.count() < wanted and not self.workforce.of(DONE):
             self.restarts -= 1
@@ -211,12 +208,8 @@ class ElasticJob:
         generation, now = self.generation, time.monotonic()
         since = self.start if generation is None or generation.broken is None else generation.broken
         staying = [worker for worker in self.workforce.of(MEMBER)]
-        for worker in staying:
-            stopped = stop_of(worker.process.pid)
-            lost = generation is not None and generation.monitor.loss is not None \
-                and generation.monitor.loss.world_rank == worker.rank
-            if now - since > (self.patience if stopped and not lost else 0.0 if stopped else LEAVE_LIMIT):
-                worker.kill()
+        if staying and generation is not None:
+            generation.kill_late(staying, now - since, self.patience)
         if staying:
             return
         coming = self.workforce.coming          # read first: one that has come meanwhile counts as starting
@@ -241,18 +234,18 @@ class ElasticJob:
         """Give ranks, and tell each process its own."""
         last, members = self.generation, placed(size, ready, self.generation)
         token = wire.new_token()
-        monitor = Monitor(size, token, how=lambda seat: self._how(members, seat), patience=self.patience)
-        monitor.start()
+        monitor = start_monitor(members, token, self.workforce.place, self.patience)
         number = 1 if last is None else last.number + 1
         record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
                   "pids": [worker.process.pid for worker in members],
-                  "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost}
+                  "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost,
+                  **({"hosts": [worker.host.name for worker in members]} if len(self.workforce.hosts) > 1 else {})}
         self.log.records.append(record)
         for rank, worker in enumerate(members):
             worker.state, worker.rank = MEMBER, rank
-            worker.send("generation", number=number, world_rank=rank, world_size=size, token=token.decode(),
-                        host=monitor.address[0], port=monitor.address[1], begun=self.begun)
             worker.tells = True
+        tell_ranks(self.workforce.hosts, members, number=number, token=token.decode(), port=monitor.address[1],
+                   begun=self.begun)
         if last is not None:
             self.log.note("reached", last, step=last.reached)
         self.generation, self.lost = Generation(number, members, monitor, record), []
@@ -261,20 +254,11 @@ class ElasticJob:
             threading.Thread(target=last.monitor.close, daemon=True).start()
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
-    def _how(self, members: list[Worker], seat: Seat) -> str | None:
-        """How a rank ended that is just ending; None if it still runs."""
-        code = members[seat.world_rank].ended()
-        return None if code is None else self.limits.how_it_ended(code)
-
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
         now, record = time.monotonic(), generation.record
         if "formed" not in record:
-            away = [worker for worker in generation.members if not generation.monitor.has_come(worker.rank)]
-            for worker in away:
-                stopped = bool(stop_of(worker.process.pid))
-                if now - generation.begun > (self.patience if stopped else COME_LIMIT):
-                    worker.kill()
+            generation.kill_absent(now - generation.begun, self.patience)
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None                     # it makes a long step, or the last one
@@ -289,7 +273,7 @@ class ElasticJob:
         """The ranks that work. A stopped one without which the others go on is killed, so that another may start."""
         members, spared = self.workforce.of(MEMBER), generation.monitor.spared
         for worker in members if spared else ():
-            if worker.rank in spared and stop_of(worker.process.pid):
+            if worker.rank in spared and worker.stopped:
                 worker.kill()
         return [worker for worker in generation.members if worker in members and worker.rank not in spared]
 
@@ -323,4 +307,6 @@ class ElasticJob:
         if self.generation is not None:
             self.generation.monitor.close()
         self.limits.end()
-        self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(), "status": self.status})
+        if self.log.records:                                # else there was no job, and its folder stays empty
+            self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(),
+                            "status": self.status})

@@ -1,6 +1,7 @@
 """What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of all of them.
 
     {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
+                                            with --hosts also "hosts", of each rank
     {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps; with local steps (chapter 21) also
                                             "met": meetings held, "made": [41, 40, null]: steps of each rank, null: new
     {"event": "stepped", …, "step": 42}     the first step of this generation that counts
@@ -15,13 +16,21 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.seats import Seat
+from minidist.launch.elastic_hosts import RemoteHost
+from minidist.launch.starter import Starter
 from minidist.launch.workers import Worker
+
+LEAVE_LIMIT = 60.0      # seconds that a process gets to leave a broken generation: it may compute in one long call
+COME_LIMIT = 20.0       # seconds until all processes of a generation must be at its monitor
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,33 @@ class Generation:
     reached: int = 0                # the most steps that one of its ranks had made when it left
     agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
 
+    def stop_after(self, step: int) -> None:
+        """Rank 0 has named the step after which all are to stop."""
+        self.agreed, self.boundary = set(), step
+        for other in self.members[1:]:
+            other.send("stop", number=self.number, step=step)
+        self.agree(self.members[0])
+
+    def agree(self, worker: Worker) -> None:
+        """A process knows that step; when all do, rank 0 goes on."""
+        self.agreed.add(worker.number)
+        if len(self.agreed) == len(self.members):
+            self.members[0].send("go", number=self.number)
+
+    def kill_late(self, staying: Sequence[Worker], seconds: float, patience: float) -> None:
+        """It is over since so many seconds: kill those that do not leave; at once the lost rank, if it is stopped."""
+        for worker in staying:
+            stopped, loss = worker.stopped, self.monitor.loss
+            lost = loss is not None and loss.world_rank == worker.rank
+            if seconds > (patience if stopped and not lost else 0.0 if stopped else LEAVE_LIMIT):
+                worker.kill()
+
+    def kill_absent(self, seconds: float, patience: float) -> None:
+        """It has begun so many seconds ago: kill those that have not come to the monitor."""
+        for worker in self.members:
+            if not self.monitor.has_come(worker.rank) and seconds > (patience if worker.stopped else COME_LIMIT):
+                worker.kill()
+
 
 def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Worker]:
     """The processes of the next generation, by rank: each keeps its rank if the size stays; else their order."""
@@ -70,6 +106,34 @@ def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Wo
     if len(last) != size:
         return [*known, *new][:size]
     return [worker if worker in known else new.pop(0) for worker in last]
+
+
+def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience: float) -> Monitor:
+    """The monitor of these ranks, which listens at `place`."""
+    def how(seat: Seat) -> str | None:
+        """How a rank ended that is just ending; None if it still runs."""
+        worker = members[seat.world_rank]
+        code = worker.ended()
+        return None if code is None else worker.how_it_ended(code)
+
+    monitor = Monitor(len(members), token, listen(place, 0), how=how, patience=patience)
+    monitor.start()
+    return monitor
+
+
+def tell_ranks(hosts: Sequence["Starter | RemoteHost"], members: Sequence[Worker], *, number: int, token: str,
+               port: int, begun: bool) -> None:
+    """Each host which ranks of this generation it has, and each process its rank."""
+    seats = {host.node: [(rank, worker.number) for rank, worker in enumerate(members) if worker.host is host]
+             for host in hosts}
+    for host in hosts:
+        if isinstance(host, RemoteHost):
+            host.tell("generation", number=number, port=port, token=token, ranks=seats[host.node])
+    for rank, worker in enumerate(members):
+        there = seats[worker.host.node]
+        worker.send("generation", number=number, world_rank=rank, world_size=len(members), token=token, port=port,
+                    local_rank=there.index((rank, worker.number)), local_size=len(there), node=worker.host.node,
+                    begun=begun)
 
 
 class EventLog:
@@ -91,7 +155,8 @@ class EventLog:
         generation.record[event] = self.clock()
         if event == "formed":
             generation.record |= content
-        told = {key: generation.record[key] for key in ("processes", "pids")} if event == "forming" else {}
+        shown = ("processes", "pids", "hosts") if event == "forming" else ()
+        told: dict[str, Any] = {key: generation.record[key] for key in shown if key in generation.record}
         self.write({"event": event, "seconds": generation.record[event], "time": time.time(),
                     "generation": generation.number, **told, **content})
 

@@ -52,6 +52,7 @@ class Generations:
 
     def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
         self.process, self.number, self.begun = number, 0, False
+        self._host = address[0]
         self.stop_at: int | None = None
         self.steps, self.saves = 0, False
         self._said = time.monotonic()                       # when this process, as rank 0, said how many steps are made
@@ -88,10 +89,10 @@ class Generations:
             return None
         rank, size = str(told["world_rank"]), str(told["world_size"])
         os.environ.update({
-            "MINIDIST_LAUNCH": "1", "MINIDIST_MONITOR": f"{told['host']}:{told['port']}",
-            "MINIDIST_TOKEN": told["token"], "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": told["host"],
-            "MASTER_PORT": str(told["port"])})
+            "MINIDIST_LAUNCH": "1", "MINIDIST_MONITOR": f"{self._host}:{told['port']}",     # the launcher has it
+            "MINIDIST_TOKEN": told["token"], "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(told["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(told["local_size"]), "GROUP_RANK": str(told["node"]),
+            "NODE_RANK": str(told["node"]), "MASTER_ADDR": self._host, "MASTER_PORT": str(told["port"])})
         launch = detect()
         if self._membership is None:
             self._membership = adopt(Membership(launch, transport or launch.transport))

@@ -1,11 +1,14 @@
 """What a job may use of its host: some of the cores, so much memory, and a run folder of its own.
 
-The memory limit is a control group of Linux (cgroup v2), where this user may make one:
+The memory limit is a control group of Linux (cgroup), where this user may make one. By version 2:
 
     …/minidist-4711-x/      beside this process's own group, or inside it
         memory.max          the limit of all processes inside together; memory.swap.max is 0
         cgroup.procs        each rank is written there right after its start
         memory.events       `oom_kill` counts the processes that the kernel has killed for the limit
+
+Version 1 has memory.limit_in_bytes, memory.memsw.limit_in_bytes and memory.oom_control in their place, inside this
+process's own group; it is taken where version 2 has no memory controller.
 
 The launcher stays outside, so it lives to say why a rank died. A killed launcher leaves its group behind; the next one
 that makes a group beside it removes it, once its processes have ended.
@@ -17,10 +20,11 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.device import cores
@@ -29,6 +33,19 @@ PREFIX = "minidist-"
 RUN_FOLDER = "MINIDIST_RUN_FOLDER"      # the folder that a rank's launcher has locked for its job
 FLIGHT = "MINIDIST_FLIGHT"              # the folder of the flight recorders of all ranks
 EMPTY_LIMIT = 2.0       # seconds that a group's last processes may take to be gone
+
+
+class _Files(NamedTuple):
+    """The files of a group: its limit, that of memory and swap or of swap alone, and what counts `oom_kill`."""
+
+    limit: str
+    swap: str
+    no_swap: str        # "": as `limit`
+    events: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "", "memory.oom_control")
+_V2 = _Files("memory.max", "memory.swap.max", "0", "memory.events")
 
 
 class MemoryLimit:
@@ -42,11 +59,15 @@ class MemoryLimit:
         self.nbytes, self.text, self.problem, self.kills = nbytes, text, "the job has not begun", 0
         self._own, self._lock = own, -1
         self.group: Path | None = None
+        self._files = _V2
 
     def begin(self) -> None:
         """Make the group; where that cannot be, say so in one line: the job runs without a limit."""
         try:
-            self._make(self._own or own_group())
+            if self._own is None and (first := first_version()) is not None:
+                self._open(first, _V1)
+            else:
+                self._make(self._own or own_group())
             self.problem = ""
         except OSError as error:
             self.problem = error.strerror or str(error)
@@ -62,11 +83,16 @@ class MemoryLimit:
         if not usable:
             raise OSError(0, f"this user may make no control group in {homes[0]}; under systemd, start the job with "
                              "`systemd-run --user --scope`")
-        _sweep(usable[0])
-        self.group, self._lock = _locked_group(usable[0])
-        (self.group / "memory.max").write_text(str(self.nbytes))
+        self._open(usable[0], _V2)
+
+    def _open(self, home: Path, files: "_Files") -> None:
+        """Make the group there. Raises: OSError."""
+        _sweep(home)
+        self._files = files
+        self.group, self._lock = _locked_group(home)
+        (self.group / files.limit).write_text(str(self.nbytes))
         with suppress(OSError):                             # a kernel without accounts of swap
-            (self.group / "memory.swap.max").write_text("0")
+            (self.group / files.swap).write_text(files.no_swap or str(self.nbytes))
 
     def enter(self, pid: int) -> None:
         """A process that has just been started is in the group, and so is what it starts."""
@@ -84,7 +110,7 @@ class MemoryLimit:
         """How many processes the kernel has killed for the limit so far."""
         if self.group is not None:
             with suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)", (self.group / "memory.events").read_text(), re.MULTILINE)
+                found = re.search(r"^oom_kill (\d+)", (self.group / self._files.events).read_text(), re.MULTILINE)
                 self.kills = max(self.kills, int(found[1]) if found else 0)
         return self.kills
 
@@ -158,23 +184,41 @@ class Limits:
 
 
 def own_group() -> Path:
-    """The folder of this process's group. Raises: OSError, whose strerror says why there is none."""
+    """The folder of this process's group of version 2. Raises: OSError, whose strerror says why there is none."""
     path = next((line[3:].rstrip("\n") for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
+    found = None if path is None else _mounted(path, lambda after: after.startswith("cgroup2 "))
+    if found is None:
+        raise OSError(0, "this system has no control groups of version 2 (cgroup v2)")
+    return found
+
+
+def first_version() -> Path | None:
+    """The folder of this process's group of version 1, if that has the memory controller, and this user may use it."""
+    words = [line.rstrip("\n").split(":", 2) for line in _lines("/proc/self/cgroup")]
+    path = next((word[2] for word in words if len(word) == 3 and "memory" in word[1].split(",")), None)
+    found = None if path is None else _mounted(
+        path, lambda after: after.startswith("cgroup ") and "memory" in after.split()[-1].split(","))
+    return found if found is not None and os.access(found, os.W_OK) else None
+
+
+def _mounted(path: str, fits: Callable[[str], bool]) -> Path | None:
+    """Where the group of this path lies, in the hierarchy whose line of mountinfo fits behind its dash."""
     for line in _lines("/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
-        if path is not None and after.startswith("cgroup2 ") and "/.." not in path:
+        if fits(after) and "/.." not in path:
             root, mounted = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), word)
                              for word in before.split()[3:5])
             return Path(mounted, os.path.relpath(path, root)) if path != root else Path(mounted)
-    raise OSError(0, "this system has no control groups of version 2 (cgroup v2)")
+    return None
 
 
 def limit_here() -> int | None:
     """The memory limit of the job that this rank belongs to; None without one."""
-    with suppress(OSError, ValueError):
-        own = own_group()
-        if own.name.startswith(PREFIX):
-            return int((own / "memory.max").read_text())
+    for find, files in ((first_version, _V1), (own_group, _V2)):
+        with suppress(OSError, ValueError):
+            own = find()
+            if own is not None and own.name.startswith(PREFIX):
+                return int((own / files.limit).read_text())
     return None
 
 

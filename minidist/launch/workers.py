@@ -19,7 +19,6 @@ A process that hangs up, or a launcher that does, is gone.
 """
 
 import contextlib
-import os
 import queue
 import signal
 import socket
@@ -33,10 +32,11 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
-from minidist.launch.launchers import clean_environment
+from minidist.launch.elastic_hosts import COME_LIMIT, OtherHosts, RemoteHost
 from minidist.launch.limits import Limits
-from minidist.launch.spawning import copy_lines, start_thread
-from minidist.launch.template import FORK_LIMIT, Orphan, Template
+from minidist.launch.spawning import start_thread
+from minidist.launch.starter import Starter
+from minidist.launch.template import FORK_LIMIT
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -46,13 +46,14 @@ Event = tuple["Worker", dict[str, Any]]
 class Worker:
     """A process. `number` counts from 0 and is never used again; `rank` is that of its last generation.
 
+    Args:       host: where it was started.
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
                 saves    at SIGTERM it saves its work and ends; told: it was sent one
     """
 
-    def __init__(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
-        self.number, self.process, self.since = number, process, time.monotonic()
+    def __init__(self, number: int, process: Any, host: "Starter | RemoteHost") -> None:
+        self.number, self.process, self.host, self.since = number, process, host, time.monotonic()
         self.sock: socket.socket | None = None
         self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
 
@@ -68,9 +69,19 @@ class Worker:
     def ended(self, limit: float = REAP_LIMIT) -> int | None:
         """The exit code of a process that is just ending; None if it still runs after `limit` s."""
         deadline = time.monotonic() + limit
+        code: int | None
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
         return code
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP)."""
+        return self.host.stopped(self.process)
+
+    def how_it_ended(self, code: int) -> str:
+        """Its exit code in words."""
+        return self.host.how_it_ended(self.process, code)
 
     def tell(self) -> None:
         """Send SIGTERM, once."""
@@ -88,22 +99,63 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`.
 
-    Attributes: coming: how many more are being started.
+    Args:       others: further hosts, by ssh; None: all processes are on this one.
+    Attributes: coming: how many more are being started. hosts: where, by node; one that is lost stays in the list.
     """
 
-    def __init__(self, command: Sequence[str], token: bytes, limits: Limits) -> None:
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, others: OtherHosts | None = None) -> None:
         self.command, self.token, self.started, self.limits = list(command), token, 0, limits
         self.workers: dict[int, Worker] = {}        # replaced as a whole: another thread may be walking through it
         self.coming = 0
         self.events: queue.SimpleQueue[Event | LaunchError | None] = queue.SimpleQueue()
-        self._listener = listen("127.0.0.1", 0)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.others = others
+        alone = others is None or others.addresses == ["127.0.0.1"]
+        self.place = "127.0.0.1" if alone else ""   # where this host listens for processes, and for ranks
+        self._listener = listen(self.place, 0)
+        self.port: int = self._listener.getsockname()[1]
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
-        self._template: Template | None = None
+        node = 0 if others is None else others.here
+        self.here = None if node is None else Starter(
+            command, token, limits, ("127.0.0.1", self.port), self._name, node=node,
+            seats=0 if others is None else others.hosts[node].ranks)
+        self.hosts: list[Starter | RemoteHost] = [] if self.here is None else [self.here]
         self._starting, self._counting = threading.Lock(), threading.Lock()
         self._starters: list[threading.Thread] = []
         start_thread(self._accept)
+
+    def prepare(self, *, forks: bool, told: Callable[[], bool]) -> None:
+        """Before the first start: reach the other hosts, and load a template on each.
+
+        Args:   forks: the command calls template.fork_on_demand(). told(): whether to wait no longer.
+        Raises: LaunchError, one line that names the host, if one cannot be reached.
+        """
+        if self.others is not None:
+            with self._starting:                            # none is looked for before all are in the list
+                for other in self.others.start(self.command, self.token, self.port, self.limits, forks=forks,
+                                               news=lambda: self.events.put(None)):
+                    self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
+        if forks and self.here is not None:
+            self.here.start_template(told)
+        deadline = time.monotonic() + COME_LIMIT
+        for host in self.hosts:
+            if isinstance(host, RemoteHost):
+                host.wait_until_there(deadline, told)
+
+    def _name(self, number: int) -> str:
+        """The name of a process in front of what it says."""
+        worker = self.workers.get(number)
+        return f"process {number}" if worker is None else str(worker)
+
+    def _next_host(self) -> "Starter | RemoteHost":
+        """The first host that has a seat left, else the one that is least crowded. Raises: LaunchError if all are lost.
+        """
+        counts = {host.node: host.seats - sum(worker.host is host for worker in self.workers.values())
+                  for host in self.hosts if not host.lost}
+        if not counts:
+            raise LaunchError("all hosts of the job are lost")
+        node = next((node for node, seats in counts.items() if seats > 0), max(counts, key=counts.__getitem__))
+        return next(host for host in self.hosts if host.node == node)
 
     def start(self) -> None:
         """Start another process. Raises: LaunchError if the command cannot be started."""
@@ -135,38 +187,17 @@ class Workforce:
             self.events.put(error)
 
     def _start(self, number: int) -> None:
-        with self._starting:                                # one that is forked may come before fork() returns
-            forked = None if self._template is None or self._closed else self._template.fork(number)
-            if forked is None and self._closed:
+        with self._starting:                                # one that is forked may come before start() returns
+            if self._closed:
                 return
-            try:
-                process = forked or subprocess.Popen(self.command, env=self._environment(number),
-                                                     stdin=None if number == 0 else subprocess.DEVNULL,
-                                                     stderr=None if number == 0 else subprocess.PIPE)
-            except OSError as error:
-                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
-            self.limits.started(process.pid)
-            worker = Worker(number, process)
+            host = self._next_host()
+            process = host.start(number)
+            if process is None:
+                return
+            worker = Worker(number, process, host)
             with self._counting:
                 self.workers, self.coming = {**self.workers, number: worker}, self.coming - 1
-        if process.stderr is not None:
-            start_thread(copy_lines, process.stderr, worker.__str__)
-
-    def start_template(self, ready_or: Callable[[], bool]) -> None:
-        """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
-
-        Where that cannot be done, they are started as without it.
-        """
-        with contextlib.suppress(OSError):
-            self._template = Template(self.command, self._environment(0))
-            self.limits.started(self._template.pid)
-            while not self._template.wait(0.05) and not ready_or():
-                pass
-
-    def _environment(self, number: int) -> dict[str, str]:
-        return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
-                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(),
-                **self.limits.variables()}
+        host.pass_on_lines(number, process)                 # type: ignore[arg-type]
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""
@@ -189,6 +220,9 @@ class Workforce:
         """Those that have ended since the last call, with their exit codes."""
         gone = [(worker, code) for worker in self.of(STARTING, WAITING, MEMBER, DONE)
                 if (code := worker.process.poll()) is not None]
+        for worker, _ in gone:
+            if worker.sock is not None:                     # its host may be lost, and it not know
+                end_connection(worker.sock)
         ended = {worker.number for worker, _ in gone}
         with self._counting:
             self.workers = {number: worker for number, worker in self.workers.items() if number not in ended}
@@ -200,6 +234,8 @@ class Workforce:
         A process that has not connected yet gets SIGTERM at once.
         """
         self._closed = True
+        if self.here is not None:
+            self.here.ending = True
         self._acceptor.close()
         for worker in self.workers.values():
             if worker.sock is not None:
@@ -221,8 +257,8 @@ class Workforce:
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(10.0)
-        if self._template is not None:
-            self._template.close()
+        for host in self.hosts:
+            host.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -230,7 +266,16 @@ class Workforce:
             self._acceptor.accept()
 
     def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """A process has come: hear it, in a thread of its own."""
+        """A process has come: hear it, in a thread of its own. Or one of the other hosts."""
+        if "host_workers" in hello:
+            with self._starting:
+                found = [host for host in self.hosts
+                         if isinstance(host, RemoteHost) and host.node == hello["host_workers"]]
+            if not found:
+                raise HandshakeError(f"{wire.address_of(sock)} was refused: the job has no host "
+                                     f"{hello['host_workers']!r}")
+            found[0].attach(sock)
+            return
         with self._starting:
             worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:

@@ -270,16 +270,18 @@ def describe(records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ())
     """The generations as metrics.json has them.
 
     Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
-    Returns: of each generation, `processes` by rank; `lost`: since the one before; `began`, `ended`: seconds of the
-             job; `met`, `made`, `versions`: as kept_replica.py and kept_shards.py have them; `seconds`: from the end of
-             the one before to a step that counts; `ranks`: from `past`.
+    Returns: of each generation, `processes` and, where there are several, `hosts` by rank; `lost`: since the one
+             before; `began`, `ended`: seconds of the job; `met`, `made`, `versions`: as kept_replica.py and
+             kept_shards.py have them; `seconds`: from the end of the one before to a step that counts; `ranks`: from
+             `past`.
     """
     told: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         ended = _end(records[number - 1]) if number else 0.0
         stepped = record.get("stepped")
         told.append({**{key: record[key] for key in ("generation", "size", "processes", "joined", "lost")},
-                     "step": record.get("step"), **{key: record[key] for key in AGREED if key in record},
+                     "step": record.get("step"),
+                     **{key: record[key] for key in (*AGREED, "hosts") if key in record},
                      "began": record.get("forming"), "ended": _end(record),
                      "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),
                      "ranks": sorted(({key: value for key, value in sent.items() if key != "generation"}

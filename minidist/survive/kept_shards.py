@@ -14,9 +14,11 @@ generation (launch/elastic_job.py). There each process goes on from what it has:
     a new worker       the step of the worker that is ahead, and the weights that it pulls. What the lost worker has not
                        made stays unmade: else the others would have to wait until the new one is as far as they are.
     a new server       the newest copy that a worker has: every so many updates a server sends its optimizer's state
-                       behind the weights, to the worker that made the last of them (bounded_staleness.Service)
+                       behind the weights, to the worker that made the last of them, and to each worker with its first
+                       push (bounded_staleness.Service)
 
-If no worker has a copy of a lost server's keys, the job ends with one line: their optimizer's state is nowhere else.
+The last copy is lost if it is on its way when the server is lost; then an older one is taken. If no worker has a copy
+of a lost server's keys, the job ends with one line: their optimizer's state is nowhere else.
 
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replicas of a
          server's keys on other machines; here workers hold them, because they have the weights anyway).

@@ -107,6 +107,30 @@ def test_the_group_of_this_process(group: str, mounts: str, expected: str | None
         assert own_group() == Path(expected)
 
 
+@pytest.mark.parametrize(("group", "mounts", "expected"), [
+    ("4:memory:/", "35 31 0:32 / {} rw - cgroup cgroup rw,memory", "."),
+    ("9:cpu,memory:/a/b\n0::/", "35 31 0:32 /a {} rw - cgroup cgroup rw,cpu,memory", "b"),
+    ("4:memory:/", "35 31 0:32 / {} rw - cgroup2 cgroup2 rw,memory", None),
+    ("4:cpu:/", "35 31 0:32 / {} rw - cgroup cgroup rw,cpu", None)])
+def test_a_group_of_version_1(group: str, mounts: str, expected: str | None, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(limits, "_lines", lambda file: (
+        group if "cgroup" in str(file) else mounts.format(tmp_path)).splitlines())
+    memory = MemoryLimit(2 << 30, "2 GiB")
+    if expected is None:
+        assert limits.first_version() is None
+        return
+    assert limits.first_version() == tmp_path / expected
+    memory.begin()
+    assert memory.group is not None and memory.group.parent == tmp_path / expected
+    assert {file.name: file.read_text() for file in memory.group.iterdir()} == dict.fromkeys(
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), str(2 << 30))
+    (memory.group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert Limits(memory=memory).how_it_ended(-signal.SIGKILL) == "was killed by the memory limit of 2 GiB"
+    memory.end()
+
+
 def test_a_rank_killed_for_the_limit_is_told_as_that(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
     memory = MemoryLimit(2 << 30, "2 GiB", own)
     assert spawn([sys.executable, "-S", "-c", KILLED, str(own.parent)], 2, limits=Limits(memory=memory)) == 137
@@ -138,6 +162,6 @@ def test_the_kernel_kills_a_rank_that_needs_more() -> None:
     if memory.problem:
         pytest.skip(memory.problem)
     done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "--memory-limit", "256MiB",
-                           sys.executable, "-c", "import time; all = bytearray(200 << 20); time.sleep(30)"],
+                           sys.executable, "-S", "-c", "all = bytearray(200 << 20); import time; time.sleep(30)"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 137 and "was killed by the memory limit of 256 MiB" in done.stderr

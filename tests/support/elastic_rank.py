@@ -8,7 +8,7 @@
     agree_limit  seconds that rank 0 waits for that
     deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
              the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
-             its connection to a rank is "cut"; or to the monitor: "deaf"
+             its connection to a rank is "cut"; or to the monitor: "deaf"; or what has started it is killed: "host"
 """
 
 import json
@@ -99,6 +99,8 @@ def train(world, job, survivor, settings, folder):
             wait_for_more(job)
         if step == death and when in ("before", "stop"):
             die(signal.SIGSTOP if when == "stop" else signal.SIGKILL)
+        if step == death and when == "host":
+            os.kill(os.getppid(), signal.SIGKILL)
         if step == death and when in ("cut", "deaf"):
             links = world.transport._polled
             cut(links[min(links)].fileno() if when == "cut" else membership.current().joined.link._sock.fileno())

@@ -77,4 +77,4 @@ def nothing_left(limit: float = 30.0) -> Iterator[dict[str, str]]:
 
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert found == []
+    assert found == [], found

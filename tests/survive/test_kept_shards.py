@@ -125,6 +125,15 @@ def test_a_lost_server_comes_back_from_a_worker_s_copy() -> None:
     check_lost_server()
 
 
+def test_any_worker_that_has_pushed_can_give_a_lost_server_back() -> None:
+    """The server is lost before its second copy is due, and with it all workers but one, whichever that is."""
+    (first, second), found = run([([0, 1, 2, 3], [2, 2, 2, 0]), ([7, 8, 2, 9], [12] * 4)], PLAN, every=50)
+    copies = [rank["after"]["copies"][0] for rank in first[:3]]
+    assert all(copy.version <= 6 for copy in copies)
+    assert found[0]["versions"] == [copies[2].version] and found[0]["made"] == [None, None, 2, None]
+    np.testing.assert_array_equal(second[3]["before"]["weights"][0], copies[2].weights[0])
+
+
 @pytest.mark.soak       # test_workers_come_and_go_and_the_record_goes_on, and the lost server
 def test_servers_share_the_keys_and_roles_change() -> None:
     """Two servers; one is lost and the job shrinks: a worker becomes a server, and the other goes on."""

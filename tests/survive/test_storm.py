@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -168,6 +169,12 @@ def test_a_disk_that_is_full_or_slow_is_one_of_the_storms_processes_alone(tmp_pa
     os.fsync(os.open(tmp_path / "file", os.O_RDWR))
 
 
+def seconds_of_children():
+    """Processor time of the processes that this one has started, and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **settings):
     """The storm after it has ended well; the result that rank 0 wrote."""
     least = ranks if spares else 1
@@ -181,18 +188,19 @@ def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **se
     return storm, json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.soak
-def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(tmp_path):
-    """Under ZeRO only the partner has a lost rank's shards. (About 3 s of a core.)"""
-    settings = {"zero": 1, "steps": 24, "pause": 0.04, "transport": "tcp"}
-    storm, result = weather(tmp_path, 3, 1, ("kill", "stop", "cut"), every=0.3, most=3, **settings)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(ranks, tmp_path):
+    """Under ZeRO only the partner has a lost rank's shards."""
+    settings, before = {"zero": 1, "steps": 24, "pause": 0.04, "transport": "tcp"}, seconds_of_children()
+    storm, result = weather(tmp_path, ranks, 1, ("kill", "stop", "cut"), every=0.3, most=3, **settings)
+    assert seconds_of_children() - before < 8           # of a core; what the default run has for it
     assert [fault["kind"] for fault in storm.faults] == ["kill", "stop", "cut"] == \
         [fault["kind"] for fault in events(tmp_path / NOTES)]
-    figures = summary(storm.told(), storm.faults, 3)
+    figures = summary(storm.told(), storm.faults, ranks)
     assert (figures["faults"], figures["recovered"]) == (3, 3)
     assert max(fault["again"] for fault in figures["happened"]) <= 1        # peer_copies.py keeps two steps
-    assert [size for size in figures["sizes"] if size != 3] == []
-    assert replay(tmp_path, {"zero": 1, "steps": 24}, [(3, 0)]) == (result["losses"], result["sha256"])
+    assert {*figures["sizes"]} == {ranks}
+    assert replay(tmp_path, {"zero": 1, "steps": 24}, [(ranks, 0)]) == (result["losses"], result["sha256"])
 
 
 @pytest.mark.soak
@@ -213,6 +221,7 @@ def command(folder, *words, limit):
     file = folder / "storm.json"
     done = subprocess.run([sys.executable, "-m", "minidist", "storm", "--out", str(folder / "run"), "--json", str(file),
                            *words, "--", "--zero=1"], capture_output=True, text=True, timeout=limit, check=False)
+    print(done.stdout)                      # all figures, also of a storm that falls short: pytest -s, or its report
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     figures = json.loads(file.read_text())
     assert figures["faults"] == figures["recovered"] >= 3, done.stdout

@@ -17,7 +17,15 @@ from rich.console import Console
 from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.elastic import Lives, check_elastic, check_starts, elastic_process, elastic_steps, start_elastic
+from minidist.cli.train.elastic import (
+    Lives,
+    check_elastic,
+    check_starts,
+    elastic_process,
+    elastic_steps,
+    others_of,
+    start_elastic,
+)
 from minidist.cli.train.metrics import Metrics, run_metrics
 from minidist.cli.train.progress import make_console
 from minidist.cli.train.report import print_report
@@ -70,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
+    if (others := others_of(args)) is not None:
+        args.ranks = args.ranks or sum(host.ranks for host in others.hosts)
     as_threads = args.transport in THREADS
     require_own_ranks(args, launch, as_threads=as_threads)
     starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads or bool(args.memory_limit))
@@ -80,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
-    here = size if starts_ranks else launch.local_size
+    here = (size if starts_ranks else launch.local_size) if others is None else \
+        max(host.ranks for host in others.hosts)
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")

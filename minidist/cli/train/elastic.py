@@ -25,9 +25,11 @@ from minidist.comm.wire import pack, unpack
 from minidist.console import fail, shown
 from minidist.errors import PlanError, ShardError
 from minidist.launch import Launch
+from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
+from minidist.launch.hosts import SSH, hosts_of
 from minidist.launch.membership import current
 from minidist.launch.template import fork_on_demand
 from minidist.observe.records import share_records
@@ -118,7 +120,12 @@ def check_elastic(args: Namespace) -> None:
         for option in ("max_restarts", "spares", "elastic_wait", "peer_copies"):
             if getattr(args, option) is not None:
                 fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
+        if args.hosts is not None:
+            fail(f"--hosts: is for an elastic job; add --elastic LEAST:MOST, or start the ranks with minidist launch "
+                 f"--hosts {args.hosts} -m minidist train")
         return
+    if args.ssh is not None and args.hosts is None:
+        fail("--ssh is for --hosts")
     bounds(args.elastic)
     if args.node_limit is not None and args.expert_nodes is None:
         fail("--elastic: with --node-limit the choice of experts would change as nodes come and go; say on how many "
@@ -141,8 +148,8 @@ def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None
     """Raise ConfigError if the ranks of an elastic job are not this process's to start."""
     if args.elastic and launch.launcher != "alone":
         fail(f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the launcher of an elastic job "
-             f"can put another in its place, on one host as yet; use minidist train -n N --elastic {args.elastic}, or "
-             "--save-every without --elastic")
+             f"can put another in its place; use minidist train -n N --elastic {args.elastic}, on several hosts "
+             f"minidist train --hosts a:3,b:4 --elastic {args.elastic}, or --save-every without --elastic")
     if args.elastic and not starts_ranks:
         fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
 
@@ -159,7 +166,12 @@ def start_elastic(settings: Settings, size: int) -> int:
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
     return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
                          record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
-                         limits=limits_of(args, settings.out))
+                         limits=limits_of(args, settings.out), others=others_of(args))
+
+
+def others_of(args: Namespace) -> OtherHosts | None:
+    """The hosts that --hosts names; None without it. Raises: LaunchError, one line, for what is no host."""
+    return None if args.hosts is None else OtherHosts(hosts_of(args.hosts), SSH if args.ssh is None else args.ssh)
 
 
 def _fits(settings: Settings, size: int) -> bool:

@@ -25,8 +25,8 @@ from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
-NEVER_KEPT = ("command", "cores", "given", "json", "memory_limit", "metrics_port", "out", "patience", "quiet", "ranks",
-              "resume", "verify", "watch", "why")
+NEVER_KEPT = ("command", "cores", "given", "hosts", "json", "memory_limit", "metrics_port", "out", "patience", "quiet",
+              "ranks", "resume", "ssh", "verify", "watch", "why")
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
@@ -37,7 +37,7 @@ MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_by
               "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",
               "activation_memory", "offload", "offload_dir", "device_memory", "compress", "data", "validate", "steps",
               "save_every", "interruptions_per_day", "save_async", "keep", "resume", "out", "json", "quiet", "why",
-              "metrics_port", "watch", "watts", "digest_every", "expert_placement")
+              "metrics_port", "watch", "watts", "digest_every", "expert_placement", "hosts", "ssh")
 
 
 @dataclass

@@ -36,7 +36,7 @@ MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "nois
 AUTO = "auto"
 """The value of --save-every and --bucket-bytes that has it computed."""
 
-OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
+OF_THE_LAUNCHER = ("ranks", "hosts", "ssh", "cores", "memory_limit", "command", "given")
 """Options that the ranks which a launcher of ours starts do not get."""
 
 

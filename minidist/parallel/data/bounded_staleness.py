@@ -121,7 +121,8 @@ class Service:
                 lost    workers that are lost, by number, and how
                 paused  workers that leave before their last step, because the ranks of the job change
                 base    updates made before those of the record
-                copies  after how many updates the state goes to the worker that made the last; None: never
+                copies  after how many updates the state goes to the worker that made the last; None: never. Each worker
+                        gets it with its first push, too
     """
 
     def __init__(self, group: Group, workers: int, shard: Shard, pieces: Sequence[Piece], *, staleness: int | None,
@@ -131,7 +132,8 @@ class Service:
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
         self.paused: set[int] = set()
-        self.base, self.copies, self._copied = 0, cast(int | None, None), -1
+        self.base, self.copies, self._copied = 0, cast(int | None, None), 0
+        self._holders: set[int] = set()         # workers that were sent a copy
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
@@ -207,7 +209,7 @@ class Service:
             for vector, weights in zip(room, self.shard.weights, strict=True):
                 vector[...] = weights           # others may update while this is on its way
             if comes_again and self.copies is not None:
-                copy = self._due_copy(optimizer)
+                copy = self._due_copy(worker, optimizer)
                 header.append(len(copy))
         with self.group.ledger.control():
             self.group.send(np.array(header, np.float64), worker)
@@ -218,12 +220,17 @@ class Service:
                 self.group.send(array, worker)
         return comes_again
 
-    def _due_copy(self, optimizer: Optimizer) -> list[Array]:
-        """If it is time: how often each piece was updated, then copies of the optimizer's state. Under the lock."""
+    def _due_copy(self, worker: int, optimizer: Optimizer) -> list[Array]:
+        """If it is time: how often each piece was updated, then copies of the optimizer's state. Under the lock.
+
+        Each worker's first push brings it one, too: the last copy may be on its way when this server is lost, and the
+        worker that had the one before it may be lost already.
+        """
         assert self.copies is not None
-        if self._copied >= 0 and self.version < self._copied + self.copies:
+        if worker in self._holders and self.version < self._copied + self.copies:
             return []
         self._copied = self.version
+        self._holders.add(worker)
         return [np.array([slot.steps for slot in optimizer.slots]), *copies_of(state_of(optimizer))]
 
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:

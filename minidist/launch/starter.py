@@ -1,0 +1,83 @@
+"""How processes of an elastic job are started on this host: a fork of the template, else the command anew."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+
+from minidist.comm.health.process_state import stop_of
+from minidist.errors import LaunchError
+from minidist.launch.launchers import clean_environment
+from minidist.launch.limits import Limits
+from minidist.launch.spawning import copy_lines, start_thread
+from minidist.launch.template import Orphan, Template
+
+
+class Starter:
+    """Processes of this host.
+
+    Args:       address: of the job's launcher. name: of this host; node: its number; seats: how many ranks it is for.
+                who(number): the name in front of the lines that a process writes to stderr.
+    Attributes: lost: why no process can be started on this host; never. ending: none is to be started any more.
+    """
+
+    lost = ""
+
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, address: tuple[str, int],
+                 who: Callable[[int], str], *, name: str = "", node: int = 0, seats: int = 0) -> None:
+        self.command, self.token, self.limits, self.address = list(command), token, limits, address
+        self.name, self.node, self.seats, self._who = name or os.uname().nodename, node, seats, who
+        self._template: Template | None = None
+        self.ending = False
+
+    def start_template(self, ready_or: Callable[[], bool]) -> None:
+        """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
+
+        Where that cannot be done, they are started as without it.
+        """
+        with contextlib.suppress(OSError):
+            self._template = Template(self.command, self._environment(0))
+            self.limits.started(self._template.pid)
+            while not self._template.wait(0.05) and not ready_or():
+                pass
+
+    def start(self, number: int) -> "subprocess.Popen[bytes] | Orphan | None":
+        """Start the process of this number; None if none is to be started any more.
+
+        Raises: LaunchError if the command cannot be started.
+        """
+        process: subprocess.Popen[bytes] | Orphan | None = None if self._template is None else \
+            self._template.fork(number)
+        if process is None and self.ending:                 # the fork has taken so long
+            return None
+        if process is None:
+            try:
+                process = subprocess.Popen(self.command, env=self._environment(number),
+                                           stdin=None if number == 0 else subprocess.DEVNULL,
+                                           stderr=None if number == 0 else subprocess.PIPE)
+            except OSError as error:
+                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+        self.limits.started(process.pid)
+        return process
+
+    def pass_on_lines(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
+        """What the process writes to stderr goes to that of this one, in a thread."""
+        if process.stderr is not None:
+            start_thread(copy_lines, process.stderr, lambda: self._who(number))
+
+    def stopped(self, process: "subprocess.Popen[bytes] | Orphan") -> bool:
+        """Whether the process is stopped (SIGSTOP)."""
+        return bool(stop_of(process.pid))
+
+    def how_it_ended(self, process: "subprocess.Popen[bytes] | Orphan", code: int) -> str:
+        """Its exit code in words."""
+        return self.limits.how_it_ended(code)
+
+    def close(self) -> None:
+        """No process will be started here any more."""
+        if self._template is not None:
+            self._template.close()
+
+    def _environment(self, number: int) -> dict[str, str]:
+        return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
+                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}

@@ -1,0 +1,68 @@
+"""`minidist storm --compare`: the undisturbed run of a storm, made later; without any training here."""
+
+import json
+
+import pytest
+
+from minidist.cli import main, storm
+
+TOLD = [{"event": event, "time": time, "generation": 1, "step": step, "processes": [0, 1]}
+        for event, time, step in (("forming", 1.0, 0), ("formed", 2.0, 0), ("stepped", 2.5, 1), ("trained", 10.0, 40))]
+METRICS = {"losses": [2.0, 1.0], "weights_sha256": "abc", "validation_loss": 1.5}
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """The folder of a storm of 40 steps in 10 s, without --compare."""
+    figures = {"happened": [], "faults": 1, "recovered": 1, "steps": 40, "save_every": 5, "exit_status": 0,
+               "seconds": {"kill": [0.4, 0.6, 2.0]}, "full_seconds": {"kill": [0.5, 0.7, 4.0]}, "kept": 0.99,
+               "participation": 0.97, "sizes": [2, 2], "work_seconds": 10.0, "bits": None, "rate": 0.7, "arguments": {
+                   "ranks": 2, "minutes": 1.0, "every": 10.0, "faults": "kill", "elastic": None, "spares": 1,
+                   "transport": "shm", "seed": 0, "options": ["--zero=1"]}}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "storm.json").write_text(json.dumps(figures))
+    (folder / "metrics.json").write_text(json.dumps(METRICS))
+    return folder
+
+
+def undisturbed(monkeypatch, metrics, status=0):
+    """What the run without a fault ends with; the commands that were to be run."""
+    commands = []
+
+    def run(trainings, name, steps, save_every=0):
+        out = trainings.scratch / name
+        commands.append(trainings.command(out, steps, save_every))
+        out.mkdir()
+        (out / "metrics.json").write_text(json.dumps(metrics))
+        (out / storm.LOG).write_text("".join(f"{json.dumps(event)}\n" for event in TOLD))
+        return status
+
+    monkeypatch.setattr(storm.Trainings, "undisturbed", run)
+    return commands
+
+
+def test_the_undisturbed_run_may_come_later(kept, monkeypatch, capsys, tmp_path):
+    commands = undisturbed(monkeypatch, METRICS)
+    assert main(["storm", "--compare", str(kept), "--json", str(tmp_path / "figures.json")]) == 0
+    words, told = commands[0], capsys.readouterr().out
+    assert {"-n2", "--transport=shm", "--steps=40", "--save-every=5", "--spares=1", "--zero=1"} <= {*words}
+    for figures in (tmp_path / "figures.json", kept / "storm.json"):
+        found = json.loads(figures.read_text())
+        assert (found["bits"], found["rate"]) == ("equal", 0.8)             # 8 s of work beside 10
+    assert "to the next step that counts: median 0.60 s, at most 2.00 s; to full strength: median 0.70 s, at most " \
+        "4.00 s" in told and "speed 80% of" in told and "have the bits of the undisturbed run" in told
+
+
+def test_other_bits_and_a_run_that_fails_are_told_by_the_status(kept, monkeypatch, capsys):
+    undisturbed(monkeypatch, METRICS | {"weights_sha256": "abd"})
+    assert main(["storm", "--compare", str(kept)]) == 1
+    assert "DIFFER" in capsys.readouterr().out
+    undisturbed(monkeypatch, METRICS, status=3)
+    assert main(["storm", "--compare", str(kept)]) == 3
+
+
+def test_a_folder_without_a_storm_is_refused_in_one_line(tmp_path, capsys):
+    assert main(["storm", "--compare", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "no figures of a storm are there" in error and error.count("\n") == 1
