@@ -152,5 +152,7 @@ def test_a_receive_that_does_not_fit_shows_both_sides():
 
 def test_a_call_is_so_small_that_python_makes_no_dict_for_it():
     """CPython keeps 30 attributes of an object beside it; with the next it makes a dict, which took 1.5 µs a call."""
-    assert {attributes for attributes in run(lambda world: len(vars(reduced(world, "all_reduce", np.ones(3), "sum", None,
-                                                                            "auto"))), size=2)} <= set(range(1, 30))
+    def attributes(world):
+        return len(vars(reduced(world, "all_reduce", np.ones(3), "sum", None, "auto")))
+
+    assert 20 < max(run(attributes, size=2)) < 30
