@@ -4,7 +4,7 @@ for one class. All of them read every module, which one process parses once."""
 import re
 from collections import defaultdict
 from configparser import ConfigParser
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -140,7 +140,7 @@ def _downwards(found: Import) -> bool:
     return importer is None or imported is None or importer == imported or importer[0] < imported[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _place(module: str) -> tuple[int, str] | None:
     """Floor and room of a module: the longest name of a room that it begins with."""
     rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms
