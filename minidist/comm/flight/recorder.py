@@ -179,7 +179,7 @@ class FlightRecorder:
     # -------------------------------------------------------------------------------------------------------- where
 
     def keep_in(self, path: str | Path, *, size: int = 0, link: str = "") -> None:
-        """Move the ring into a file, in whose folder it stays when this process is gone.
+        """Move the ring into a file. The file stays in its folder when this process is gone.
 
         Args:    size: ranks of the job; link: the link class between ranks of one host, as "shm".
 
