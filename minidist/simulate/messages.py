@@ -155,6 +155,7 @@ class RecordingCall(Call):
 
     def __init__(self, rank: int, size: int, nodes: Sequence[int], mail: _Mail) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = rank, size, tuple(nodes), tuple(range(size))
+        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
         self.device = self.origin = "cpu"
         self.side, self.board = None, None
         self.signature = None                           # type: ignore[assignment]  # SubsetCall hands it on, unread

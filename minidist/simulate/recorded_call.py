@@ -46,6 +46,7 @@ class RecordedCall(Call):
 
     def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
         self.device = self.origin = "cpu"
         self.dtype, self.nbytes, self.messages = dtype, 0, 0

@@ -71,11 +71,13 @@ class Call(RunningCall):
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
                  shape: tuple[int | None, ...] | None = None, device: str | None = "cpu",
                  side: SideStream | None = None) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+        rank, size, ledger = group.rank, group.size, group.ledger
+        self.rank, self.size, self.nodes, self.world_ranks = rank, size, group.nodes, group.world_ranks
+        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
         self.device = self.origin = device
-        self.ledger, self.phase = group.ledger, group.ledger.phase
-        self.axis = "control" if group.ledger.in_control else group.axis
+        self.ledger, self.phase = ledger, ledger.phase
+        self.axis = "control" if ledger.in_control else group.axis
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller_at(2))      # __init__ < the verb (verbs.py) < Group's method
@@ -86,7 +88,7 @@ class Call(RunningCall):
         self._nbytes = self._messages = 0
         self._sent_to: dict[int, int] = {}
         self.side = side
-        if self.ledger.watchers:
+        if ledger.watchers:
             self._asked = time.perf_counter()
         if side is not None:
             self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
@@ -119,9 +121,8 @@ class Call(RunningCall):
     def tell_recorder(self, *, begun: bool) -> None:
         """Tell the flight recorder that the call begins, or that it was made and is put in a queue."""
         if not self._flight:
-            group, sequence = self.signature[:2]
-            self._flight = self.ledger.flight.made(group, sequence, self._meta[8:], self._group.axis, self.world_ranks,
-                                                   begun)
+            self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
+                                                   self._group.axis, self.world_ranks, begun)
         elif begun:
             self.ledger.flight.begun(self._flight)
 
@@ -210,16 +211,6 @@ class Call(RunningCall):
         self._numbers = self._numbers or {}
         number = self._numbers[way, peer] = self._numbers.get((way, peer), 0) + 1
         return {"message": f"{self.signature.group:x}.{self.signature.sequence}.{number}"}
-
-    @property
-    def next_rank(self) -> int:
-        """The rank after this one, in the ring of all ranks."""
-        return (self.rank + 1) % self.size
-
-    @property
-    def prev_rank(self) -> int:
-        """The rank before this one, in the ring of all ranks."""
-        return (self.rank - 1) % self.size
 
     @property
     def others(self) -> list[int]:
@@ -331,9 +322,13 @@ class Call(RunningCall):
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum([array.nbytes for array in (*arrays, *lent)]))
+        nbytes = 0
+        for array in arrays:
+            nbytes += array.nbytes
         if lent:
+            nbytes += sum(array.nbytes for array in lent)
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
+        self.count(nbytes)
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
             if meta and not theirs.startswith(self._meta):      # only the first show of a call has a header

@@ -23,6 +23,7 @@ class SubsetCall(Call):
     def __init__(self, call: Call, ranks: Sequence[int], first_step: int = 0) -> None:
         self._whole, self._ranks, self._first_step = call, ranks, first_step
         self.rank, self.size = ranks.index(call.rank), len(ranks)
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.signature, self.world_ranks = call.signature, call.world_ranks
 
     def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
