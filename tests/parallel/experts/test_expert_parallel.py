@@ -68,7 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, dict[str, Any]]:
-    """One process, three steps of five sequences."""
+    """One process, STEPS steps of five sequences."""
     return {kind: run(1, moe, {})[0] for kind, moe in KINDS.items()}
 
 
