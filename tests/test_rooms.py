@@ -1,11 +1,14 @@
-"""The rooms of the house: imports run downwards, and the tests of a module are found by its path."""
+"""The rooms of the house: imports run downwards, the tests of a module are found by its path, and a class name stands
+for one class. All of them read every module, which one process parses once."""
 
 import re
+from collections import defaultdict
 from configparser import ConfigParser
+from functools import cache
 from pathlib import Path
 
 import pytest
-from imports import ROOT, Import, imports, modules
+from imports import ROOT, Import, classes, imports, modules
 
 FLOORS = [
     ["minidist.__main__"],
@@ -103,14 +106,28 @@ def test_contributing_lists_the_rooms_floor_by_floor() -> None:
 def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
     """A test file named after a module lies where the module does; others test a whole folder of that path."""
     tests = ROOT / "tests" / ("kernels" if folder == "kernels" else "")
+    folders = defaultdict(list)
+    for path in (ROOT / folder).rglob("*.py"):
+        folders[path.name].append(path.parent)
+    assert len(folders) > 10
     for path in tests.rglob("test_*.py"):
         inside = path.relative_to(tests).parent
         if inside.parts[:1] in (("lessons",), ("kernels",), ("benchmarks",), ("clusters",)):
             continue
         assert (ROOT / folder / inside).is_dir(), f"{path}: there is no folder {folder}/{inside}"
         name = path.name.removeprefix("test_")
-        homes = [found.parent for found in (ROOT / folder).rglob(name)]
+        homes = folders[name]
         assert not homes or ROOT / folder / inside in homes or _is_general(path), f"{path} belongs to {homes}"
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    homes = defaultdict(list)
+    for module, path in modules().items():
+        for name, line in classes(module):
+            homes[name].append(f"{path.relative_to(ROOT)}:{line}")
+    assert len(homes) > 250
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert not twice, twice
 
 
 def _is_general(path: Path) -> bool:
@@ -123,6 +140,7 @@ def _downwards(found: Import) -> bool:
     return importer is None or imported is None or importer == imported or importer[0] < imported[0]
 
 
+@cache
 def _place(module: str) -> tuple[int, str] | None:
     """Floor and room of a module: the longest name of a room that it begins with."""
     rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms

@@ -41,6 +41,19 @@ def caller(frame: FrameType | None = None) -> str:
     return _place_of(_entered_from(frame)[0] or frame)
 
 
+def caller_at(depth: int) -> str:
+    """caller(), of a function whose entry is mostly `depth` frames further out: Python makes an object of each frame
+    that is looked at, and of those between none."""
+    try:
+        entry = sys._getframe(depth + 1)
+    except ValueError:          # fewer frames
+        return caller(sys._getframe(1))
+    program = entry.f_back
+    if id(entry.f_code) in _ENTRIES and program is not None and id(program.f_code) not in _ENTRIES:
+        return _place_of(program)
+    return caller(sys._getframe(1))
+
+
 def raised_at(error: BaseException) -> str:
     """The place that entered this package, in the traceback of `error`; without an entry, where it was raised."""
     found, trace = "an unknown place", error.__traceback__

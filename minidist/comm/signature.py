@@ -90,8 +90,7 @@ class Signature(NamedTuple):
 
     def pack(self) -> tuple[bytes, bytes]:
         """(key, where) as they go into a header."""
-        group, sequence, *rest, where = self
-        return sequence.to_bytes(8, "big") + _packed((group, *rest)), _packed(where)
+        return self.sequence.to_bytes(8, "big") + _packed((self.group, *self[2:8])), _packed(self.where)
 
     def describe(self) -> str:
         """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""

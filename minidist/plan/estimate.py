@@ -213,7 +213,7 @@ class Columns:
         return found
 
     def _late(self, held: np.ndarray) -> np.ndarray:
-        """Of the last stage, all of whose microbatches but one wait for their backward for the weights (zb-h1)."""
+        """Of the last stage: all its microbatches but one wait for their backward for the weights (zb-h1)."""
         found = np.zeros(len(self.found))
         cuts = self.found.rows("tp", "sequence")
         sequences = self.found.column("rows") / self.found.column("cp")

@@ -36,6 +36,27 @@ def test_looking_it_up_is_cheap():
     assert seconds < 3e-6
 
 
+def test_a_guess_at_the_entrys_depth_changes_no_place():
+    """Whether the entry is as far out as caller_at() was told, further, nearer, or there is none."""
+    def between(frames, depth):
+        return between(frames - 1, depth) if frames else call_site.caller_at(depth)
+
+    @call_site.entries
+    class Verbs:
+        def all_reduce(self, frames, depth):
+            return between(frames, depth)
+
+        def split(self, frames, depth):
+            return self.all_reduce(frames, depth)
+
+    for verb in (Verbs().all_reduce, Verbs().split):
+        for frames in range(4):
+            line = sys._getframe().f_lineno
+            assert [verb(frames, depth).split("/")[-1] for depth in (0, 1, 2, 3, 1000)] == [
+                f"test_call_site.py:{line + 1}"] * 5
+    assert call_site.caller_at(1) == call_site.place(__file__, sys._getframe().f_lineno)
+
+
 def test_moving_a_file_does_not_move_the_call_site():
     """Which frames are passed over is said by entries, not by the names of files."""
     inside = {"caller": call_site.caller, "entries": call_site.entries}

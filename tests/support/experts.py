@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from split import SIZES
+from split import SIZES, STEPS
 from training import global_batch, tiny
 
 from minidist.device import account
@@ -18,7 +18,7 @@ from minidist.parallel.step.single import Single
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 
 
-def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: int = 3, sequences: int = 5,
+def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: int = STEPS, sequences: int = 5,
           clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
           precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None, copies: int = 1) -> dict[str, Any]:
     """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory; rows sent

@@ -20,9 +20,10 @@ BOUND = 1e-10
 SIZES: dict[str, Any] = {"heads": 8, "width": 16, "vocabulary": 13}
 GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
            "tied": True}
+STEPS = 2       # the second shows what the first has left in weights and in the optimizer
 
 
-def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = 3, sequences: int = 3,
+def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = STEPS, sequences: int = 3,
           clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
           precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None,
           whole: bool | None = None) -> dict[str, Any]:

@@ -63,65 +63,73 @@ class Call(RunningCall):
     """
 
     started = False
+    _asked = _start = 0.0       # when it was made, and when it set out: if the ledger has watchers, or subscribers
+    _numbers: "dict[tuple[str, int], int] | None" = None
+    _done: Any = None
 
     def __init__(self, group: Members, verb: str, algorithm: str, work: Work, deliver: Deliver = _as_returned, *,
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
                  shape: tuple[int | None, ...] | None = None, device: str | None = "cpu",
                  side: SideStream | None = None) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
-        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        rank, size, ledger = group.rank, group.size, group.ledger
+        self.rank, self.size, self.nodes, self.world_ranks = rank, size, group.nodes, group.world_ranks
+        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
         self.device = self.origin = device
-        self.ledger, self.phase = group.ledger, group.ledger.phase
-        self.axis = "control" if group.ledger.in_control else group.axis
+        self.ledger, self.phase = ledger, ledger.phase
+        self.axis = "control" if ledger.in_control else group.axis
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
-                                   call_site.caller(sys._getframe(1)))
-        self._group_axis, self._flight = group.axis, 0      # 0: the flight recorder does not know of it yet
-        self._transport, self.board, self._guard = group.transport, group.board, group.guard
-        self._tag = group.tag
-        self._header = CallHeader(self.signature, group)
-        self._meta = self._header.meta
+                                   call_site.caller_at(2))      # __init__ < the verb (verbs.py) < Group's method
+        self._key, where = self.signature.pack()
+        self._meta = self._key + where
+        self._group, self._flight = group, 0                # 0: the flight recorder does not know of it yet
+        self._transport, self.board, self._tag = group.transport, group.board, group.tag
         self._nbytes = self._messages = 0
         self._sent_to: dict[int, int] = {}
-        self._numbers: dict[tuple[str, int], int] = {}
-        self._asked = time.perf_counter() if self.ledger.watchers else 0.0
-        self.side, self._done = side, None
+        self.side = side
+        if ledger.watchers:
+            self._asked = time.perf_counter()
         if side is not None:
             self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
 
     def __enter__(self) -> None:
-        super().__enter__()
+        RunningCall.__enter__(self)     # quicker than super(), in each call
         waits = self._transport.waits
-        failure = self._guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
+        failure = self._group.guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
-            super().__exit__()
+            RunningCall.__exit__(self)
             self.tell_recorder(begun=False)
             raise failure
         self.tell_recorder(begun=True)
-        self._start = time.perf_counter() if self.ledger.subscribers else 0.0
+        if self.ledger.subscribers:
+            self._start = time.perf_counter()
 
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__()
-        if raised and isinstance(raised[1], CommError):
-            self._guard.failure = self._guard.failure or raised[1]
-        self.ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=bool(raised and raised[0]),
-                                 blocking=not self.started)
-        self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase,
-                           self._sent_to)
-        if self.ledger.subscribers and self._start:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        RunningCall.__exit__(self)
+        ledger = self.ledger
+        if kind is not None and isinstance(error, CommError):
+            self._group.guard.failure = self._group.guard.failure or error
+        ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=kind is not None,
+                            blocking=not self.started)
+        ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase, self._sent_to)
+        if ledger.subscribers and self._start:
             self._publish("call", self._start, {
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                 "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
 
     def tell_recorder(self, *, begun: bool) -> None:
         """Tell the flight recorder that the call begins, or that it was made and is put in a queue."""
-        flight = self.ledger.flight
         if not self._flight:
-            self._flight = flight.made(self.signature.group, self.signature.sequence, self._meta[8:], self._group_axis,
-                                       self.world_ranks, begun)
+            self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
+                                                   self._group.axis, self.world_ranks, begun)
         elif begun:
-            flight.begun(self._flight)
+            self.ledger.flight.begun(self._flight)
+
+    @property
+    def _header(self) -> CallHeader:
+        """For a closer look at another rank's header, where that does not begin as this call's."""
+        return CallHeader(self.signature, self._group, self._key, self._meta)
 
     def _for_watchers(self) -> dict[str, Any]:
         """What only watchers are told of a call: how long it stood in the queue, and what tells it from others."""
@@ -200,6 +208,7 @@ class Call(RunningCall):
         """The number of the next message to or from rank `peer`; empty if no listener asks for receives."""
         if not self.ledger.receivers:
             return {}
+        self._numbers = self._numbers or {}
         number = self._numbers[way, peer] = self._numbers.get((way, peer), 0) + 1
         return {"message": f"{self.signature.group:x}.{self.signature.sequence}.{number}"}
 
@@ -313,9 +322,13 @@ class Call(RunningCall):
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum([array.nbytes for array in (*arrays, *lent)]))
+        nbytes = 0
+        for array in arrays:
+            nbytes += array.nbytes
         if lent:
+            nbytes += sum(array.nbytes for array in lent)
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
+        self.count(nbytes)
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
             if meta and not theirs.startswith(self._meta):      # only the first show of a call has a header

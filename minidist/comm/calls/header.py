@@ -10,10 +10,9 @@ from minidist.errors import MismatchError
 class CallHeader:
     """The header of one call, `meta`: its key, which is the same on all ranks, and its place in the program."""
 
-    def __init__(self, signature: Signature, group: Members) -> None:
-        self.signature, self._group = signature, group
-        self._key, where = signature.pack()
-        self.meta = self._key + where
+    def __init__(self, signature: Signature, group: Members, key: bytes, meta: bytes) -> None:
+        """Args: key, meta: what signature.pack() gives, the first part and both."""
+        self.signature, self._group, self._key, self.meta = signature, group, key, meta
 
     def block_in(self, meta: bytes, src: int) -> BlockHeader | None:
         """What the header of a message in this call says that it brings. Raises: as compare()."""

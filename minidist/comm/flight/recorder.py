@@ -32,32 +32,24 @@ import msgpack
 from minidist.comm.flight.dumps import write_dump
 from minidist.comm.flight.slots import (
     BEGIN,
-    BEGUN,
     BEGUN_AT,
-    CALL,
-    END,
-    ENDED,
     ENDED_AT,
-    FAILED,
     HEADER_BYTES,
     KINDS,
-    MADE,
     MAGIC,
-    MESSAGE,
     NO_STEP,
     NUMBER,
     OUTCOME,
     RING_BYTES,
     SLOT,
+    SLOT_BYTES,
+    SLOTS,
     STATE_AT,
-    STATE_OF_STEP,
     STATES,
-    STEP,
     STOOD,
     STOOD_AT,
     TEXTS,
     TIME,
-    WAIT,
     Entry,
     call_fields,
     entries_of,
@@ -68,8 +60,8 @@ from minidist.files import reserve
 
 FOLDER_TRIES = 100
 
-_KIND = {kind: code for code, kind in enumerate(KINDS)}
-_STATE = {state: code for code, state in enumerate(STATES)}
+_CALL, _MESSAGE, _STEP, _WAIT, _END, _STATE_OF_STEP = range(len(KINDS))     # the bytes that stand for them in a slot
+_MADE, _BEGUN, _ENDED, _FAILED = range(len(STATES))
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
 """Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
@@ -105,8 +97,8 @@ class FlightRecorder:
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
-        texts = header if len(header) <= TEXTS else _shortened_header(header)
-        return self._write(CALL, BEGUN if begun else MADE, texts, sequence)
+        return self._write(_CALL, _BEGUN if begun else _MADE, header if len(header) <= TEXTS
+                           else _shortened_header(header), sequence)
 
     def message(self, group: int, sequence: int, verb: str, dtype: str | None, shape: Any, where: str, *, axis: str,
                 world_ranks: Sequence[int], dst: int | None = None, src: int | None = None) -> int:
@@ -116,14 +108,14 @@ class FlightRecorder:
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
-        return self._write(MESSAGE, BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence)
+        return self._write(_MESSAGE, _BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence)
 
     def begun(self, number: int, seconds: float = 0.0) -> None:
         """The call sets out, in the group's worker, whose turn has come; or did so `seconds` ago."""
         ring, at = self._open(), place(number)
         if NUMBER.unpack_from(ring, at)[0] == number:       # else the ring has gone round since
             TIME.pack_into(ring, at + BEGUN_AT, time.perf_counter() - seconds)
-            ring[at + STATE_AT] = _STATE[BEGUN]
+            ring[at + STATE_AT] = _BEGUN
 
     def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False,
               blocking: bool = False, stood: float = 0.0) -> None:
@@ -131,11 +123,11 @@ class FlightRecorder:
 
         Args:    blocking: the program stood still from its begin on; else for the last `stood` seconds.
         """
-        ring, at, now = self._open(), place(number), time.perf_counter()
+        ring, at, now = self._ring or self._open(), HEADER_BYTES + number % SLOTS * SLOT_BYTES, time.perf_counter()
         found, begun = BEGIN.unpack_from(ring, at)
         if found == number:
             OUTCOME.pack_into(ring, at + ENDED_AT, now, nbytes, messages, now - begun if blocking else stood)
-            ring[at + STATE_AT] = _STATE[FAILED if failed else ENDED]
+            ring[at + STATE_AT] = _FAILED if failed else _ENDED
 
     def stood(self, number: int, seconds: float) -> None:
         """The program has waited so long for the end of a started call, which is over."""
@@ -146,7 +138,7 @@ class FlightRecorder:
     def start_step(self, step: int | None) -> None:
         """The program begins a training step."""
         self.step = step
-        self._write(STEP, ENDED, b"", 0)
+        self._write(_STEP, _ENDED, b"", 0)
 
     def state(self, memory: Sequence[int], peak: Sequence[int], limit: int | None, joules: float, source: str) -> None:
         """What the rank holds after a step, and has spent.
@@ -154,12 +146,12 @@ class FlightRecorder:
         Args:    memory: bytes of each of account.CATEGORIES; peak: the most so far, of each and of all together;
                  limit: of all together; joules: so far, by `source`.
         """
-        self._write(STATE_OF_STEP, ENDED, msgpack.packb([list(memory), list(peak), limit, joules, source[:12]]), 0)
+        self._write(_STATE_OF_STEP, _ENDED, msgpack.packb([list(memory), list(peak), limit, joules, source[:12]]), 0)
 
     def waiting(self, what: str, world_ranks: Sequence[int], seconds: float = 0.0, *, group: int = 0,
                 sequence: int = 0) -> int:
         """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its number, for ended()."""
-        number = self._write(WAIT, BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence)
+        number = self._write(_WAIT, _BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence)
         self.begun(number, seconds)
         return number
 
@@ -171,23 +163,23 @@ class FlightRecorder:
         if self._ring is not None:
             where = _shortened(where, TEXTS // 2)
             why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
-            self._write(END, FAILED if why else ENDED, msgpack.packb([why, where]), 0)
+            self._write(_END, _FAILED if why else _ENDED, msgpack.packb([why, where]), 0)
 
     def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
         self._groups[group] = axis, list(world_ranks)
         self._write_header()
 
-    def _write(self, kind: str, state: str, texts: bytes, sequence: int) -> int:
-        ring, number, now = self._open(), next(self._numbers), time.perf_counter()
-        step = NO_STEP if self.step is None else self.step
-        SLOT.pack_into(ring, place(number), number, _STATE[state], _KIND[kind], len(texts), step, now, sequence,
-                       0.0 if state == MADE else now, 0.0 if state in (MADE, BEGUN) else now, 0, 0, 0.0, texts, number)
+    def _write(self, kind: int, state: int, texts: bytes, sequence: int) -> int:
+        number, now, step = next(self._numbers), time.perf_counter(), self.step
+        SLOT.pack_into(self._ring or self._open(), HEADER_BYTES + number % SLOTS * SLOT_BYTES,     # place(number)
+                       number, state, kind, len(texts), NO_STEP if step is None else step, now, sequence,
+                       0.0 if state == _MADE else now, 0.0 if state < _ENDED else now, 0, 0, 0.0, texts, number)
         return number
 
     # -------------------------------------------------------------------------------------------------------- where
 
     def keep_in(self, path: str | Path, *, size: int = 0, link: str = "") -> None:
-        """Move the ring into a file, in whose folder it stays when this process is gone.
+        """Move the ring into a file. The file stays in its folder when this process is gone.
 
         Args:    size: ranks of the job; link: the link class between ranks of one host, as "shm".
 

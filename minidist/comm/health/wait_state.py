@@ -61,7 +61,7 @@ class RunningCall:
             _here.began = time.perf_counter(), time.thread_time()
         _here.calls += (self,)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         _here.calls = _here.calls[:-1]
         if _here.began is not None and not _here.calls:
             (began, busy), (spent, worked) = _here.began, _here.spent

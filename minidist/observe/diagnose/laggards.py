@@ -18,7 +18,7 @@ from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, S
 
 READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
 COSTS = 1.1         # times the others' processor time: from here on uneven data costs something
-WAITED = 0.5        # else nobody waits for it: its core is slower, and it has more of it
+WAITED = 0.5        # else no rank waits for it: its core is slower, and it has more of it
 LEAST = 0.002       # seconds a step: less is never worth a word
 PART = 0.002        # of a step: the same
 SURE = 10           # steps in which a rank that stands out does so certainly

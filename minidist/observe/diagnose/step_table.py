@@ -93,7 +93,7 @@ class StepTable:
                                                       _at_others(streak, longest)))]
 
     def shared(self, ranks: Collection[int]) -> bool:
-        """Whether they have no core of their own: for BUSY of the middle step they neither compute, read, nor call."""
+        """Whether they have no core of their own: for BUSY of the middle step they do not compute, read or call."""
         parts = [1 - (column("cpu")(line) + column("input")(line) + column("calls")(line)) / max(1e-9, line["seconds"])
                  for row in self.rows.values() for rank, line in row.items() if rank in ranks]
         return bool(parts) and statistics.median(parts) > BUSY

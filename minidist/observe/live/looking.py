@@ -113,13 +113,13 @@ class Looking:
         return self._alive(flights, lines)
 
     def _over(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run all of whose ranks have ended, and have left no metrics.json."""
+        """The state of a run whose ranks have all ended, and have left no metrics.json."""
         if all(flight.end == "" for flight in flights):
             return ENDED if lines else FINISHED, f"{_steps_text(lines, flights)}; every rank ended without an error"
         return DIED, self._why(DIED, _steps_text(lines, flights))
 
     def _alive(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run some of whose ranks go on."""
+        """The state of a run in which some ranks go on."""
         told, usual = _steps_text(lines, flights), lines[-1]["seconds"] if lines else 0.0
         quiet = max(flight.seen for flight in flights) - max(flight.newest for flight in flights)
         if all(flight.process == UNKNOWN for flight in flights):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from split import (
     BOUND,
     SIZES,
+    STEPS,
     any_job,
     blocks_again,
     check_equal,
@@ -88,7 +89,7 @@ def test_the_same_bytes_as_tensor_parallelism() -> None:
     changes = {"context": 8}
     ours, plain = (run(kind, 4, changes) for kind in (sequence, tensor))
     config = GPTConfig(**ours[0]["config"])
-    outside = 3 * 8 * 2 * 3 * outside_numbers(config)           # steps × bytes × 2(P-1)
+    outside = STEPS * 8 * 2 * 3 * outside_numbers(config)           # steps × bytes × 2(P-1)
     assert sent_along_the_axis(ours) == sent_along_the_axis(plain) + outside
     verbs = ours[0]["sent"]["world"]
     assert verbs.keys() == {"all_gather", "reduce_scatter", "all_reduce"}

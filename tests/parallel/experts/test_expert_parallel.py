@@ -68,7 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, dict[str, Any]]:
-    """One process, three steps of five sequences."""
+    """One process, STEPS steps of five sequences."""
     return {kind: run(1, moe, {})[0] for kind, moe in KINDS.items()}
 
 
@@ -77,7 +77,7 @@ def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: 
     """Five experts and five sequences on two to four ranks."""
     ranks = run(size, KINDS[kind], {})
     check(ranks, serial[kind])
-    check_traffic(ranks, KINDS[kind], steps=3)
+    check_traffic(ranks, KINDS[kind], steps=split.STEPS)
     assert kind != "capacity" or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
 
 
@@ -112,10 +112,10 @@ def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     ranks = run(size, KINDS[kind], {}, copies=copies, **options)
     check(ranks, run(1, KINDS[kind], {}, **options)[0])
     summed = sum(rank["sent"]["dp"]["all_reduce"] for rank in ranks)
-    assert summed == ITEM * 3 * 2 * (copies - 1) * 2 * MOE["experts"] * 2 * 16 * 64
+    assert summed == ITEM * split.STEPS * 2 * (copies - 1) * 2 * MOE["experts"] * 2 * 16 * 64
     moved = sum(rank["sent"].get("ep", {}).get("all_to_all", 0) for rank in ranks)
     assert moved == ITEM * 4 * sum(rank["rows"] for rank in ranks) * 16
-    assert sum(rank["sent"]["world"]["all_reduce"] for rank in ranks) == ITEM * 3 * ranks[0]["dense"]
+    assert sum(rank["sent"]["world"]["all_reduce"] for rank in ranks) == ITEM * split.STEPS * ranks[0]["dense"]
 
 
 @pytest.mark.parametrize(("kind", "moe", "changes"), [
@@ -129,7 +129,7 @@ def test_experts_times_tensor(kind: Any, moe: dict[str, Any], changes: dict[str,
     split.check_equal(ranks, split.run(kind, 1, changes)[0])
     formula = (tensor_parallel.elements_sent(config, ranks=3, tokens=18, recomputed=1) if kind is split.tensor else
                sequence_parallel.elements_sent(config, ranks=3, sequences=3, recomputed=1))
-    assert split.sent_along_the_axis(ranks) == 3 * ITEM * formula
+    assert split.sent_along_the_axis(ranks) == split.STEPS * ITEM * formula
 
 
 any_job = given(

@@ -37,7 +37,7 @@ from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_se
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, Any]:
-    """One process, three steps of three sequences."""
+    """One process, STEPS steps of three sequences."""
     return run(tensor, 1, {})[0]
 
 
