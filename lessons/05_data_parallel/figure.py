@@ -74,6 +74,7 @@ def _traffic(ax: Any, runs: list[dict[str, Any]]) -> None:
     handles.append(ax.lines[0])
     ax.legend(handles, [*(name for name, *_ in WHAT.values()), "DDP: a rank of the ring, in and out"], frameon=False,
               fontsize=9.5, labelcolor=look.INK, loc="upper left")
+    ax.set_xticks(range(1, len(runs) + 1))
     ax.set_xlim(0.3, len(runs) + 1.2)
     ax.set_xlabel("devices", color=look.SOFT, fontsize=10.5)
     ax.set_ylabel("MiB a step", color=look.SOFT, fontsize=10.5)
