@@ -21,11 +21,11 @@ _ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112              # CblasRowMajor, CblasNo
 _SEQUENTIAL = 1                                         # MKL_THREADING_SEQUENTIAL
 _KINDS = {np.dtype(np.float32): ("cblas_sgemm", ctypes.c_float), np.dtype(np.float64): ("cblas_dgemm", ctypes.c_double)}
 
-_in_use: "Products | None" = None
+_in_use: "HostProducts | None" = None
 
 
-class Products:
-    """Products by a library with CBLAS's interface.
+class HostProducts:
+    """HostProducts by a library with CBLAS's interface.
 
     Args:    library: with cblas_sgemm and cblas_dgemm; integer: the type of its lengths.
     """
@@ -86,13 +86,13 @@ def use(threads: int) -> None:
     _in_use = _loaded(find()) if threads == 1 else None
 
 
-def in_use() -> "Products | None":
+def in_use() -> "HostProducts | None":
     """What computes large products; None: NumPy."""
     return _in_use
 
 
 @lru_cache(maxsize=1)
-def _loaded(library: Path | None) -> Products | None:
+def _loaded(library: Path | None) -> HostProducts | None:
     """MKL without threads; None if there is none, or it cannot be loaded here."""
     if library is None:
         return None
@@ -101,4 +101,4 @@ def _loaded(library: Path | None) -> Products | None:
     except OSError:
         return None
     mkl.MKL_Set_Threading_Layer(_SEQUENTIAL)
-    return Products(mkl)
+    return HostProducts(mkl)

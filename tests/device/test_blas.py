@@ -1,4 +1,4 @@
-"""Products by a library with CBLAS's interface: NumPy's own BLAS stands in for MKL."""
+"""HostProducts by a library with CBLAS's interface: NumPy's own BLAS stands in for MKL."""
 
 import ctypes
 from pathlib import Path
@@ -15,14 +15,14 @@ SHAPES = [(256, 130, 140), (1, 2048, 2048), (2048, 2048, 1), (129, 257, 511)]
 
 
 @pytest.fixture(scope="module")
-def products() -> blas.Products:
+def products() -> blas.HostProducts:
     found = [library["filepath"] for library in threadpoolctl.threadpool_info() if "openblas" in library["filepath"]]
     if not found:
         pytest.skip("NumPy's BLAS here is not OpenBLAS")
     library = ctypes.CDLL(found[0])
     for suffix, integer in (("64_", ctypes.c_int64), ("", ctypes.c_int)):
         if hasattr(library, f"scipy_cblas_sgemm{suffix}"):
-            return blas.Products(SimpleNamespace(cblas_sgemm=getattr(library, f"scipy_cblas_sgemm{suffix}"),
+            return blas.HostProducts(SimpleNamespace(cblas_sgemm=getattr(library, f"scipy_cblas_sgemm{suffix}"),
                                                  cblas_dgemm=getattr(library, f"scipy_cblas_dgemm{suffix}")), integer)
     pytest.skip("NumPy's OpenBLAS has no CBLAS of SciPy's names")
 
@@ -37,7 +37,7 @@ def layouts(x: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_layout_gives_the_product(products: blas.Products, shape: tuple[int, int, int], kind: str) -> None:
+def test_any_layout_gives_the_product(products: blas.HostProducts, shape: tuple[int, int, int], kind: str) -> None:
     (m, k, n), rng = shape, np.random.default_rng(0)
     a, b = rng.standard_normal((m, k)).astype(kind), rng.standard_normal((k, n)).astype(kind)
     expected, taken = a.astype("float64") @ b.astype("float64"), 0
@@ -53,7 +53,7 @@ def test_any_layout_gives_the_product(products: blas.Products, shape: tuple[int,
     assert taken >= 18      # three layouts of each have whole rows or columns; both with and without `out`
 
 
-def test_what_is_left_to_numpy(products: blas.Products) -> None:
+def test_what_is_left_to_numpy(products: blas.HostProducts) -> None:
     a, b = np.ones((512, 256), np.float32), np.ones((256, 64), np.float32)
     square = np.ones((256, 256), np.float32)
     assert products.multiply(a, b) is not None
@@ -68,7 +68,7 @@ def test_what_is_left_to_numpy(products: blas.Products) -> None:
     assert products.multiply(np.broadcast_to(a[:1], (512, 256)), b) is None, "rows that lie upon each other"
 
 
-def test_matmul_takes_it_and_low_precision_too(products: blas.Products, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_takes_it_and_low_precision_too(products: blas.HostProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def counted(a: Any, b: Any, out: Any = None) -> Any:
