@@ -10,6 +10,8 @@ from minidist.observe.samples import stairs
 
 STATE = ("parameters", "gradients", "optimizer")
 PHASES = {"forward": "forward", "backward": "backward", "wait for gradients": "wait", "optimizer": "optimizer"}
+STEPS = {"forward": "2, 3", "backward": "4", "wait for gradients": "5", "optimizer": "6, 7"}
+"""The notes' numbers of a phase that was recorded, alike under every stage (N0:331, 350, 368); 1 is the batch."""
 
 
 def memory_over_time(ax: Any, record: dict[str, Any], categories: tuple[str, ...], *, top: float | None = None) -> None:
@@ -57,7 +59,10 @@ def memory_by_change(ax: Any, record: dict[str, Any], categories: tuple[str, ...
 
 
 def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> None:
-    """Forward, backward and optimizer as a stripe under the axis, on which `place` says where a moment is."""
+    """Forward, backward and optimizer as a stripe under the axis, on which `place` says where a moment is.
+
+    Each recorded phase bears the notes' numbers of its steps.
+    """
     ax.set_xticks([])
     for span in record["spans"]:
         if span["name"] in PHASES and span["start"] >= record["start"]:
@@ -65,7 +70,7 @@ def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> 
             ax.axvspan(left, right, ymin=-0.075, ymax=-0.015, color=look.PHASES[PHASES[span["name"]]],
                        clip_on=False)
             if right - left > 0.15 * ax.get_xlim()[1]:      # else there is no room
-                ax.annotate(span["name"].split()[0], ((left + right) / 2, 0), (0, -19),
+                ax.annotate(f"{STEPS[span['name']]}  {span['name'].split()[0]}", ((left + right) / 2, 0), (0, -19),
                             xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="top",
                             fontsize=9.5, color=look.SOFT)
 

@@ -16,10 +16,11 @@ from minidist.grading import load_module
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "05")
 RANKS, MOST = 4, 8
-WHAT = {"broadcast": ("the model, out", look.MEMORY["parameters"]),
-        "reduce": ("gradients, in", look.MEMORY["gradients"]),
-        "gather": ("outputs, in", look.MEMORY["activations"]),
-        "scatter": ("their gradients and inputs, out", look.MEMORY["communication"])}
+WHAT = {"broadcast": ("the model, out", look.MEMORY["parameters"], "DP 2"),
+        "reduce": ("gradients, in", look.MEMORY["gradients"], "DP 5"),
+        "gather": ("outputs, in", look.MEMORY["activations"], "DP 3"),
+        "scatter": ("their gradients and inputs, out", look.MEMORY["communication"], "DP 1, 4")}
+"""What each verb carries, its colour, and the notes' step (N0:133)."""
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 7.2, title,
                              f"GPT of {config.layers} layers, width {config.width}, vocabulary {config.vocabulary}, "
                              f"sequences of {config.context} tokens, float32, Adam; counted by the ledger and the "
-                             "memory account.")
+                             "memory account. DP 1 to 5: N0:133.")
     _traffic(figure.add_axes((0.06, 0.48, 0.40, 0.34)), recorded["traffic"])
     _memory(figure.add_axes((0.55, 0.48, 0.42, 0.34)), recorded["dp"], recorded["ddp"])
     for place, key, title in ((0.06, "python", "Small products: Python"), (0.55, "blas", "Large products: BLAS")):
@@ -60,17 +61,21 @@ def _traffic(ax: Any, runs: list[dict[str, Any]]) -> None:
     look.quiet(ax, grid="y")
     for replicas, run in enumerate(runs, start=1):
         floor = 0.0
-        for verb, (_, color) in WHAT.items():
+        for verb, (_, color, number) in WHAT.items():
             height = (run["sent"].get(verb, 0) + run["received"].get(verb, 0)) / 2**20
             ax.bar(replicas, height, 0.62, floor, color=color, edgecolor="white", linewidth=0.8)
+            if replicas == len(runs):
+                ax.text(replicas + 0.38, floor + height / 2, number, fontsize=9, va="center", color=look.INK)
             floor += height
     ring = [2 * FORMULAS["all_reduce", "ring"].bytes_of(Case(size=size, nbytes=run["model"])) / size / 2**20
             for size, run in enumerate(runs, start=1)]
     ax.plot(range(1, len(runs) + 1), ring, color=look.INK, linewidth=1.8, marker="o", markersize=4)
-    handles = [look.patch(color) for _, color in WHAT.values()]
+    handles = [look.patch(color) for _, color, _ in WHAT.values()]
     handles.append(ax.lines[0])
-    ax.legend(handles, [*(name for name, _ in WHAT.values()), "DDP: a rank of the ring, in and out"], frameon=False,
+    ax.legend(handles, [*(name for name, *_ in WHAT.values()), "DDP: a rank of the ring, in and out"], frameon=False,
               fontsize=9.5, labelcolor=look.INK, loc="upper left")
+    ax.set_xticks(range(1, len(runs) + 1))
+    ax.set_xlim(0.3, len(runs) + 1.2)
     ax.set_xlabel("devices", color=look.SOFT, fontsize=10.5)
     ax.set_ylabel("MiB a step", color=look.SOFT, fontsize=10.5)
     look.caption(ax, "Through device 0 in one step, 2 sequences a device")

@@ -43,7 +43,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 5.0, "ZeRO-1 divides the optimizer's state, and nothing else",
                              f"Rank 0 of {RANKS} through a recorded step, from array to array that came or went; "
                              f"float32 with Adam, {lab.MEASURED.layers} layers of width {lab.MEASURED.width}. "
-                             "Right: on 1 to 4 ranks.")
+                             "Right: on 1 to 4 ranks. Steps as in N0:331.")
     top = 1.08 * max(sum(now[name] for name in HELD) for step in recorded["steps"].values()
                      for _, now in step["samples"]) / 2**20
     for place, (stage, step) in enumerate(recorded["steps"].items()):

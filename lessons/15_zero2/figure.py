@@ -28,7 +28,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded."""
     figure = look.new_figure(13.5, 6.6, "ZeRO-2: gradients come, travel and go, bucket by bucket",
                              f"Rank 0 of {RANKS} through the quickest of 11 recorded steps; float32 with Adam, "
-                             f"{lab.MEASURED.layers} layers of width {lab.MEASURED.width}. Below: gradients alone.")
+                             f"{lab.MEASURED.layers} layers of width {lab.MEASURED.width}. Below: gradients alone. "
+                             "Steps as in N0:350.")
     steps = recorded["steps"]
     top = 1.08 * max(sum(now[name] for name in HELD) for _, step in steps for _, now in step["samples"]) / 2**20
     for place, (stage, step) in enumerate(steps):
@@ -64,7 +65,7 @@ def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
     ax.set_xlim(0, times[-1])
     ax.set_ylim(0, 1.3 * whole)
     ax.set_xlabel("milliseconds", color=look.SOFT, fontsize=10.5)
-    look.caption(ax, f"{lab.NAMES[stage]}: gradients, MiB; blue: each bucket's reduce-scatter")
+    look.caption(ax, f"{lab.NAMES[stage]}: gradients, MiB; blue: step 5, each bucket's reduce-scatter")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from minidist.comm.transports.throttled import delayed
 from minidist.grading import load_module
 from minidist.observe.overlap import measure
 from minidist.observe.samples import stairs
-from minidist.observe.timeline import Timeline
+from minidist.observe.timeline import Span, Timeline
 
 HERE = Path(__file__).resolve().parent
 lesson = load_module(HERE / "lesson.py", "16")
@@ -41,7 +41,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 7.4, "ZeRO-3: a unit's weights come before its turn and go after it",
                              f"Rank 0 of {RANKS}, the quickest of 19 recorded steps; {lesson.TIMED.layers} layers of "
                              f"width {lesson.TIMED.width}; a message takes {lesson.ALPHA * 1e6:.0f} µs + bytes / "
-                             f"({lesson.BANDWIDTH / 1e6:.0f} MB/s).")
+                             f"({lesson.BANDWIDTH / 1e6:.0f} MB/s). Numbers: the notes' steps (N0:368).")
     longest = max(step["stop"] - step["start"] for _, step in recorded["steps"])
     for place, (ahead, step) in enumerate(recorded["steps"]):
         top = 0.55 - 0.425 * place
@@ -75,6 +75,7 @@ def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
     """Computing and collectives; returns the hidden share of this step."""
     spans = overlap_plots.spans_of(step["spans"])
     overlap_plots.draw_step(ax, [span for span in spans if span.name != "step" or span.start == step["start"]])
+    _steps(ax, [span for span in spans if span.start >= step["start"]], step["start"])
     ax.set_xlim(0, 1e3 * longest)
     ax.tick_params(colors=look.SOFT)
     ax.spines["bottom"].set_color("#9aa5b1")
@@ -82,6 +83,17 @@ def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
     timeline = Timeline(0)
     timeline.spans = [span for span in spans if span.start >= step["start"]]
     return measure(timeline).share
+
+
+def _steps(ax: Any, spans: list[Span], begin: float) -> None:
+    """The notes' numbers (N0:368), each where its first span was recorded: 2 and 4 gather too."""
+    backward = min(span.start for span in spans if span.name == "backward")
+    for number, height, what in (("2, 3", 1.0, "forward"), ("4", 1.0, "backward"), ("6, 7", 1.0, "optimizer"),
+                                 ("2", 0.0, "all_gather"), ("4", 0.0, "all_gather"), ("5", 0.0, "reduce_scatter")):
+        after = backward if number == "4" else begin
+        starts = [span.start for span in spans if what in (span.name, span.details.get("verb")) and span.start >= after]
+        if starts:
+            ax.text(1e3 * (min(starts) - begin), height + 0.33, number, fontsize=9, va="bottom", color=look.INK)
 
 
 if __name__ == "__main__":

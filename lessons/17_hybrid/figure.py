@@ -59,7 +59,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: which ranks talk, how much, and when",
                              f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
                              f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
-                             "two ends. Below: stages that sleep.")
+                             "two ends. Below: stages that sleep; steps as in N0:454.")
     _cube(figure.add_axes((0.02, 0.51, 0.31, 0.33)), recorded["links"])
     _axes(figure.add_axes((0.405, 0.56, 0.23, 0.28)), recorded["links"])
     _layouts(figure.add_axes((0.765, 0.56, 0.22, 0.28)), recorded["crossings"])
@@ -169,8 +169,13 @@ def _timeline(ax: Any, timelines: list[Timeline]) -> None:
 
 
 def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
-    """One stretch of one rank."""
+    """One stretch of one rank, with the number of the notes' step that it is the first of, or the last before 2.2."""
     axis = span.details.get("axis")
+    number = _step_number(rank, span)
+    if number:
+        light = span.name == "forward"
+        ax.text(left + 1.5, rank - 0.24, number, ha="left", va="center_baseline", fontsize=8, fontweight="bold",
+                color=look.INK if light else "white", zorder=3)
     if span.name in ("forward", "backward"):
         ax.barh(rank, width, 0.84, left, color=look.PHASES[span.name], edgecolor="white", linewidth=0.7)
         ax.text(left + 1.5, rank + 0.08, str(span.details["microbatch"]), ha="left", va="center_baseline", fontsize=9,
@@ -183,6 +188,18 @@ def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
         on = span.details["dst"] > rank
         ax.plot(left, rank + (0.42 if on else -0.42), "v" if on else "^", color=COLORS["pp"], markersize=8, zorder=4,
                 markeredgecolor="white", markeredgewidth=0.5, clip_on=False)
+
+
+def _step_number(rank: int, span: Any) -> str:
+    """"1.1" for the first microbatch's forward of a first stage, and so on; "" for stretches without a number."""
+    stage, microbatch = rank // 2 % 2, span.details.get("microbatch")
+    if span.name == "forward":
+        return f"1.{stage + 1}" if microbatch == 0 else ""
+    if span.name == "backward":
+        return "2.1" if microbatch == lab.MICROBATCHES - 1 else "1.3" if microbatch == 0 and stage == 1 else ""
+    if span.name == "optimizer":
+        return "2.3"
+    return "2.2" if span.row == "communication" and span.details.get("axis") == "dp" else ""
 
 
 def _draw_five(groups: list[dict[str, list[int]]], folder: Path) -> None:

@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from minidist.cli.machine_drawing import drawing
 from minidist.comm.cost.link_model import Profile, load_profile, profile_path
 from minidist.console import write_json
+from minidist.device import blas as mkl
 from minidist.device import cores
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import check_writable
@@ -120,6 +121,10 @@ def _software() -> Iterator[Finding]:
                      for library in libraries)
     yield Finding("NumPy", OK, f"{np.__version__} with {blas or 'a BLAS that threadpoolctl does not know'}",
                   "" if blas else "ranks cannot share the cores by themselves: set OMP_NUM_THREADS")
+    if (library := mkl.find()) is not None:
+        yield Finding("MKL", OK, f"large products of ranks with one BLAS thread are its: {library}")
+    elif "Intel" in processor():
+        yield Finding("MKL", OPTIONAL, "not installed: all products are NumPy's", "pip install -e '.[mkl]'")
 
 
 def _hardware() -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from minidist.device import cublas, float16
+from minidist.device import blas, cublas, float16
 from minidist.errors import ConfigError, DeviceError
 
 Array: TypeAlias = Any  # a numpy.ndarray or a cupy.ndarray; CuPy has no types to name here
@@ -268,14 +268,17 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), into `out`; low precision adds in float32 and is rounded once.
 
     NumPy's float16 matmul is 420 times slower than its float32 matmul, and CuPy's takes low precision only in two dims
-    (it upcasts float16, and has no batched bfloat16). So the other cases are computed in float32.
+    (it upcasts float16, and has no batched bfloat16). So the other cases are computed in float32. Large products of
+    matrices on the host are MKL's where it is installed (blas.py).
     """
     xp, instead = array_module(a, b), cublas.current()
     if instead is not None and xp is not np:
         return instead.multiply(a, b, out)
+    if xp is np and (fast := blas.in_use()) is not None and (product := fast.multiply(a, b, out)) is not None:
+        return product
     if a.dtype not in LOW_PRECISION or (xp is not np and not on_host(a) and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
-    return narrow(xp.matmul(widen(a), widen(b)), a.dtype, out)
+    return narrow(matmul(widen(a), widen(b)), a.dtype, out)
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers

@@ -35,6 +35,7 @@ from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, endin
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device import blas
 from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
@@ -309,4 +310,5 @@ def limit_blas_threads(threads: int | None, local_size: int, libraries: Threadpo
     """
     count = threads or max(1, of_all_ranks() // local_size)
     (libraries or ThreadpoolController()).limit(limits=count, user_api="blas")
+    blas.use(count)
     return count

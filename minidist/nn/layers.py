@@ -123,5 +123,5 @@ class MLP(Module):
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         """The key is unused here; a mixture (moe.py) in place of the MLP needs it."""
         if self.gate is None:
-            return self.down(ops.gelu(self.up(x, bias=False), self.up.bias))
+            return self.down(ops.gelu(self.up(x, bias=False), self.up.bias, overwrite=True))
         return self.down(ops.swiglu(self.gate(x), self.up(x)))

@@ -5,27 +5,22 @@ import sys
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from minidist.device import blas
+from minidist.device.processor import processor
+
+__all__ = ["machine", "processor"]
+
 
 def machine() -> dict[str, Any]:
-    """Date, cores, processor, system, versions and command line, by name."""
+    """Date, cores, processor, system, versions and command line, by name; of MKL only where large products use it."""
     versions = {}
-    for name in ("minidist", "numpy", "mpi4py", "mpich", "torch"):
+    for name in ("minidist", "numpy", *(["mkl"] if blas.find() else []), "mpi4py", "mpich", "torch"):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cores": psutil.cpu_count(),
             "processor": processor(), "system": platform.system(), "python": platform.python_version(),
             "versions": versions, "command": " ".join(["minidist", *sys.argv[1:]])}
-
-
-def processor() -> str:
-    """The processor's name from /proc/cpuinfo, or the platform's name for it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -12,7 +12,7 @@ import numpy as np
 from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, narrow, on_host, widen
+from minidist.device.backend import LOW_PRECISION, Array, array_module, narrow, on_host, widen
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
@@ -86,21 +86,30 @@ def _run_block(xp: Any, block: _Block, near: float, far: float, x: Array, y: Arr
         y[where], slope[where] = results
 
 
-def _value_and_slope(block: _Block, near: _Bounds, far: _Bounds, x: Array,
-                     bias: Array | None = None) -> tuple[Array, Array]:
-    """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype."""
+def _value_and_slope(block: _Block, near: _Bounds, far: _Bounds, x: Array, bias: Array | None = None,
+                     overwrite: bool = False) -> tuple[Array, Array]:
+    """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype.
+
+    overwrite: the value may take the place of x: 4 bytes a number less that come from memory and go there.
+    """
     xp = array_module(x)
-    wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)
-    y = xp.empty_like(wide) if bias is None else wide           # a block has read x for the last time when it writes y
-    slope, blocks, kind = xp.empty_like(wide), list(row_blocks(wide)), wide.dtype.itemsize // 8
-    room = xp.empty((2, blocks[0].stop if blocks else 0), wide.dtype)
+    wide = xp.ascontiguousarray(widen(x))
+    wide = wide.reshape(-1) if bias is None else rows(wide)
+    ours = overwrite or x.dtype in LOW_PRECISION or not x.flags.c_contiguous
+    y, slope = wide if ours else xp.empty_like(wide), xp.empty_like(wide)
+    blocks, kind = list(row_blocks(wide)) if wide.size else [], wide.dtype.itemsize // 8
+    room = xp.empty((2, wide[blocks[0]].size if blocks else 0), wide.dtype)
     for at in blocks:
-        _run_block(xp, block, near[kind], far[kind], wide[at], y[at], slope[at], room[:, :at.stop - at.start])
+        part, value = wide[at], y[at]
+        if bias is not None:
+            part = xp.add(part, widen(bias), out=value)     # a block has read x for the last time when it writes y
+        _run_block(xp, block, near[kind], far[kind], part.reshape(-1), value.reshape(-1), slope[at].reshape(-1),
+                   room[:, :part.size])
     return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
 
 
-def _gelu(x: Array, bias: Array | None) -> tuple[Array, Array]:
-    return _value_and_slope(_gelu_block, (9.9, 21), (12, 24), x, bias)
+def _gelu(x: Array, bias: Array | None, overwrite: bool = False) -> tuple[Array, Array]:
+    return _value_and_slope(_gelu_block, (9.9, 21), (12, 24), x, bias, overwrite)
 
 
 def _silu(x: Array) -> tuple[Array, Array]:
@@ -108,10 +117,11 @@ def _silu(x: Array) -> tuple[Array, Array]:
 
 
 @op
-def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
+def gelu(x: Array, bias: Array | None = None, *, overwrite: bool = False) -> tuple[Array, Saved]:
     """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016.
 
     Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding.
+             overwrite: on the host the result may lie where x lies; for an x that has no other user.
     Raises:  ShapeError if the bias does not fit.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
@@ -119,7 +129,7 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     fast = kernel("gelu", *((x,) if bias is None else (x, bias)))
     if fast is not None:
         return fast(x, bias), saved(x=x, bias=bias, slope=None)
-    y, slope = _gelu(x, bias)
+    y, slope = _gelu(x, bias, overwrite)
     return y, saved(slope=slope)
 
 

@@ -23,14 +23,20 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is subtracted first."""
     xp = array_module(x)
     wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
+    b_wide = None if b is None else widen(b)
     n = wide.shape[1]
     y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
     average = xp.full((n, 1), 1.0 / max(1, n), wide.dtype)     # x @ average is the mean of each row, by BLAS
     for where in row_blocks(wide):
-        centred = wide[where] if b is None else wide[where] - wide[where] @ average
-        scale[where] = 1.0 / xp.sqrt((centred * centred) @ average + eps)
-        hat[where] = centred * scale[where]
-        y[where] = hat[where] * w_wide if b is None else hat[where] * w_wide + widen(b)
+        part, h, out = wide[where], hat[where], y[where]        # written where the next pass reads: no new array
+        if b is not None:
+            part = xp.subtract(part, part @ average, out=h)
+        xp.multiply(part, part, out=out)
+        scale[where] = 1.0 / xp.sqrt(out @ average + eps)
+        xp.multiply(part, scale[where], out=h)
+        xp.multiply(h, w_wide, out=out)
+        if b is not None:
+            out += b_wide
     return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 

@@ -218,3 +218,28 @@ def test_softmax_along_any_dim(dim, seed):
     np.testing.assert_allclose(y.sum(axis=dim), 1.0)
     np.testing.assert_allclose(np.log(y), ops.log_softmax(x, dim=dim).data, atol=1e-12)
     np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(axis=dim, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_gelu_may_lie_where_x_lay(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x, bias = rng.standard_normal((300, 257)).astype(kind), rng.standard_normal(257).astype(kind)
+    x[3, 5], x[4, 6] = 40.0, -40.0                          # far out: computed apart
+    dy, gradients = rng.standard_normal(x.shape).astype(kind), []
+    for overwrite in (False, True):
+        source, b = tensor(x.copy(), requires_grad=True), tensor(bias, requires_grad=True)
+        y = ops.gelu(source, b, overwrite=overwrite)
+        assert np.shares_memory(y.data, source.data) is overwrite
+        assert np.array_equal(source.data, x) is not overwrite
+        y.backward(dy)
+        gradients.append((y.data, source.grad, b.grad))
+    for kept, overwritten in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(kept, overwritten)
+
+
+def test_gelu_leaves_an_x_that_is_not_to_be_overwritten() -> None:
+    x = np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6)
+    for part in (x, x.T, x.astype("float16"), x[:, ::2]):
+        before = part.copy()
+        ops.gelu(part)
+        np.testing.assert_array_equal(part, before)

@@ -1,0 +1,13 @@
+"""The name of the processor."""
+
+import platform
+from pathlib import Path
+
+
+def processor() -> str:
+    """The processor's name from /proc/cpuinfo, or the platform's name for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
