@@ -75,6 +75,10 @@ class PendingCall(Pending, RunningCall):
     def done(self) -> bool:
         return self.finished.is_set()
 
+    def ended_within(self, seconds: float) -> bool:
+        """Whether the call has ended at the latest after so many seconds; no wait of the program, and none is told."""
+        return self.finished.wait(seconds)
+
 
 @entries
 class PendingMessage(Pending, RunningCall):
