@@ -8,6 +8,7 @@ one goes first whose layer forward needs first:
     communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1 | layer 2, slice 1
 
 A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and costs a latency more.
+While a slice travels the next one is chosen already, or the link would stand idle as long as the choice takes.
 The n-th collective of a group must be the same on all ranks, and their backwards are not equally far. So rank 0 chooses,
 and tells the others before each slice (ByteScheduler does the same for all-reduce).
 
@@ -78,7 +79,8 @@ class UrgentSums:
         self._sent[piece].wait()
 
     def _run(self) -> None:
-        """Choose, or hear what rank 0 has chosen; send it; wait until it has arrived, so that the next can be chosen."""
+        """Choose, or hear what rank 0 has chosen, and send it, as soon as at most one slice is under way."""
+        before: Any = None
         try:
             with account.use(self._account), self.sums.ledger.aside(self._phase):
                 for _ in range(self.count):
@@ -89,8 +91,9 @@ class UrgentSums:
                         self._sent[piece] = call
                         self.order.append(piece)
                         self._changed.notify_all()
-                    while not call.ended_within(1.0):   # the call's own waits have limits
+                    while before is not None and not before.ended_within(1.0):      # its own waits have limits
                         pass
+                    before = call
         except BaseException as error:      # raised by wait()
             with self._changed:
                 self._error = error
