@@ -30,7 +30,10 @@ WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
 def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int, progress: Callable[[str], None],
                 kept: KeptMeasurements, job: str = "") -> dict[str, LocalStep]:
-    """The step of median length of each way over a link that takes no time; ways take turns. Args: job: in kept names."""
+    """The step of median length of each way over a link that takes no time; ways take turns.
+
+    Args:    job: of the ranks, in the kept names.
+    """
     found: dict[str, list[LocalStep]] = {way.text: [] for way in ways}
 
     def turn(way: SendingWay, number: int) -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ one goes first whose layer forward needs first:
     compute         … backward: layer 2 | layer 1 | wait | forward: layer 1 | layer 2 | …
     communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1 | layer 2, slice 1
 
-A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and costs a latency more.
-While a slice travels the next one is chosen already, or the link would stand idle as long as the choice takes.
-The n-th collective of a group must be the same on all ranks, and their backwards are not equally far. So rank 0 chooses,
-and tells the others before each slice (ByteScheduler does the same for all-reduce).
+A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and costs a latency
+more. While a slice travels the next one is chosen already, or the link would stand idle as long as the choice takes.
+The n-th collective of a group must be the same on all ranks, and their backwards are not equally far. So rank 0
+chooses, and tells the others before each slice (ByteScheduler does the same for all-reduce).
 
 What it cannot do: clip the gradient, because the norm needs all sums before the first update; scale a loss (float16),
 for the same reason.
@@ -18,7 +18,8 @@ for the same reason.
 Cost, a step and rank: as DDP's bytes; 2(P-1) messages a slice, and under `control` one broadcast of 8 bytes a slice.
 
 notes:   N2 §11.1
-Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (ByteScheduler).
+Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DNN Training Acceleration", which is
+         ByteScheduler.
 """
 
 import heapq
@@ -111,7 +112,7 @@ class UrgentSums:
         return int(urgency), int(place)
 
     def _until(self, true: Any) -> None:
-        """Wait until a condition holds. Raises: the error of a call before; TimeoutError after the transport's limit."""
+        """Wait until a condition holds. Raises: the error of a call before; TimeoutError after the limit."""
         limit = self.sums.transport.limit
         deadline = time.monotonic() + limit
         with self._changed:

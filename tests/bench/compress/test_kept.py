@@ -81,7 +81,8 @@ def test_other_options_are_refused(tmp_path):
         KeptMeasurements(path, {**SETTING, "lr": 0.2})
 
 
-@pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"setting": 3}\n', '{"setting": {}}\n{"name": "x"}\n', "\xff\xfe"])
+@pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"setting": 3}\n', '{"setting": {}}\n{"name": "x"}\n',
+                                  "\xff\xfe"])
 def test_another_file_is_refused(text, tmp_path):
     (tmp_path / "kept").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="name a new file"):
