@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist bench compress`."""
     parser.add_argument("--ways", type=split_ways, metavar="WAY,WAY",
                         help=f"schemes of `minidist train --compress` with their options, and {LOCAL_STEPS}:every=H,"
-                             f"outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME ({WAYS}; with --advise "
-                             f"{check.SCHEMES})")
+                             f"outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME,rate=FACTOR ({WAYS}; "
+                             f"with --advise {check.SCHEMES})")
     parser.add_argument("-n", "--ranks", type=counts, metavar="N", help="ranks (4; with --advise 2,4)")
     parser.add_argument("--bandwidths", type=bandwidths, metavar="SPEED,SPEED",
                         help=f"of the links ({FEW}; with --full or --advise {ALL})")

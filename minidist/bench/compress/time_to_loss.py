@@ -1,7 +1,8 @@
 """The time until a training reaches a loss, by scheme and bandwidth, without training it over each link.
 
     curve       each way is trained once over a link that takes no time: the link changes no number of a training
-    steps       until the loss of the validation text first is at most the target, in steps of `every`
+    steps       until the loss of some rows of the validation text first is at most the target, in steps of `every`
+    last loss   of the whole validation text, because some rows tell two ways apart to some per cent only
     step        measured over each link, the median; of local steps the mean over a period
     time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
 
@@ -50,11 +51,12 @@ def slowest(answers: list[dict[str, Any]]) -> list[float]:
 
 
 def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
-          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int]:
+          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int, float]:
     """Train `way` from its begin.
 
     Args:    until: stop when the loss is at most this.
-    Returns: the curve, the seconds of its steps, the bytes that rank 0 has sent.
+    Returns: the curve, of some rows of the validation text; the seconds of its steps; the bytes that rank 0 has sent;
+             the last loss of the whole validation text.
     """
     ranks.ask(what="open", way=way.text)
     curve: Curve = []
@@ -71,7 +73,7 @@ def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: flo
         progress(f"training {way.text}: step {curve[-1][0]} of {steps}, loss {curve[-1][1]:.4f}")
         if until is not None and curve[-1][1] <= until:
             break
-    return curve, seconds, nbytes
+    return curve, seconds, nbytes, ranks.ask(what="loss", whole=True)[0]
 
 
 def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
@@ -121,22 +123,23 @@ def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: 
              through: the bandwidth at which the best way is run to its end; `none` is at the highest.
              kept: what was measured before.
     """
-    curves, sent = {}, {}
+    curves, sent, losses = {}, {}, {}
     for way in ways:
         if not way.follows_link:
-            curves[way.text], _, nbytes = kept.once(
+            curves[way.text], _, nbytes, losses[way.text] = kept.once(
                 f"curve of {way.text}", partial(train, ranks, way, steps, every, progress=progress))
             sent[way.text] = nbytes / steps
-            keep(f"{way.text}: loss {curves[way.text][-1][1]:.4f} after {steps} steps")
+            keep(f"{way.text}: loss {losses[way.text]:.4f} after {steps} steps")
     plain = curves[PLAIN]
     goal = (1 + SLACK) * plain[-1][1] if target is None else target
     median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept)
-    rows = [_row(way, curves[way.text], sent[way.text], median, links, goal) for way in ways if not way.follows_link]
+    rows = [{"loss": losses[way.text], **_row(way, curves[way.text], sent[way.text], median, links, goal)}
+            for way in ways if not way.follows_link]
     for way in ways:
         if way.follows_link:
             rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress, kept))
     for row in rows:            # the adaptive ratio's trainings end at the target
-        row["above_plain"] = row["loss"] / plain[-1][1] - 1 if row["way"] in curves else None
+        row["above_plain"] = row["loss"] / losses[PLAIN] - 1 if row["way"] in curves else None
     return {"target": goal, "rows": rows,
             "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress, kept)
                         for way, bandwidth in _cells(ways, rows, links, through)]}
@@ -150,15 +153,15 @@ def _row(way: SendingWay, curve: Curve, nbytes: float, median: dict[str, list[fl
     for bandwidth, step, plain_step in zip(links.bandwidths, median[way.text], median[PLAIN], strict=True):
         seconds = None if steps is None else way.seconds(steps, step, plain_step)
         cells.append({"bandwidth": bandwidth, "step_seconds": step, "steps": steps, "seconds": seconds})
-    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes, "curve": curve, "cells": cells}
+    return {"way": way.text, "nbytes": nbytes, "curve": curve, "cells": cells}
 
 
 def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, every: int, goal: float,
                   progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
     """The adaptive ratio, trained over each link until the target is reached; loss and curve: of the last link."""
-    cells, curve, nbytes = [], Curve(), 0
+    cells, curve, nbytes, loss = [], Curve(), 0, 0.0
     for bandwidth in links.bandwidths:
-        curve, seconds, nbytes = kept.once(
+        curve, seconds, nbytes, loss = kept.once(
             f"{way.text} at {bandwidth_text(bandwidth)} until {goal!r}",
             partial(train, ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
                     progress=after(bandwidth_text(bandwidth), progress)))
@@ -166,7 +169,7 @@ def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, eve
         cells.append({"bandwidth": bandwidth, "step_seconds": seconds / curve[-1][0], "steps": needed,
                       "seconds": None if needed is None else seconds, "loss": curve[-1][1],
                       "nbytes": nbytes / curve[-1][0]})
-    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
+    return {"way": way.text, "loss": loss, "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
 
 
 def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
@@ -194,7 +197,7 @@ def _run_through(ranks: RankJob, way: SendingWay, bandwidth: float, links: Links
     told = {"way": way.text, "bandwidth": bandwidth, "steps": cell["steps"], "predicted": cell["seconds"]}
     if cell["steps"] is None:
         return {**told, "measured": None, "loss": None}
-    curve, seconds, _ = kept.once(
+    curve, seconds, _, _ = kept.once(
         f"{way.text} at {bandwidth_text(bandwidth)} to the end, {cell['steps']} steps",
         partial(train, ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
                 progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress)))
