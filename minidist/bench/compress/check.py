@@ -1,4 +1,8 @@
-"""The adviser's measurements: steps over a link that takes no time, and with --check over each link."""
+"""The adviser's measurements: steps over a link that takes no time, and with --check over each link.
+
+Of all steps of a way over a link the shortest counts: other programs, and the ranks themselves where they share cores,
+only lengthen a step, each time by something else.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,7 +34,7 @@ WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
 def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int, progress: Callable[[str], None],
                 kept: KeptMeasurements, job: str = "") -> dict[str, LocalStep]:
-    """The step of median length of each way over a link that takes no time; ways take turns.
+    """The shortest step of each way over a link that takes no time; ways take turns.
 
     Args:    job: of the ranks, in the kept names.
     """
@@ -45,7 +49,7 @@ def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int, progres
         for way in ways:
             steps = kept.once(f"{job}{way.text} over a link of no time, round {number}", partial(turn, way, number))
             found[way.text] += [LocalStep(**step) for step in steps]
-    return {way: sorted(steps, key=lambda step: step.seconds)[len(steps) // 2] for way, steps in found.items()}
+    return {way: min(steps, key=lambda step: step.seconds) for way, steps in found.items()}
 
 
 def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
@@ -70,7 +74,7 @@ def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, 
     """
     local = local_steps(ranks, ways, rounds, progress, kept, f"{size} ranks: ")
     cells = advice(local, size, links)
-    measured = measured_steps(ranks, ways, links, rounds, progress, kept, f"{size} ranks: ") if check else None
+    measured = measured_steps(ranks, ways, links, rounds, progress, kept, f"{size} ranks: ", min) if check else None
     if measured is not None:
         places = {bandwidth: index for index, bandwidth in enumerate(links.bandwidths)}
         cells = [replace(cell, measured=(measured[PLAIN][places[cell.bandwidth]],

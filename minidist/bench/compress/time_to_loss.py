@@ -78,10 +78,13 @@ def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: flo
 
 def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
                progress: Callable[[str], None]) -> None:
-    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth."""
-    ranks.ask(what="open", way=way.text, timed=True)
+    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth.
+
+    Each link sees the same steps of the training, because some schemes send less in later ones (threshold, predict).
+    """
     for bandwidth, found in zip(links.bandwidths, times, strict=True):
         progress(f"timing {way.text} at {bandwidth_text(bandwidth)}")
+        ranks.ask(what="open", way=way.text, timed=True)
         more = 1
         while more:
             answers = ranks.ask(what="steps", steps=way.period * more, alpha=links.alpha, beta=1 / bandwidth)
@@ -92,8 +95,12 @@ def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[f
 
 
 def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
-                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "") -> dict[str, list[float]]:
-    """The median step of each way over each link; ways take turns. Args: job: of the ranks, in the kept names."""
+                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "",
+                   one_of: Callable[[list[float]], float] = statistics.median) -> dict[str, list[float]]:
+    """A step of each way over each link; ways take turns.
+
+    Args:    job: of the ranks, in the kept names; one_of: which of the measured steps.
+    """
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
 
     def turn(way: SendingWay, number: int) -> list[list[float]]:
@@ -106,7 +113,7 @@ def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rou
             found = kept.once(f"{job}steps of {way.text}, round {number}", partial(turn, way, number))
             for all_rounds, one in zip(times[way.text], found, strict=True):
                 all_rounds += one
-    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+    return {way: [one_of(found) for found in of_it] for way, of_it in times.items()}
 
 
 def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
