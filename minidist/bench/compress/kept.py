@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from minidist.errors import ConfigError
 
@@ -52,7 +52,7 @@ class KeptMeasurements:
 
 
 @contextmanager
-def open_kept(path: str, mode: str) -> Iterator[TextIO]:
+def open_kept(path: str, mode: str) -> Iterator[IO[str]]:
     """The file, to write to. Raises: ConfigError if it cannot be written."""
     try:
         with open(path, mode) as file:

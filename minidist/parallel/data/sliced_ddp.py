@@ -62,7 +62,8 @@ class UrgentSums:
         self._ready: dict[Slice, Array] = {}        # this rank's part is complete
         self._waiting: list[Slice] = []             # a heap: of them, those that have not been chosen
         self._sent: dict[Slice, Any] = {}           # chosen: the call
-        self._changed, self._error = threading.Condition(), None
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
         self.order: list[Slice] = []                # in which they were chosen
         self._account, self._phase = account.current(), sums.ledger.phase
         threading.Thread(target=self._run, name=f"rank {sums.world_rank} slices", daemon=True).start()
