@@ -148,7 +148,8 @@ class CallWorker:
     def close(self) -> None:
         """Carry out what is queued, then end the thread. Raises: the error of a call whose wait() was never called."""
         self._queue.put(None)
-        thread = self._thread
+        with self._lock:        # another thread may be starting it
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         if self.error is not None and not self.told:

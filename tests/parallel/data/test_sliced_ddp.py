@@ -44,7 +44,7 @@ def trained(world: Any, stage: Any, options: dict[str, Any], accumulate: int = 1
             "steps": {slot.steps for slot in optimizer.slots}}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("priority", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_trains_as_ddp(size: int, priority: bool, accumulate: int) -> None:
@@ -85,6 +85,25 @@ def test_an_urgent_slice_passes_those_that_wait() -> None:
     assert buckets[0] == max(buckets)                           # the first to be ready is the last layer
     assert buckets != sorted(buckets, reverse=True)             # and not all of it has gone before the next
     assert buckets.index(0) < len(buckets) - buckets.count(0)   # the first layer has passed some
+
+
+@pytest.mark.parametrize("priority", [True, False])
+def test_a_rank_that_fails_ends_the_others_at_once(priority: bool) -> None:
+    """Rank 1 fails between two steps, while slices are on their way or about to be."""
+    def job(world: Any) -> None:
+        model = GPT(CONFIG)
+        model.initialize(0)
+        strategy = SlicedDDP(model, world, **SMALL, priority=priority)
+        optimizer = SGD(strategy.parameters, 0.1)
+        for step in range(3):
+            if step == 2 and world.rank == 1:
+                raise ValueError("rank 1 fails")
+            strategy.step(global_batch(step, 4, CONFIG), optimizer)
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        md.run(job, size=2)
+    assert time.monotonic() - begun < 20
 
 
 def test_clip_is_refused_and_a_slice_without_a_number() -> None:
