@@ -48,7 +48,7 @@ def test_diloco_ends_near_ddp() -> None:
     """H = 25, 64 tokens a rank and step; `-s` prints the losses.
 
     Momentum 0.9 remembers ten meetings, 250 steps: more than a short training bears. On the bench's small model (1,000
-    steps) the published rate and momentum end 18.9 % above DDP, plain averages 7.1 %, rate 1 with momentum 0.5 5.9 %.
+    steps) the published rate and momentum end 18.8 % above DDP, plain averages 7.1 %, rate 1 with momentum 0.5 5.9 %.
     """
     plain, gaps = losses(FULL, STEPS, LR)[STEPS], []
     for rate, momentum in OUTER:
