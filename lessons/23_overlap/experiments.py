@@ -21,6 +21,7 @@ from minidist.observe.step_record import Asked, StepCall, StepRecord, StepWait
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.sliced_ddp import SlicedDDP
 
 RANKS, TENSORS = 2, 4
 """Ranks of a made-up step; tensors of a layer, whose gradients become final one after the other."""
@@ -276,4 +277,33 @@ def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: in
             sent = itertools.count()
             with timeline.span("step", step=step):
                 strategy.step((ids[:, :-1], ids[:, 1:]), optimizer)
+    return timeline.collect(group) or []
+
+
+SUM, SLICES = 0.025, 4                          # seconds of a block's all-reduce in section 6, which makes a queue
+
+
+def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:
+    """So often a backward and the next forward of SlicedDDP, each as a step, of every rank, on rank 0; else empty."""
+    network, timeline = GPT(CONFIG), Timeline(group.rank)
+    network.initialize(seed=0)
+    ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    with delayed(group, alpha=50e-6, beta=SUM / BLOCK) as slow:
+        timeline.follow(slow.ledger, waits=True)
+        strategy = SlicedDDP(network, slow, recorder=timeline, bucket_bytes=BLOCK, slice_bytes=BLOCK // SLICES,
+                             priority=priority)
+        for block in network.blocks:
+            block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
+            block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
+        optimizer, part = SGD(strategy.parameters, 0.1), strategy.part_of((inputs, targets))
+        strategy.begin_step()
+        share = strategy.forward(part, divisor=targets.size)
+        for step in range(times):
+            with timeline.span("step", step=step):
+                strategy.backward(share)
+                strategy.update(optimizer, lr=None, clip=None)
+                strategy.begin_step()
+                share = strategy.forward(part, divisor=targets.size)
+        strategy.settle()
     return timeline.collect(group) or []

@@ -20,6 +20,7 @@ from minidist.grading import load_module
 from minidist.observe.foresight import foresight
 from minidist.observe.step_bound import PathPart, lower_bound, plain_critical_path
 from minidist.observe.step_record import StepRecord, record_step
+from minidist.observe.timeline import Timeline
 from minidist.observe.what_if import Change, predict
 from minidist.observe.why import typical_step, why
 from minidist.observe.why_report import causes_line, foresight_line, headline, place
@@ -43,8 +44,8 @@ CHANGES = (("ddp", Change(bandwidth=5e8)), ("ddp", Change(alpha=1e-3)), ("ddp", 
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: all ranks make the steps of section 4, rank 0 does the rest."""
-    timelines = lab.recorded(group)
+    """The lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest."""
+    timelines, sliced = lab.recorded(group), [lab.sliced(group, priority) for priority in (False, True)]
     if group.rank == 0:
         page.heading("1  The path of a step, and how short the step could be")
         paths(page)
@@ -58,6 +59,7 @@ def tour(group: Group, page: Page) -> None:
         bucket_sizes(page)
         page.heading("6  Priorities: what is needed first goes first")
         priorities(page)
+        priorities_run(page, *sliced)
         page.heading("7  Must transfers be predicted?")
         page.say(foresight_line(foresight(timelines, typical_step(timelines))))
 
@@ -193,6 +195,17 @@ def priorities(page: Page) -> None:
                          verdict(told, ran, 1e-9)])
     page.table("Backward, then the next forward (ms)",
                ["", "in turn", "by urgency, predicted", "by urgency, run", ""], rows)
+
+
+def priorities_run(page: Page, in_turn: list[Timeline], urgent: list[Timeline]) -> None:
+    """The same with time that really passes: backward and the next forward of a replica, its sums in slices."""
+    before, after = middle(in_turn), middle(urgent)
+    link = LinkCost("delayed", len(in_turn), 50e-6, 0.0, lab.SUM / lab.BLOCK, 0.0, 0.0)
+    told = predict(before, Change(priority=True), link)
+    page.table("With time that passes: backward, then the next forward (ms)",
+               ["", "in turn", "by urgency, predicted", "by urgency, run"],
+               [[f"{lab.CONFIG.layers} layers, {lab.SLICES} slices a layer", f"{1e3 * before.seconds:.1f}",
+                 f"{1e3 * told:.1f}", f"{1e3 * after.seconds:.1f}"]])
 
 
 # ------------------------------------------------------------------------------------------------------------- Break it

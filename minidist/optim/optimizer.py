@@ -146,6 +146,15 @@ class Optimizer(ABC):
         for master, weights in roundings:
             narrow(master, weights.dtype, weights)
 
+    def step_of(self, tensors: Iterable[Optimizable], lr: float | None = None) -> None:
+        """`step` of some of its tensors, as if it had no others. Args: lr: as step's. Raises: as step."""
+        every, wanted = self.slots, set(map(id, tensors))
+        self.slots = [slot for slot in every if id(slot.weights) in wanted]
+        try:
+            self.step(lr)
+        finally:
+            self.slots = every
+
     def _check(self, slot: Slot, data: Array, gradient: Array) -> None:
         if gradient.shape != data.shape or any(array.shape != data.shape for array in slot.state.values()):
             raise ShapeError(f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient {gradient.shape} and "

@@ -5,6 +5,7 @@
     time_to_loss    when a training reaches a given loss, by scheme and bandwidth
     advise          when not to compress: the link model
     check           its advice, measured
+    kept            what an interrupted measurement has found
     bounds          what both are asked to show, and whether they do
     command, tables, plots      of both
 """

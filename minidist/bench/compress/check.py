@@ -1,8 +1,13 @@
-"""The adviser's measurements: steps over a link that takes no time, and with --check over each link."""
+"""The adviser's measurements: steps over a link that takes no time, and with --check over each link.
+
+Of all steps of a way over a link the shortest counts: other programs, and the ranks themselves where they share cores,
+only lengthen a step, each time by something else.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -17,6 +22,7 @@ from minidist.bench.compress.advise import (
     shaped,
     speed_ratio,
 )
+from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.time_to_loss import Links, RankJob, measured_steps
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
@@ -26,17 +32,24 @@ CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
 WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
 
-def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int,
-                progress: Callable[[str], None]) -> dict[str, LocalStep]:
-    """The step of median length of each way over a link that takes no time; ways take turns."""
+def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int, progress: Callable[[str], None],
+                kept: KeptMeasurements, job: str = "") -> dict[str, LocalStep]:
+    """The shortest step of each way over a link that takes no time; ways take turns.
+
+    Args:    job: of the ranks, in the kept names.
+    """
     found: dict[str, list[LocalStep]] = {way.text: [] for way in ways}
-    for number in range(rounds):
+
+    def turn(way: SendingWay, number: int) -> list[dict[str, Any]]:
+        progress(f"round {number} of {rounds}: {way.text}, a link of no time")
+        ranks.ask(what="open", way=way.text, timed=True)
+        return [asdict(_local_step(ranks.ask(what="steps", steps=1))) for _ in range(TURNS)]
+
+    for number in range(1, rounds + 1):
         for way in ways:
-            progress(f"round {number + 1} of {rounds}: {way.text}, a link of no time")
-            ranks.ask(what="open", way=way.text, timed=True)
-            for _ in range(TURNS):
-                found[way.text].append(_local_step(ranks.ask(what="steps", steps=1)))
-    return {way: sorted(steps, key=lambda step: step.seconds)[len(steps) // 2] for way, steps in found.items()}
+            steps = kept.once(f"{job}{way.text} over a link of no time, round {number}", partial(turn, way, number))
+            found[way.text] += [LocalStep(**step) for step in steps]
+    return {way: min(steps, key=lambda step: step.seconds) for way, steps in found.items()}
 
 
 def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
@@ -54,14 +67,14 @@ def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[Advice
 
 
 def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, *, rounds: int, check: bool,
-           progress: Callable[[str], None]) -> dict[str, Any]:
+           progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
     """Predictions among `size` ranks, and with `check` what was measured.
 
-    Args:    ways: the first is `none`.
+    Args:    ways: the first is `none`; kept: what was measured before.
     """
-    local = local_steps(ranks, ways, rounds, progress)
+    local = local_steps(ranks, ways, rounds, progress, kept, f"{size} ranks: ")
     cells = advice(local, size, links)
-    measured = measured_steps(ranks, ways, links, rounds, progress) if check else None
+    measured = measured_steps(ranks, ways, links, rounds, progress, kept, f"{size} ranks: ", min) if check else None
     if measured is not None:
         places = {bandwidth: index for index, bandwidth in enumerate(links.bandwidths)}
         cells = [replace(cell, measured=(measured[PLAIN][places[cell.bandwidth]],

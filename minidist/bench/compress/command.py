@@ -5,6 +5,7 @@ from typing import Any
 
 from minidist.bench.compress import check, time_to_loss
 from minidist.bench.compress.bounds import AskedBound, bounds_of_advice, bounds_of_times
+from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import ALL, FEW, bandwidths
 from minidist.bench.compress.ranks import MODULE
 from minidist.bench.compress.time_to_loss import Links
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist bench compress`."""
     parser.add_argument("--ways", type=split_ways, metavar="WAY,WAY",
                         help=f"schemes of `minidist train --compress` with their options, and {LOCAL_STEPS}:every=H,"
-                             f"outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME ({WAYS}; with --advise "
-                             f"{check.SCHEMES})")
+                             f"outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME,rate=FACTOR ({WAYS}; "
+                             f"with --advise {check.SCHEMES})")
     parser.add_argument("-n", "--ranks", type=counts, metavar="N", help="ranks (4; with --advise 2,4)")
     parser.add_argument("--bandwidths", type=bandwidths, metavar="SPEED,SPEED",
                         help=f"of the links ({FEW}; with --full or --advise {ALL})")
@@ -57,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="say where each scheme is faster than plain buckets, by the link model and a step over a "
                              "link of no time; and what 1-bit Adam saves")
     parser.add_argument("--check", action="store_true", help="with --advise: measure each cell, and count right advice")
+    parser.add_argument("--resume", metavar="FILE",
+                        help="keep what was measured in this file, and measure only what it lacks: an interrupted "
+                             "run goes on")
     parser.add_argument("--hold", action="store_true",
                         help="with --full, or --advise --check: end with 1 unless every bound is held that the notes "
                              "below the table name")
@@ -78,20 +82,22 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     steps = args.steps or (1000 if args.full else 200)
     words = args.ways or split_ways(check.SCHEMES if args.advise else WAYS)
     ways = [way_of(word, steps) for word in [PLAIN, *(word for word in words if word != PLAIN)]]
+    every = args.every or max(1, steps // 50)
     links = Links(args.alpha, args.bandwidths or bandwidths(ALL if args.full or args.advise else FEW))
     _require(args, model, ways, sizes, links)
     result = {"what": "compress", "model": vars(model), "alpha": links.alpha, "bandwidths": list(links.bandwidths),
               "steps": steps, "lr": args.lr, "advise": args.advise, "transport": args.transport}
+    kept = KeptMeasurements(args.resume, {**result, "data": args.data, "ranks": sizes, "every": every})
     if args.advise:
-        result |= _advise(args, model, ways, sizes, links, steps, progress)
+        result |= _advise(args, model, ways, sizes, links, steps, progress, kept)
         return _with_bounds(result, bounds_of_advice(result["advice"]) if args.check else [])
     jobs: list[Job] = []
     with closed_at_the_end(jobs):
         jobs.append(_start(args, model, sizes[0], steps))
         parameters = jobs[0].ask(what="open", way=PLAIN)[0]["parameters"]
         result |= {"ranks": sizes[0], "parameters": parameters, **time_to_loss.measure(
-            jobs[0], ways, links, steps=steps, every=args.every or max(1, steps // 50), rounds=args.rounds,
-            target=args.target, through=args.through[0], progress=progress, keep=progress.keep)}
+            jobs[0], ways, links, steps=steps, every=every, rounds=args.rounds,
+            target=args.target, through=args.through[0], progress=progress, keep=progress.keep, kept=kept)}
     return _with_bounds(result, bounds_of_times(result) if args.full else [])
 
 
@@ -125,7 +131,7 @@ def _start(args: argparse.Namespace, model: Model, size: int, steps: int) -> Job
 
 
 def _advise(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links, steps: int,
-            progress: Progress) -> dict[str, Any]:
+            progress: Progress, kept: KeptMeasurements) -> dict[str, Any]:
     """The advice for each number of ranks, and the claims for the largest."""
     found, claims = [], {}
     for size in sizes:
@@ -133,9 +139,10 @@ def _advise(args: argparse.Namespace, model: Model, ways: list[SendingWay], size
         with closed_at_the_end(jobs):
             jobs.append(_start(args, model, size, steps))
             found.append(check.advise(jobs[0], size, ways, links, rounds=args.rounds, check=args.check,
-                                      progress=time_to_loss.after(f"{size} ranks", progress)))
+                                      progress=time_to_loss.after(f"{size} ranks", progress), kept=kept))
             if size == max(sizes):
-                local = check.local_steps(jobs[0], [ways[0], way_of("1-bit", steps)], args.rounds, progress)
+                local = check.local_steps(jobs[0], [ways[0], way_of("1-bit", steps)], args.rounds, progress, kept,
+                                          "claims: ")
                 plain, compressed = local.values()
                 claims = check.claims(plain, compressed, size, links)
         progress.keep(f"{size} ranks: done")

@@ -2,7 +2,7 @@
 
     open    a training of one way begins, with its warm-up where steps are only timed
     steps   it goes on for so many steps, over a link of α and β
-    loss    of the validation text
+    loss    of the validation text, or of some rows of it
 """
 
 import time
@@ -37,7 +37,7 @@ class Training:
     """A training over a link whose speed changes. Every rank of the group makes one and asks it the same.
 
     Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole training.
-             lr: the peak of a cosine; source: of the text; rows: of the validation text, all ranks together.
+             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss by the way.
     """
 
     def __init__(self, group: Group, model: Model, *, steps: int, lr: float, source: str = "python",
@@ -46,8 +46,8 @@ class Training:
         self.group, self.link, self.model, self.steps, self.lr = group, group.transport, model, steps, lr
         self.text = text.load(source)
         inputs, targets = text.windows(self.text.validation, context=model.context)
-        size = min(rows, len(inputs)) // group.size * group.size
-        self.validation = inputs[:size], targets[:size]
+        some, whole = (min(count, len(inputs)) // group.size * group.size for count in (rows, len(inputs)))
+        self.validation = {False: (inputs[:some], targets[:some]), True: (inputs[:whole], targets[:whole])}
         self.moments = Moments()
         self.trainer: Trainer | None = None
 
@@ -62,8 +62,9 @@ class Training:
         self._set_link(0.0, 0.0)
         chosen = way_of(way, self.steps)
         chosen = chosen.timed() if timed else chosen
-        self.trainer = Trainer(chosen.plan(self.group.size), self.model.config(), self.group, seed=SEED, lr=self.lr,
-                               lr_schedule="cosine", warmup=self.steps // 20, steps=self.steps, recorder=self.moments)
+        self.trainer = Trainer(chosen.plan(self.group.size), self.model.config(), self.group, seed=SEED,
+                               lr=chosen.rate * self.lr, lr_schedule="cosine", warmup=self.steps // 20,
+                               steps=self.steps, recorder=self.moments)
         if timed:
             self._go(max(2, chosen.period))
         return {"parameters": sum(p.size for p in self.trainer.model.parameters())}
@@ -81,11 +82,11 @@ class Training:
                 "moments": [moment - begun for moment in self.moments.seconds],
                 "sizes": [] if scheme is None else [run.size for run in scheme.runs]}
 
-    def loss(self) -> float:
-        """The mean loss of a token of the validation text, over a link that takes no time."""
+    def loss(self, whole: bool = False) -> float:
+        """The mean loss of a token of some rows of the validation text, or of all; over a link that takes no time."""
         assert self.trainer is not None
         self._set_link(0.0, 0.0)
-        return self.trainer.evaluate([self.validation])
+        return self.trainer.evaluate([self.validation[whole]])
 
     def close(self) -> None:
         """End the training."""

@@ -1,7 +1,8 @@
 """The time until a training reaches a loss, by scheme and bandwidth, without training it over each link.
 
     curve       each way is trained once over a link that takes no time: the link changes no number of a training
-    steps       until the loss of the validation text first is at most the target, in steps of `every`
+    steps       until the loss of some rows of the validation text first is at most the target, in steps of `every`
+    last loss   of the whole validation text, because some rows tell two ways apart to some per cent only
     step        measured over each link, the median; of local steps the mean over a period
     time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
 
@@ -10,8 +11,10 @@ Two cells are run to their end over their link. The adaptive ratio follows its l
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
@@ -48,11 +51,12 @@ def slowest(answers: list[dict[str, Any]]) -> list[float]:
 
 
 def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
-          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int]:
+          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int, float]:
     """Train `way` from its begin.
 
     Args:    until: stop when the loss is at most this.
-    Returns: the curve, the seconds of its steps, the bytes that rank 0 has sent.
+    Returns: the curve, of some rows of the validation text; the seconds of its steps; the bytes that rank 0 has sent;
+             the last loss of the whole validation text.
     """
     ranks.ask(what="open", way=way.text)
     curve: Curve = []
@@ -69,15 +73,18 @@ def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: flo
         progress(f"training {way.text}: step {curve[-1][0]} of {steps}, loss {curve[-1][1]:.4f}")
         if until is not None and curve[-1][1] <= until:
             break
-    return curve, seconds, nbytes
+    return curve, seconds, nbytes, ranks.ask(what="loss", whole=True)[0]
 
 
 def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
                progress: Callable[[str], None]) -> None:
-    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth."""
-    ranks.ask(what="open", way=way.text, timed=True)
+    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth.
+
+    Each link sees the same steps of the training, because some schemes send less in later ones (threshold, predict).
+    """
     for bandwidth, found in zip(links.bandwidths, times, strict=True):
         progress(f"timing {way.text} at {bandwidth_text(bandwidth)}")
+        ranks.ask(what="open", way=way.text, timed=True)
         more = 1
         while more:
             answers = ranks.ask(what="steps", steps=way.period * more, alpha=links.alpha, beta=1 / bandwidth)
@@ -88,13 +95,25 @@ def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[f
 
 
 def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
-                   progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """The median step of each way over each link; ways take turns."""
+                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "",
+                   one_of: Callable[[list[float]], float] = statistics.median) -> dict[str, list[float]]:
+    """A step of each way over each link; ways take turns.
+
+    Args:    job: of the ranks, in the kept names; one_of: which of the measured steps.
+    """
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
-    for number in range(rounds):
+
+    def turn(way: SendingWay, number: int) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in links.bandwidths]
+        time_steps(ranks, way, links, found, after(f"round {number} of {rounds}", progress))
+        return found
+
+    for number in range(1, rounds + 1):
         for way in ways:
-            time_steps(ranks, way, links, times[way.text], after(f"round {number + 1} of {rounds}", progress))
-    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+            found = kept.once(f"{job}steps of {way.text}, round {number}", partial(turn, way, number))
+            for all_rounds, one in zip(times[way.text], found, strict=True):
+                all_rounds += one
+    return {way: [one_of(found) for found in of_it] for way, of_it in times.items()}
 
 
 def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
@@ -104,29 +123,32 @@ def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
 
 def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: int, every: int, rounds: int,
             target: float | None, through: float, progress: Callable[[str], None],
-            keep: Callable[[str], None]) -> dict[str, Any]:
+            keep: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
     """Curves, times of steps, times to the target, and the cells that were run to their end.
 
     Args:    ways: the first is `none`; target: a loss, or None for SLACK above the last of `none`.
              through: the bandwidth at which the best way is run to its end; `none` is at the highest.
+             kept: what was measured before.
     """
-    curves, sent = {}, {}
+    curves, sent, losses = {}, {}, {}
     for way in ways:
         if not way.follows_link:
-            curves[way.text], _, nbytes = train(ranks, way, steps, every, progress=progress)
+            curves[way.text], _, nbytes, losses[way.text] = kept.once(
+                f"curve of {way.text}", partial(train, ranks, way, steps, every, progress=progress))
             sent[way.text] = nbytes / steps
-            keep(f"{way.text}: loss {curves[way.text][-1][1]:.4f} after {steps} steps")
+            keep(f"{way.text}: loss {losses[way.text]:.4f} after {steps} steps")
     plain = curves[PLAIN]
     goal = (1 + SLACK) * plain[-1][1] if target is None else target
-    median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress)
-    rows = [_row(way, curves[way.text], sent[way.text], median, links, goal) for way in ways if not way.follows_link]
+    median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept)
+    rows = [{"loss": losses[way.text], **_row(way, curves[way.text], sent[way.text], median, links, goal)}
+            for way in ways if not way.follows_link]
     for way in ways:
         if way.follows_link:
-            rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress))
+            rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress, kept))
     for row in rows:            # the adaptive ratio's trainings end at the target
-        row["above_plain"] = row["loss"] / plain[-1][1] - 1 if row["way"] in curves else None
+        row["above_plain"] = row["loss"] / losses[PLAIN] - 1 if row["way"] in curves else None
     return {"target": goal, "rows": rows,
-            "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress)
+            "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress, kept)
                         for way, bandwidth in _cells(ways, rows, links, through)]}
 
 
@@ -138,21 +160,23 @@ def _row(way: SendingWay, curve: Curve, nbytes: float, median: dict[str, list[fl
     for bandwidth, step, plain_step in zip(links.bandwidths, median[way.text], median[PLAIN], strict=True):
         seconds = None if steps is None else way.seconds(steps, step, plain_step)
         cells.append({"bandwidth": bandwidth, "step_seconds": step, "steps": steps, "seconds": seconds})
-    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes, "curve": curve, "cells": cells}
+    return {"way": way.text, "nbytes": nbytes, "curve": curve, "cells": cells}
 
 
 def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, every: int, goal: float,
-                  progress: Callable[[str], None]) -> dict[str, Any]:
+                  progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
     """The adaptive ratio, trained over each link until the target is reached; loss and curve: of the last link."""
-    cells, curve, nbytes = [], Curve(), 0
+    cells, curve, nbytes, loss = [], Curve(), 0, 0.0
     for bandwidth in links.bandwidths:
-        curve, seconds, nbytes = train(ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
-                                       progress=after(bandwidth_text(bandwidth), progress))
+        curve, seconds, nbytes, loss = kept.once(
+            f"{way.text} at {bandwidth_text(bandwidth)} until {goal!r}",
+            partial(train, ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
+                    progress=after(bandwidth_text(bandwidth), progress)))
         needed = steps_to(curve, goal)
         cells.append({"bandwidth": bandwidth, "step_seconds": seconds / curve[-1][0], "steps": needed,
                       "seconds": None if needed is None else seconds, "loss": curve[-1][1],
                       "nbytes": nbytes / curve[-1][0]})
-    return {"way": way.text, "loss": curve[-1][1], "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
+    return {"way": way.text, "loss": loss, "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
 
 
 def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
@@ -173,13 +197,15 @@ def _cells(ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links,
 
 
 def _run_through(ranks: RankJob, way: SendingWay, bandwidth: float, links: Links, rows: list[dict[str, Any]],
-                 every: int, progress: Callable[[str], None]) -> dict[str, Any]:
+                 every: int, progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
     """Train over the link, for as many steps as the curve needs to the target."""
     row = next(row for row in rows if row["way"] == way.text)
     cell = next(cell for cell in row["cells"] if cell["bandwidth"] == bandwidth)
     told = {"way": way.text, "bandwidth": bandwidth, "steps": cell["steps"], "predicted": cell["seconds"]}
     if cell["steps"] is None:
         return {**told, "measured": None, "loss": None}
-    curve, seconds, _ = train(ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
-                              progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress))
+    curve, seconds, _, _ = kept.once(
+        f"{way.text} at {bandwidth_text(bandwidth)} to the end, {cell['steps']} steps",
+        partial(train, ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
+                progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress)))
     return {**told, "measured": seconds, "loss": curve[-1][1]}

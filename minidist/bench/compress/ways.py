@@ -5,6 +5,7 @@
 
 import argparse
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from minidist.errors import ConfigError
@@ -16,8 +17,8 @@ LOCAL_STEPS = "local-steps"
 OPTIONS: dict[str, tuple[str, type]] = {
     "every": ("local_steps", int), "outer": ("outer", str), "lr": ("outer_lr", float),
     "momentum": ("outer_momentum", float), "fragments": ("fragments", int), "delay": ("delay", int),
-    "mix": ("mix", float), "compress": ("outer_compress", str)}
-"""Of local steps: the option of a way -> the attribute of Plan, and its type."""
+    "mix": ("mix", float), "compress": ("outer_compress", str), "rate": ("rate", float)}
+"""Of local steps: the option of a way -> the attribute of Plan, and its type; rate is SendingWay's own."""
 
 WARMUP_SHARE = 5        # 1-bit Adam's warm-up, where a way does not name it: a fifth of the steps, as in the paper
 
@@ -28,11 +29,14 @@ class SendingWay:
 
     Attributes: text: as written; period: steps after which the times of steps repeat (local steps: H)
                 warmup: of 1-bit Adam: so many steps take as long as those of `none`
+                rate: the learning rate, as a multiple of the others': a rank that trains alone has a smaller batch, so
+                its Adam divides by a larger sqrt(v)
     """
 
     text: str
     period: int = 1
     warmup: int = 0
+    rate: float = 1.0
 
     @property
     def name(self) -> str:
@@ -48,7 +52,9 @@ class SendingWay:
         """The plan of a job that trains this way. Raises: PlanError, ConfigError for what cannot work."""
         if self.name != LOCAL_STEPS:
             return Plan(dp=ranks, compress=self.text)
-        return Plan(dp=ranks, **{"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)})
+        options = {"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)}
+        options.pop("rate", None)
+        return Plan(dp=ranks, **options)
 
     def timed(self) -> "SendingWay":
         """The same after its warm-up, for the time of a step."""
@@ -68,7 +74,9 @@ def way_of(text: str, steps: int) -> SendingWay:
     name, _, rest = text.partition(":")
     if name == LOCAL_STEPS:
         options = {"local_steps": 25, **_local_options(text)}
-        way = SendingWay(text, period=options["local_steps"])
+        way = SendingWay(text, period=options["local_steps"], rate=options.get("rate", 1.0))
+        if not 0 < way.rate < inf:
+            raise ConfigError(f"{text!r}: rate={way.rate:g}; choose a factor of the learning rate above 0")
         way.plan(2)                                 # refuses what does not go together
         return way
     if name == "1-bit":

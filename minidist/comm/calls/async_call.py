@@ -75,6 +75,10 @@ class PendingCall(Pending, RunningCall):
     def done(self) -> bool:
         return self.finished.is_set()
 
+    def ended_within(self, seconds: float) -> bool:
+        """Whether the call has ended at the latest after so many seconds; no wait of the program, and none is told."""
+        return self.finished.wait(seconds)
+
 
 @entries
 class PendingMessage(Pending, RunningCall):
@@ -144,7 +148,8 @@ class CallWorker:
     def close(self) -> None:
         """Carry out what is queued, then end the thread. Raises: the error of a call whose wait() was never called."""
         self._queue.put(None)
-        thread = self._thread
+        with self._lock:        # another thread may be starting it
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         if self.error is not None and not self.told:

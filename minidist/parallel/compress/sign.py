@@ -31,7 +31,8 @@ class Sign(Codec):
 
     def __init__(self, block: int = BLOCK) -> None:
         if block < 0 or block % 8:
-            raise ConfigError(f"compress: block={block} numbers share a scale; choose a multiple of 8, or 0 for all")
+            raise ConfigError(f"compress sign: block={block} numbers share a scale; choose a multiple of 8, or 0 for "
+                              f"all")
         self.block = block
 
     def encode(self, values: Array, draw: RandomStream) -> Array:

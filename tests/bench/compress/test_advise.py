@@ -19,6 +19,7 @@ from minidist.bench.compress.advise import (
     shaped,
     speed_ratio,
 )
+from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import ALL, bandwidths
 from minidist.bench.compress.time_to_loss import Links
 from minidist.bench.compress.ways import way_of
@@ -62,7 +63,7 @@ def test_advice_over_a_virtual_clock():
     links = Links(50e-6, bandwidths(ALL))
     ranks = ShapedRanks({"none": PLAIN_STEP, "sign": SIGN_STEP})
     found = check.advise(ranks, 2, [way_of("none", 100), way_of("sign", 100)], links, rounds=2, check=True,
-                         progress=lambda line: None)
+                         progress=lambda line: None, kept=KeptMeasurements())
     [row] = found["rows"]
     assert found["score"][0] == found["score"][1] >= 6
     assert row["measured_break_even"] == pytest.approx(row["break_even"], rel=0.02)

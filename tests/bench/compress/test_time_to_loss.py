@@ -8,6 +8,7 @@ from shaped_ranks import PLAIN_STEP, SIGN_STEP, ShapedRanks
 
 from minidist.bench.compress.advise import LocalStep, shaped
 from minidist.bench.compress.command import FULL, MODEL
+from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import bandwidths
 from minidist.bench.compress.time_to_loss import Links, best, measure, steps_to
 from minidist.bench.compress.ways import way_of
@@ -23,13 +24,13 @@ def test_the_first_step_at_the_target():
     assert [steps_to(curve, target) for target in (3.5, 2.0, 1.95, 1.0)] == [10, 20, 40, None]
 
 
-def measured(*names: str) -> tuple[dict, ShapedRanks]:
+def measured(*names: str, kept: KeptMeasurements | None = None) -> tuple[dict, ShapedRanks]:
     """100 steps, the loss at every fifth, over 100 Mbit/s and 1 Gbit/s."""
     ranks = ShapedRanks(STEPS, LOSSES)
     links = Links(50e-6, bandwidths("100Mbit,1Gbit"))
     ways = [way_of(name, 100) for name in names]
     return measure(ranks, ways, links, steps=100, every=5, rounds=2, target=None, through=1.25e7,
-                   progress=lambda line: None, keep=lambda line: None), ranks
+                   progress=lambda line: None, keep=lambda line: None, kept=kept or KeptMeasurements()), ranks
 
 
 def test_time_is_steps_times_step():

@@ -14,6 +14,8 @@ def test_ways_are_split_and_read():
     assert words == ["none", "top-k:density=0.1,momentum=0.5", "sign", "local-steps:every=10,fragments=5,compress=4bit"]
     plan = way_of(words[3], 100).plan(4)
     assert (plan.local_steps, plan.fragments, plan.outer, plan.outer_compress) == (10, 5, "nesterov", "4bit")
+    assert way_of("local-steps:rate=2", 100).rate == 2.0 and way_of(words[3], 100).rate == 1.0
+    assert way_of("local-steps:rate=2", 100).plan(4).outer == "nesterov"
     assert way_of(words[3], 100).period == 10 and way_of(words[1], 100).plan(2).compress == words[1]
 
 
@@ -26,8 +28,8 @@ def test_one_bit_adam_warms_up_for_a_fifth():
     assert way_of("sign", 200).seconds(100, 1.0, 10.0) == 100.0
 
 
-@pytest.mark.parametrize("text", ["local-steps:each=3", "local-steps:every=many", "local-steps:every=25,fragments=4",
-                                  "top-k:density=2", "1-bit:warmup=0"])
+@pytest.mark.parametrize("text", ["local-steps:each=3", "local-steps:rate=0", "local-steps:every=many",
+                                  "local-steps:every=25,fragments=4", "top-k:density=2", "1-bit:warmup=0"])
 def test_what_is_no_way_is_refused(text):
     with pytest.raises(ConfigError):
         way_of(text, 100)

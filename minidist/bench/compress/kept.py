@@ -1,0 +1,76 @@
+"""What a measurement has found so far, so that one that was interrupted goes on where it stopped.
+
+A file of JSON lines. The first says of what (model, steps, text …); then a line for each thing measured: a training, a
+turn of steps over each link. A second run with the same options reads them, and measures what is missing.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from minidist.errors import ConfigError
+
+
+class KeptMeasurements:
+    """Measures each thing once, in all runs together.
+
+    Args:    path: of the file, made if it is not there; None: nothing is kept. setting: what all measurements share.
+    Raises:  ConfigError if the file is of another setting, or is none of these files.
+    """
+
+    def __init__(self, path: str | None = None, setting: dict[str, Any] | None = None) -> None:
+        self.path, self.found = path, dict[str, Any]()
+        head = {"setting": _plain(setting)}
+        if path is None:
+            return
+        try:
+            text = Path(path).read_text() if Path(path).exists() else ""
+            lines = text[:text.rfind("\n") + 1].splitlines()       # a killed run may have cut its last line short
+            first, *rest = [json.loads(line) for line in lines] or [head]
+            self.found = {line["name"]: line["value"] for line in rest}
+        except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"--resume {path}: cannot be read as measurements ({error}); name a new file") from error
+        if first != head:
+            raise ConfigError(f"--resume {path}: has measurements with other options ({_differences(first, head)}); "
+                              f"give the same, or name a new file")
+        with open_kept(path, "w") as file:
+            file.write("".join(f"{line}\n" for line in lines or [json.dumps(head)]))
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The value kept under a name; else it is measured, and kept. Values are what JSON has: lists, not tuples."""
+        if name not in self.found:
+            self.found[name] = _plain(measure())
+            self._add({"name": name, "value": self.found[name]})
+        return self.found[name]
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if self.path is not None:
+            with open_kept(self.path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def open_kept(path: str, mode: str) -> Iterator[IO[str]]:
+    """The file, to write to. Raises: ConfigError if it cannot be written."""
+    try:
+        with open(path, mode) as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"--resume {path}: cannot be written ({error})") from error
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(value))
+
+
+def _differences(first: Any, head: dict[str, Any]) -> str:
+    """The options that differ, by name."""
+    was = first.get("setting") if isinstance(first, dict) else None
+    if not isinstance(was, dict):
+        return "it does not begin as such a file"
+    now = head["setting"]
+    return ", ".join(f"{key}: {was.get(key)}, now {now.get(key)}" for key in {**was, **now}
+                     if was.get(key) != now.get(key))
