@@ -7,8 +7,8 @@
     call            in a training step        what it takes beside its messages, of the same
     device          one rank's processor      rates measured with as many at once; slower in training
 
-More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
-that waits sleeps, so this is the longest that it can be. Where ranks fill the cores, a call in the background takes
+More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
+divided by ranks/cores. While some wait, which they do asleep, the others have more (shared_cores.py). Where ranks fill the cores, a call in the background takes
 its time from computation, so that nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
 Ranks of `here` are on one host.
 """
@@ -48,11 +48,11 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
-    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine,
-                       1.0 if link is None else link.slowdown)
+    cores = cores or cores_here()
+    device = device_of(profile.computation, ranks, cores, profile.machine, 1.0 if link is None else link.slowdown)
     topology = Topology(ranks, _wire(transport, link))
-    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()),
-                   call=0.0 if link is None else link.call)
+    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
+                   call=0.0 if link is None else link.call, cores=cores if ranks > cores else 0)
 
 
 def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],

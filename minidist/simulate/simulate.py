@@ -105,12 +105,13 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
               role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates) -> Replayed:
     """The traces on one clock: kernels by rates, calls by the messages that they send between the ranks' places."""
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
+    turns = len(role_of) / cluster.cores if cluster.cores else 1.0
 
     def busy_seconds(rank: int, work: Any) -> float:
         if work == FAILED:
             return NEVER
         alone: float = seconds[role_of[rank]][work]
-        return alone * stragglers.get(rank, 1.0)
+        return alone * stragglers.get(rank, 1.0) / turns
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
@@ -132,4 +133,4 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
         return cluster.move_seconds(move.lane, move.nbytes)
 
     return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, move_seconds=move_seconds,
-                  folded=folded)
+                  folded=folded, cores=cluster.cores)
