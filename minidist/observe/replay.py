@@ -129,7 +129,7 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
            busy_seconds: Callable[[int, Hashable], float],
            call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]], *,
            move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0, folded: bool = True,
-           cores: int = 0) -> Replayed:
+           core_share: Callable[[int, Hashable], float] | None = None) -> Replayed:
     """Put the traces of all ranks on one clock.
 
     Args:    traces: one a role. role_of: rank -> role. members: (axis, rank) -> ranks of its group, in group order.
@@ -137,7 +137,8 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
              call_cost: (call, its group) -> seconds alone, {link: share of its capacity used meanwhile}. The group of a
              message is (sender, receiver), and the call is the sender's.
              folded: ranks that nothing tells apart share a clock; the times are the same.
-             cores: that all ranks compute on, none folded then; while more compute, all slow down. 0: each has its own.
+             core_share: (rank, work) -> the share of the machine that the work asks for, where ranks share cores; while
+             all shares together are more than 1, all slow down by that sum. None: each rank has its own.
     Raises:  DeadlockError: waits that never end, with ranks and calls. MismatchError: calls that do not fit together.
     Cost:    about 1 µs an event and clock.
     """
@@ -147,13 +148,13 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
                for rank, role in enumerate(role_of)]
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
     alike = list(zip(role_of, seconds, strict=True))
-    job = fold(own, links, alike) if folded and not cores else unfolded(own, links)
+    job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
     for station, comers in job.comers.items():
         station.open(comers)
         station.sharing = Running(station, job.loads[station]) if station in job.loads else None
     played = [tracks[role_of[rank]] for rank in job.ranks]
-    stops = _play(*(on_shared_cores(job, played, seconds, cores) if cores else (job, played)),
-                  [seconds[rank] for rank in job.ranks])
+    shared = on_shared_cores(job, played, seconds, core_share) if core_share else (job, played)
+    stops = _play(*shared, [seconds[rank] for rank in job.ranks])
     return Replayed(tracks, role_of, job, stops)
 
 

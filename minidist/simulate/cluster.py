@@ -39,8 +39,8 @@ class Cluster:
                 host_watts  of a node without its devices, a device; None where no source states it
                 overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
                 call        seconds of each call beside those of its messages; 0 but on `here`
-                cores       that all ranks share; 0: each has its own. The device's rates are those of a rank while all
-                            ranks compute; while fewer do, each is faster
+                alone       the device while no other rank computes, where they share cores, caches or memory (`here`):
+                            `device` is as fast as while all compute. None: the others do not matter
     """
 
     name: str
@@ -54,7 +54,7 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict)
     overlaps: bool = True
     call: float = 0.0
-    cores: int = 0
+    alone: Device | None = None
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":

@@ -21,6 +21,8 @@ class Efficiency:
     shortest: float = 2.9e-6        # Started with CUDA Graphs, 2019
     cache_bytes: float = 0.0        # kernels of no more bytes than this find them in the cache,
     cache_factor: float = 1.0       # which is so much faster than the memory
+    small_bytes: float = 0.0        # products of matrices of no more bytes together lose nothing by their size
+    python: float = 0.0             # seconds of Python for one result of an op; a GPU's host runs ahead of it
 
 
 DEFAULT = Efficiency()

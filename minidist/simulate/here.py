@@ -8,7 +8,8 @@
     device          one rank's processor      rates measured with as many at once; slower in training
 
 More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
-divided by ranks/cores. While some wait, which they do asleep, the others have more (shared_cores.py). Where ranks fill the cores, a call in the background takes
+divided by ranks/cores. While some wait, which they do asleep, the others are faster, up to the rates of a rank alone
+(shared_cores.py); so they are where all have a core but share caches, memory, or the core's two threads. Where ranks fill the cores, a call in the background takes
 its time from computation, so that nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
 Ranks of `here` are on one host.
 """
@@ -52,7 +53,8 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
     device = device_of(profile.computation, ranks, cores, profile.machine, 1.0 if link is None else link.slowdown)
     topology = Topology(ranks, _wire(transport, link))
     return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
-                   call=0.0 if link is None else link.call, cores=cores if ranks > cores else 0)
+                   call=0.0 if link is None else link.call,
+                   alone=device_of(profile.computation, 1, cores, profile.machine) if ranks > 1 else None)
 
 
 def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],
@@ -64,7 +66,8 @@ def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machi
     turns = slowdown * max(1.0, ranks / cores)
     efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
                             launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
-                            cache_factor=cost.cache_factor)
+                            cache_factor=cost.cache_factor, small_bytes=cost.small_bytes,
+                            python=cost.python * turns)
     peaks = {name: peak / turns for name, peak in cost.peaks.items()}
     return Device(str(machine.get("processor", "this processor")), peaks, memory_bytes() // ranks,
                   cost.bandwidth / turns, kind="cpu", efficiency=efficiency)

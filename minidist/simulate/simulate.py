@@ -66,7 +66,8 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
                    device_kind=cluster.device.kind) for rank in _first(role_of)]
     each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
     again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
-                    rates=rates or Rates.of(cluster.device))
+                    rates=rates or Rates.of(cluster.device),
+                    alone=None if rates or not cluster.alone else Rates.of(cluster.alone))
     replayed = again(each, role_of)
     if slow_links:
         cluster.topology.check_slow()
@@ -102,16 +103,21 @@ def _first(role_of: Sequence[int]) -> list[int]:
 
 
 def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
-              role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates) -> Replayed:
-    """The traces on one clock: kernels by rates, calls by the messages that they send between the ranks' places."""
+              role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates,
+              alone: Rates | None) -> Replayed:
+    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls by the messages that they send between the ranks' places."""
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
-    turns = len(role_of) / cluster.cores if cluster.cores else 1.0
+    quiet = seconds if alone is None else [[alone.segment(each) for each in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
         if work == FAILED:
             return NEVER
-        alone: float = seconds[role_of[rank]][work]
-        return alone * stragglers.get(rank, 1.0) / turns
+        return quiet[role_of[rank]][work] * stragglers.get(rank, 1.0)
+
+    def core_share(rank: int, work: Any) -> float:
+        """Of all cores: while each rank asks for its share, each is as slow as it is among all."""
+        role = role_of[rank]
+        return 0.0 if work == FAILED else max(1.0, seconds[role][work] / quiet[role][work]) / len(role_of)
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
@@ -133,4 +139,4 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
         return cluster.move_seconds(move.lane, move.nbytes)
 
     return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, move_seconds=move_seconds,
-                  folded=folded, cores=cluster.cores)
+                  folded=folded, core_share=core_share if alone else None)

@@ -12,7 +12,7 @@ CALL = GroupCall("dp", "barrier", "shared", 0)
 
 def played(traces, role_of, cores: int, call_seconds: float = 0.0) -> Replayed:
     return replay(traces, role_of, lambda axis, rank: range(len(role_of)), lambda rank, work: SECONDS[work],
-                  lambda call, group: (call_seconds, {}), cores=cores)
+                  lambda call, group: (call_seconds, {}), core_share=(lambda rank, work: 1 / cores) if cores else None)
 
 
 @pytest.mark.parametrize("cores, ends", [(0, [2, 2, 3]), (3, [2, 2, 3]), (2, [3, 3, 4]), (1, [6, 6, 7])])

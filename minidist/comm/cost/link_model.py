@@ -74,11 +74,13 @@ class ComputationCost:
     ranks: int
     peaks: dict[str, float]     # FLOP/s of an endless matrix product, by dtype
     half: float                 # the size at which a product's third of a side halves that (simulate/rates.py)
-    launch: float               # seconds of a kernel of no work: NumPy, Python, the tape
+    launch: float               # seconds of a kernel of no work, as NumPy calls it
     bandwidth: float            # bytes a second
     cache_bytes: float          # arrays of no more are faster,
     cache_factor: float         # by this
     misfit: float               # the worst |fitted / measured - 1|
+    python: float = 0.0         # seconds of Python for one result of an op, in a step
+    small_bytes: float = 0.0    # products of matrices of no more bytes together lose nothing by their size
 
 
 @dataclass(frozen=True)
