@@ -6,9 +6,9 @@ or memory bandwidth show it. Measured are
     matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n)), where small ones
                                                   lose nothing by their size
     pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
-    step     training steps of small models       what Python, the tape and modules take for one result of an op; and
-                                                  the bandwidth of a step's passes, whose arrays are seldom in the
-                                                  cache already
+    step     training steps of small models       what Python, the tape and modules take for one result of an op; the
+                                                  bandwidth of a step's passes, whose arrays are seldom in the cache
+                                                  already; by how much its products differ from those measured alone
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
 A figure is the time of the slowest rank: median over repetitions, and over rounds. The fit is weighted least
@@ -58,7 +58,8 @@ FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "flo
 but Python and launches, the last has arrays beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
 DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
-MOST_PRODUCTS = 0.9         # of a step's seconds, with launches: more, and something disturbed the products
+PRODUCTS_BY = (0.7, 1.3)    # as long as measured alone: a step's operands may still be in the cache
+CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
 TURNS = 8                   # until the fit of the steps changes no more
 INNER = 2                   # runs between two looks at the clock
 MOST_PAIRS = 16             # operands of a product, which take turns: layers have weights and activations of their own
@@ -99,33 +100,61 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
-    """The same with Python's seconds, and the seconds of a byte in cache and beyond, that come closest to the steps.
+    """The same with the numbers that come closest to the steps: Python's seconds, those of a byte in cache and beyond,
+    which arrays are in it, and by how much a step's products differ from those measured alone.
 
     Thin products are bound by the bandwidth too, so what products take is computed again with each new bandwidth.
     """
+    measured, kernels = np.array(list(steps.values())), [kernels_of(size) for size in steps]
     plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
-    kernels = {size: kernels_of(size) for size in steps}
-    found = cost
-    for _ in range(TURNS):
-        rates = Rates.of(device_of([found], 1, 1, {}))
-        rows = np.array([_step_row(kernels[size], rates, cost.cache_bytes, measured)
-                         for size, measured in steps.items()])
-        cached, streamed = np.clip(_least_squares(rows[:, :3], rows[:, 3])[1:], plain, DEAREST * plain).tolist()
-        counts, rest = rows[:, 0], rows[:, 3] - rows[:, 1:3] @ (cached, streamed)
-        found = replace(cost, python=max(0.0, float(counts @ rest / (counts @ counts))), bandwidth=1 / streamed,
-                        cache_factor=max(1.0, streamed / cached))
-    return found
+    low, high = np.array([0.0, *plain, PRODUCTS_BY[0]]), np.array([np.inf, *DEAREST * plain, PRODUCTS_BY[1]])
+    best = None
+    for limit in CACHES:
+        found = cost
+        for _ in range(TURNS):
+            rows = np.array([_step_row(each, cost, found, limit) for each in kernels]) / measured[:, None]
+            sums = 1 - rows[:, 4]
+            numbers = _bounded(rows[:, :4], sums, low, high)
+            python, cached, streamed, by = numbers.tolist()
+            found = replace(cost, python=python, bandwidth=1 / streamed, cache_bytes=float(limit),
+                            cache_factor=max(1.0, streamed / cached),
+                            peaks={dtype: peak / by for dtype, peak in cost.peaks.items()})
+        error = float(((rows[:, :4] @ numbers - sums) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, found
+    assert best is not None
+    return best[1]
 
 
-def _step_row(kernels: Sequence[tuple[Kernel, int]], rates: Rates, cache_bytes: float, measured: float) -> np.ndarray:
-    """Results of ops, and bytes in cache and beyond, a measured second; and what products and launches leave of it."""
+def _step_row(kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost,
+              limit: int) -> list[float]:
+    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of products; of launches, and
+    by which products take longer because of the bandwidth."""
     memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
-    cached = sum(nbytes * times for nbytes, times in memory if nbytes <= cache_bytes)
-    products = rates.segment((kernel, times) for kernel, times in kernels if kernel.kind == "matmul")
-    known = products + rates.efficiency.launch * sum(times for _, times in memory)
-    results = sum(times for kernel, times in kernels if kernel.kind == "python")
-    row = (results, cached, sum(nbytes * times for nbytes, times in memory) - cached)
-    return np.array([*(number / measured for number in row), max(1 - known / measured, 1 - MOST_PRODUCTS)])
+    products = [(kernel, times) for kernel, times in kernels if kernel.kind == "matmul"]
+    cached = sum(nbytes * times for nbytes, times in memory if nbytes <= limit)
+    alone, now, bound = (Rates.of(device_of([each], 1, 1, {})).segment(products) for each in (
+        replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found))
+    return [sum(times for kernel, times in kernels if kernel.kind == "python"), cached,
+            sum(nbytes * times for nbytes, times in memory) - cached, alone,
+            cost.launch * sum(times for _, times in memory) + bound - now]
+
+
+def _bounded(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
+    scale, numbers = np.maximum(np.abs(columns).max(axis=0), 1e-300), low.copy()
+    free = list(range(len(low)))
+    while free:
+        held = [place for place in range(len(low)) if place not in free]
+        rest = sums - columns[:, held] @ numbers[held]
+        solved, *_ = np.linalg.lstsq(columns[:, free] / scale[free], rest, rcond=None)
+        numbers[free] = solved / scale[free]
+        past = np.maximum(low - numbers, numbers - high)[free] * scale[free]
+        if past.max() <= 0:
+            break
+        worst = free.pop(int(past.argmax()))
+        numbers[worst] = min(max(numbers[worst], low[worst]), high[worst])
+    return numbers
 
 
 def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
@@ -182,20 +211,10 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
     return peaks, half, small, worst
 
 
-def _least_squares(columns: np.ndarray, sums: np.ndarray | None = None) -> np.ndarray:
-    """Numbers, none below 0, whose sums come closest to `sums` (1); each column in units of its own."""
-    sums = np.ones(len(columns)) if sums is None else sums
-    scale = np.abs(columns).max(axis=0)
-    free = [column for column in range(columns.shape[1]) if scale[column]]
-    numbers = np.zeros(columns.shape[1])
-    while free:
-        numbers[:] = 0
-        solved, *_ = np.linalg.lstsq(columns[:, free] / scale[free], sums, rcond=None)
-        numbers[free] = solved / scale[free]
-        if solved.min() >= 0:
-            break
-        free.remove(free[int(solved.argmin())])
-    return np.maximum(numbers, 0)
+def _least_squares(columns: np.ndarray) -> np.ndarray:
+    """Numbers, none below 0, whose sums come closest to 1."""
+    count = columns.shape[1]
+    return _bounded(columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf))
 
 
 # ---------------------------------------------------------------- the ranks' side

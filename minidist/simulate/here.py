@@ -9,8 +9,10 @@
 
 More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
 divided by ranks/cores. While some wait, which they do asleep, the others are faster, up to the rates of a rank alone
-(shared_cores.py); so they are where all have a core but share caches, memory, or the core's two threads. Where ranks fill the cores, a call in the background takes
-its time from computation, so that nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
+(shared_cores.py). So it is where each has a core, but they share caches, memory, or two threads of one core.
+
+Where ranks fill the cores, a call in the background takes its time from computation, so that nothing is gained by it:
+it counts as if its rank waited for it (`without_overlap`).
 Ranks of `here` are on one host.
 """
 

@@ -105,7 +105,8 @@ def _first(role_of: Sequence[int]) -> list[int]:
 def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
               role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates,
               alone: Rates | None) -> Replayed:
-    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls by the messages that they send between the ranks' places."""
+    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls by the messages that
+    they send between the ranks' places."""
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
     quiet = seconds if alone is None else [[alone.segment(each) for each in trace.segments] for trace in traces]
 
