@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minidist.errors import ConfigError
+from minidist.simulate.model_flops import PRODUCT_DTYPES
 
 _SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "float8"}
 
@@ -48,8 +49,8 @@ class Device:
         """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the dtype."""
         name = _SHORT.get(dtype, dtype)
         if name not in self.peaks:
-            raise ConfigError(f"{self.name} has no rate for {name}; take a precision of "
-                              f"{', '.join(name for name in self.peaks if name != 'tf32')}")
+            known = [word for word, dtype in PRODUCT_DTYPES.items() if dtype in self.peaks]
+            raise ConfigError(f"{self.name} has no rate for {name}; take --precision {' or '.join(known)}")
         return self.peaks[name]
 
 
