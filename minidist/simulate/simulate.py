@@ -117,8 +117,9 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
 
     def core_share(rank: int, work: Any) -> float:
         """Of all cores: while each rank asks for its share, each is as slow as it is among all."""
-        role = role_of[rank]
-        return 0.0 if work == FAILED else max(1.0, seconds[role][work] / quiet[role][work]) / len(role_of)
+        if work == FAILED or not (least := quiet[role_of[rank]][work]):
+            return 0.0
+        return max(1.0, seconds[role_of[rank]][work] / least) / len(role_of)
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:

@@ -1,5 +1,6 @@
 """This machine as a cluster: links and rates of a profile."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -70,6 +71,22 @@ def test_where_ranks_fill_the_cores_nothing_is_hidden():
     assert full.parts["exposed"]["dp"] == pytest.approx(calls)
     assert free.parts["exposed"]["dp"] < 0.9 * calls
     assert full.step_seconds == pytest.approx(sum(full.parts["busy"].values()) + calls, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks, cores", [(2, 2), (4, 2)])
+def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
+    """With one microbatch the stages of a pipeline compute one after another; replicas compute all at once."""
+    config = GPTConfig(vocabulary=64, context=32, layers=ranks, width=64, heads=2)
+    both, fast = replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6))), replace(PROFILE, computation=(ONE,))
+
+    def busy(plan, profile, cores):
+        parts = simulate(plan, config, here(ranks, "tcp", profile, cores=cores), batch=ranks).parts["busy"]
+        return parts["forward"] + parts["backward"]
+
+    line, replicas = Plan(pp=ranks, microbatches=1), Plan(dp=ranks)
+    assert busy(line, both, cores) == pytest.approx(busy(line, fast, cores=9), rel=0.06)        # the ends overlap a bit
+    assert busy(replicas, both, cores) == pytest.approx(busy(replicas, both, cores=9) * ranks / cores, rel=0.01)
+    assert busy(replicas, both, cores) > 1.5 * ranks / cores * busy(replicas, fast, cores=9)
 
 
 def test_by_name(tmp_path, monkeypatch):
