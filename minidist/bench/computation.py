@@ -53,12 +53,12 @@ FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "flo
                          *(("pass", "float32", (elements,)) for elements in PASSES),
                          *(("step", "float32", size) for size in (
                              (32, 16, 2, 1), (32, 16, 8, 8), (128, 64, 8, 1), (128, 64, 16, 8), (192, 32, 8, 8),
-                             (256, 128, 1, 1), (256, 128, 4, 1), (256, 128, 8, 4), (256, 128, 16, 1)))]
+                             (256, 128, 1, 1), (256, 128, 8, 4), (384, 128, 4, 1), (512, 64, 4, 2)))]
 """A step: model width, tokens of a sequence, sequences, passes that they are divided into. The first are almost nothing
 but Python and launches, the last has arrays beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
 DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
-PRODUCTS_BY = (0.7, 1.3)    # as long as measured alone: a step's operands may still be in the cache
+PRODUCTS_BY = (0.8, 1.2)    # as long as measured alone: a step's operands may still be in the cache
 CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
 TURNS = 8                   # until the fit of the steps changes no more
 INNER = 2                   # runs between two looks at the clock
