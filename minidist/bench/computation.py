@@ -114,7 +114,7 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
         for _ in range(TURNS):
             rows = np.array([_step_row(each, cost, found, limit) for each in kernels]) / measured[:, None]
             sums = 1 - rows[:, 4]
-            numbers = _bounded(rows[:, :4], sums, low, high)
+            numbers = bounded_least_squares(rows[:, :4], sums, low, high)
             python, cached, streamed, by = numbers.tolist()
             found = replace(cost, python=python, bandwidth=1 / streamed, cache_bytes=float(limit),
                             cache_factor=max(1.0, streamed / cached),
@@ -140,7 +140,7 @@ def _step_row(kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, foun
             cost.launch * sum(times for _, times in memory) + bound - now]
 
 
-def _bounded(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def bounded_least_squares(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
     scale, numbers = np.maximum(np.abs(columns).max(axis=0), 1e-300), low.copy()
     free = list(range(len(low)))
@@ -214,7 +214,7 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
 def _least_squares(columns: np.ndarray) -> np.ndarray:
     """Numbers, none below 0, whose sums come closest to 1."""
     count = columns.shape[1]
-    return _bounded(columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf))
+    return bounded_least_squares(columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf))
 
 
 # ---------------------------------------------------------------- the ranks' side

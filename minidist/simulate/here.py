@@ -4,7 +4,7 @@
     Cluster.parse("here:4")                     four ranks as processes of this machine
 
     link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
-    call            in a training step        what it takes beside its messages, of the same
+    call, pair      in a training step        what a call of all, or of two, takes beside its messages, of the same
     device          one rank's processor      rates measured with as many at once; slower in training
 
 More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
@@ -55,7 +55,7 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
     device = device_of(profile.computation, ranks, cores, profile.machine, 1.0 if link is None else link.slowdown)
     topology = Topology(ranks, _wire(transport, link))
     return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
-                   call=0.0 if link is None else link.call,
+                   call=0.0 if link is None else link.call, pair=0.0 if link is None else link.pair,
                    alone=device_of(profile.computation, 1, cores, profile.machine) if ranks > 1 else None)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minidist.bench import computation
-from minidist.bench.computation import BYTES_A_PASS, FIGURES, _bounded, fit, kernels_of, measure
+from minidist.bench.computation import BYTES_A_PASS, FIGURES, bounded_least_squares, fit, kernels_of, measure
 from minidist.simulate.here import device_of
 from minidist.simulate.rates import Rates
 
@@ -46,9 +46,8 @@ def test_products_that_lose_nothing_by_their_size_are_told_from_others():
 def test_numbers_stay_in_their_bounds():
     columns = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     sums = columns @ (3.0, -1.0)
-    assert _bounded(columns, sums, np.array([0.0, -2.0]), np.array([9.0, 9.0])) == pytest.approx([3, -1])
-    assert _bounded(columns, sums, np.zeros(2), np.full(2, 9.0)) == pytest.approx([2.5, 0])     # the best with a 0
-    assert _bounded(columns, sums, np.array([0.0, -2.0]), np.array([2.0, 9.0])) == pytest.approx([2, -0.5])
+    for low, high, best in (((0, -2), (9, 9), (3, -1)), ((0, 0), (9, 9), (2.5, 0)), ((0, -2), (2, 9), (2, -0.5))):
+        assert bounded_least_squares(columns, sums, np.array(low, float), np.array(high, float)) == pytest.approx(best)
 
 
 @pytest.mark.soak       # the tests before have the fit, the next a step that is not as the others

@@ -59,6 +59,7 @@ class LinkCost:
     misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
     call: float = 0.0           # what a call of a training step takes beside its messages; only `here` counts it
+    pair: float = 0.0           # the same of a call of two of the ranks: it need not wait until all had a core
     slowdown: float = 1.0       # by which kernels take longer where so many ranks train; only `here` counts it
 
     def seconds(self, work: LinkWork) -> float:
@@ -149,10 +150,10 @@ class Profile:
 def _link(entry: Any) -> LinkCost:
     names = {field.name for field in fields(LinkCost)}
     if isinstance(entry, dict):
-        entry = {"call": 0.0, **entry}      # an older profile has none
+        entry = {"call": 0.0, "pair": entry.get("call", 0.0), **entry}      # an older profile has none
     if not isinstance(entry, dict) or set(entry) != names:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
-    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "crowd", "call", "misfit")]
+    numbers = [entry[name] for name in names - {"link", "slowdown"}]
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
