@@ -153,7 +153,7 @@ def _link(entry: Any) -> LinkCost:
         entry = {"call": 0.0, "pair": entry.get("call", 0.0), **entry}      # an older profile has none
     if not isinstance(entry, dict) or set(entry) != names:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
-    numbers = [entry[name] for name in names - {"link", "slowdown"}]
+    numbers = [entry[name] for name in names - {"link"}]
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
