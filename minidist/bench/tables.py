@@ -130,7 +130,7 @@ def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
         table.add_row(link["link"], str(link["ranks"]), *latencies, bandwidth, *extras, f"{link['misfit']:.0%}")
     console.print(table)
     notes(console, ["o: a message that does not wait; γ: more for adding; κ: for sending to all at once",
-                    "call, pair: what calls of all ranks, of two, take in a training step beside their messages (-: nothing)",
+                    "call, pair: of all ranks, of two, in a training step, beside its messages (-: nothing)",
                     "fitted by weighted least squares on the relative error, none below 0"])
 
 
