@@ -109,3 +109,15 @@ def test_shared_memory_is_written_and_read_once():
     cost = call_cost(Asked("all_reduce", "shared", n), (0, 1), cluster)
     assert cost.seconds == pytest.approx(2 * LINK.alpha + n * LINK.beta + n / 2 * LINK.gamma)
     assert cost.messages == 4
+
+
+def test_a_call_of_fewer_ranks_costs_less():
+    """Beside its messages: `pair` of two ranks, `call` of all, and between them of three; a message is of two."""
+    known = replace(PROFILE, links=[replace(LINK, ranks=4, call=4e-4, pair=1e-4)])
+    bare, whole = (here(4, "tcp", profile, cores=4) for profile in (PROFILE, known))
+    for size, more in ((2, 1e-4), (3, 2.5e-4), (4, 4e-4)):
+        call = Asked("all_reduce", "pairwise", 4096)
+        assert call_cost(call, range(size), whole).seconds == pytest.approx(
+            call_cost(call, range(size), bare).seconds + more)
+    send = Asked("send", "", 4096)
+    assert call_cost(send, (0, 1), whole).seconds == pytest.approx(call_cost(send, (0, 1), bare).seconds + 1e-4)
