@@ -13,10 +13,10 @@ they also take turns on cores, caches and memory. So small models train over eac
     seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its calls, each `call`
                         seconds if all ranks meet, `pair` if two do, between the two if more do
 
-As many steps as numbers. Seconds of a step are those of the slowest rank: median over steps, median over rounds.
+As many steps as numbers. Seconds of a step are those of the slowest rank: median over steps, minimum over rounds (a
+disturbance only adds time).
 """
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: 
     """
     if not profile.computation:
         return link
-    measured = np.array([statistics.median(seconds[kind]) for kind in kinds(link.ranks)])
+    measured = np.array([min(seconds[kind]) for kind in kinds(link.ranks)])
     rows = [_predicted(kind, link, 1.0, profile) for kind in kinds(link.ranks)]
     slower = [_predicted(kind, link, SLOWER, profile)[0] for kind in kinds(link.ranks)]
     plain = np.array([row[0] for row in rows])

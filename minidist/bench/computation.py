@@ -11,7 +11,8 @@ or memory bandwidth show it. Measured are
                                                   already; by how much its products differ from those measured alone
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, and over rounds. The fit is weighted least
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance
+only adds time). The fit is weighted least
 squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
@@ -82,7 +83,7 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
                 for kind, dtype, size in FIGURES:
                     seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
                     figures.setdefault((kind, dtype, size), []).append(seconds)
-        fitted.append(fit(count, {figure: statistics.median(times) for figure, times in figures.items()}))
+        fitted.append(fit(count, {figure: min(times) for figure, times in figures.items()}))
     return fitted
 
 
