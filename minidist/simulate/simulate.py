@@ -17,7 +17,7 @@ from typing import Any
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
-from minidist.observe.events import GroupCall, Transfer
+from minidist.observe.events import GroupCall
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import ORDER, Plan
 from minidist.parallel.hybrid.plan_checks import axis_order
@@ -137,8 +137,6 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     def members(axis: str, rank: int) -> tuple[int, ...]:
         return group_ranks(plan, config, axis, rank)
 
-    def move_seconds(rank: int, move: Transfer) -> float:
-        return cluster.move_seconds(move.lane, move.nbytes)
-
-    return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, move_seconds=move_seconds,
-                  folded=folded, core_share=core_share if alone else None)
+    return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, folded=folded,
+                  move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
+                  core_share=core_share if alone else None)
