@@ -200,11 +200,12 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
             for limit in (0.0, *sorted(nbytes)[:len(nbytes) // 2]):
                 columns = np.stack([flops, flops * sides * (nbytes > limit)], axis=1) / seconds[:, None]
                 numbers = _least_squares(columns)
-                tried.append((float(((columns @ numbers - 1) ** 2).sum()), float(limit), *numbers.tolist()))
+                inverse, slope = map(float, numbers)
+                tried.append((float(((columns @ numbers - 1) ** 2).sum()), float(limit), inverse, slope))
             _, small, inverse, slope = min(tried)
             half = slope / inverse if inverse > 0 else 0.0
         sides = sides * (nbytes > small)
-        inverse, = _least_squares((flops * (1 + half * sides) / seconds)[:, None]).tolist()
+        inverse = float(_least_squares((flops * (1 + half * sides) / seconds)[:, None])[0])
         inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
         peaks[dtype], worst = 1 / inverse, max(worst, float(errors.max()))

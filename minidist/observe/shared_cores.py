@@ -19,7 +19,7 @@ from minidist.observe.events import Transfer
 from minidist.observe.fold import Folded
 from minidist.observe.shared_links import Running
 from minidist.observe.stations import Cost, Station
-from minidist.observe.tracks import BUSY, CALL, Meeting, Track
+from minidist.observe.tracks import BUSY, CALL, Job, Meeting, Track
 
 CORES = "cores"
 
@@ -34,8 +34,8 @@ def on_shared_cores(job: Folded, tracks: Sequence[Track], seconds: Sequence[Sequ
     stations, played = [], []
     for rank, (track, mine, known) in enumerate(zip(tracks, job.stations, seconds, strict=True)):
         number, works = count(), [place for kind, place, _ in track.ops if kind == BUSY]
-        costs = {Transfer(place, CORES, 0): Cost(known[place], {CORES: share(rank, track.works[place].work)})
-                 for place in Counter(works)}
+        costs: dict[Job, Cost] = {Transfer(place, CORES, 0): Cost(
+            known[place], {CORES: share(rank, track.works[place].work)}) for place in Counter(works)}
         station = Station(Meeting("move", CORES), (rank,), tuple(Transfer(place, CORES, 0) for place in works), costs)
         station.open(1)
         station.sharing = Running(station, {work: list(cost.loads.items()) for work, cost in costs.items()})

@@ -113,13 +113,15 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     def busy_seconds(rank: int, work: Any) -> float:
         if work == FAILED:
             return NEVER
-        return quiet[role_of[rank]][work] * stragglers.get(rank, 1.0)
+        mine: float = quiet[role_of[rank]][work]
+        return mine * stragglers.get(rank, 1.0)
 
     def core_share(rank: int, work: Any) -> float:
         """Of all cores: while each rank asks for its share, each is as slow as it is among all."""
         if work == FAILED or not (least := quiet[role_of[rank]][work]):
             return 0.0
-        return max(1.0, seconds[role_of[rank]][work] / least) / len(role_of)
+        slower: float = max(1.0, seconds[role_of[rank]][work] / least)
+        return slower / len(role_of)
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
