@@ -15,7 +15,7 @@ previous one. Measured are
 
 and, over each link of this host,
 
-    tp, dp     steps of two small models    what calls and kernels of training cost beyond these figures (call_cost.py)
+    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these figures (call_cost.py)
 
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
 Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
@@ -85,10 +85,11 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
                 jobs.append(start_job(link, count))
             asks: dict[str, Measure] = {job.name: partial(slowest, job) for job in jobs}
             found = _fit_all(asks, count, sizes, rounds, progress)
-            steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in call_cost.KINDS} for link in asks}
+            kinds = call_cost.kinds(count)
+            steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
             for round_number in range(rounds):
                 progress(f"{count} ranks, round {round_number + 1} of {rounds}: training steps")
-                for (link, ask), kind in itertools.product(asks.items(), call_cost.KINDS):
+                for (link, ask), kind in itertools.product(asks.items(), kinds):
                     steps[link][kind].append(statistics.median(ask(kind=kind, nbytes=0, repeats=0)))
             fitted += [each._replace(steps=steps[each.cost.link]) for each in found]
     return fitted

@@ -3,44 +3,55 @@
 link_model.py measures messages between ranks that do nothing else. In a training step a call also takes Python (verb,
 tape, flight recorder), and its ranks do not enter it at the same moment; where ranks share cores, a rank that waited
 must also get a core again. computation.py measures ranks that have a core each and wait for no other; in training
-they also take turns on cores, caches and memory. So two small models train over each link, with all its ranks:
+they also take turns on cores, caches and memory. So small models train over each link, with all its ranks:
 
-    tp    tensor parallelism: a call every few kernels
-    dp    data parallelism: many kernels between few calls
+    tp      tensor parallelism: a call every few kernels
+    dp      data parallelism: many kernels between few calls
+    pairs   from four ranks on: tensor parallelism of two, the rest data parallelism. A call of two of the ranks need
+            not wait until all of them had a core
 
-    seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + calls · `call`
+    seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its calls, each `call`
+                        seconds if all ranks meet, `pair` if two do, between the two if more do
 
-Two steps, two numbers. Seconds of a step are those of the slowest rank: median over steps, median over rounds.
+As many steps as numbers. Seconds of a step are those of the slowest rank: median over steps, minimum over rounds (a
+disturbance only adds time).
 """
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from minidist.bench.computation import bounded_least_squares
 from minidist.comm.cost.link_model import LinkCost, Profile
 from minidist.comm.group import Group
 from minidist.nn import GPTConfig
 from minidist.observe.events import Start
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.here import here
 from minidist.simulate.simulate import simulate
 
-KINDS = ("tp", "dp")
+KINDS = ("tp", "dp", "pairs")
 STEPS, WARM_UP = 10, 2
 SEQUENCES = 2                   # of a step with tp; with dp, of each rank
 SLOWER = 1.25                   # the slowdown beside 1 at which a step is predicted, to see what it changes
+
+
+def kinds(ranks: int) -> tuple[str, ...]:
+    """The steps that so many ranks take."""
+    return KINDS if ranks >= 4 and ranks % 2 == 0 else KINDS[:2]
 
 
 def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
     """Plan, model and sequences of a step. With tp every rank has a head, 128 columns and 32 tokens of a sequence."""
     if kind == "dp":
         return Plan(dp=ranks), GPTConfig(vocabulary=256, context=128, layers=2, width=256, heads=4), SEQUENCES * ranks
-    return (Plan(tp=ranks, sequence_parallel=True),
-            GPTConfig(vocabulary=64 * ranks, context=32 * ranks, layers=2, width=128 * ranks, heads=ranks), SEQUENCES)
+    tp = ranks if kind == "tp" else 2
+    return (Plan(dp=ranks // tp, tp=tp, sequence_parallel=True),
+            GPTConfig(vocabulary=64 * tp, context=32 * tp, layers=2, width=128 * tp, heads=tp), SEQUENCES * ranks // tp)
 
 
 def step_seconds(kind: str, world: Group) -> list[float]:
@@ -62,23 +73,31 @@ def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: 
     """
     if not profile.computation:
         return link
-    measured = np.array([statistics.median(seconds[kind]) for kind in KINDS])
-    found = [_predicted(kind, link, 1.0, profile) for kind in KINDS]
-    plain, calls = (np.array(column) for column in zip(*found, strict=True))
-    slower = np.array([_predicted(kind, link, SLOWER, profile)[0] for kind in KINDS])
-    columns = np.stack([calls, (slower - plain) / (SLOWER - 1)], axis=1)
-    call, more = np.linalg.solve(columns, measured - plain)
-    if more < 0:                                    # ranks do not slow each other: the calls explain it all
-        call, more = (measured - plain)[0] / calls[0], 0.0
-    if call < 0:
-        call, more = 0.0, max(0.0, ((measured - plain) / columns[:, 1])[1])
-    return replace(link, call=max(0.0, float(call)), slowdown=1 + float(more))
+    measured = np.array([min(seconds[kind]) for kind in kinds(link.ranks)])
+    rows = [_predicted(kind, link, 1.0, profile) for kind in kinds(link.ranks)]
+    slower = [_predicted(kind, link, SLOWER, profile)[0] for kind in kinds(link.ranks)]
+    plain = np.array([row[0] for row in rows])
+    columns = np.array([[*calls, (more - least) / (SLOWER - 1)] for (least, calls), more in zip(rows, slower,
+                                                                                               strict=True)])
+    if link.ranks == 2:
+        columns[:, 0] += columns[:, 1]          # all ranks are a pair
+    columns = np.delete(columns, 1, axis=1) if len(measured) == 2 else columns
+    least, most = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
+    call, *pair, more = bounded_least_squares(columns / measured[:, None], 1 - plain / measured, least, most).tolist()
+    return replace(link, call=call, pair=pair[0] if pair else call, slowdown=1 + more)
 
 
-def _predicted(kind: str, link: LinkCost, slowdown: float, profile: Profile) -> tuple[float, int]:
-    """Seconds of a step whose calls take only their messages, and how many calls a rank makes."""
+def _predicted(kind: str, link: LinkCost, slowdown: float, profile: Profile) -> tuple[float, list[float]]:
+    """Seconds of a step whose calls take only their messages; how many calls of all ranks, and of two, a rank makes: a
+    call of more than two is partly one and partly the other."""
     plan, config, sequences = small_step(kind, link.ranks)
-    bare = replace(profile, links=[replace(link, call=0.0, slowdown=slowdown)])
+    bare = replace(profile, links=[replace(link, call=0.0, pair=0.0, slowdown=slowdown)])
     found = simulate(plan, config, here(link.ranks, link.link, bare), batch=sequences)
-    trace = found.traces[0]
-    return found.step_seconds, sum(isinstance(event, Start) for event in trace.events[trace.steps[-1]:])
+    trace, calls = found.traces[0], [0.0, 0.0]
+    for event in trace.events[trace.steps[-1]:]:
+        if isinstance(event, Start):
+            size = 2 if event.call.verb in ("send", "recv") else len(group_ranks(plan, config, event.call.axis, 0))
+            part = (size - 2) / max(1, link.ranks - 2)
+            calls[0] += part
+            calls[1] += 1 - part
+    return found.step_seconds, calls

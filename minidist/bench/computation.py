@@ -3,14 +3,16 @@
 Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that share cores, caches
 or memory bandwidth show it. Measured are
 
-    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n))
+    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n)), where small ones
+                                                  lose nothing by their size
     pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
-    step     training steps of small models       launch of a kernel, in place of NumPy's call: with what Python, the
-                                                  tape and modules take; and the bandwidth of a step's passes, whose
-                                                  arrays are seldom in the cache already
+    step     training steps of small models       what Python, the tape and modules take for one result of an op; the
+                                                  bandwidth of a step's passes, whose arrays are seldom in the cache
+                                                  already; by how much its products differ from those measured alone
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, and over rounds. The fit is weighted least
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance
+only adds time). The fit is weighted least
 squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
@@ -28,6 +30,7 @@ import numpy as np
 from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
 from minidist.comm.cost.link_model import ComputationCost
 from minidist.comm.group import Group
+from minidist.device.allocator import tune_allocator
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.observe.events import Busy
@@ -39,8 +42,9 @@ from minidist.simulate.rates import Rates
 from minidist.simulate.trace import Kernel
 
 MODULE = "minidist.bench.computation"
-PRODUCTS = ((32, 32, 32), (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (768, 768, 768),
-            (64, 256, 1024), (512, 256, 1024), (512, 1024, 256), (1024, 64, 1024), (1024, 1024, 64))
+PRODUCTS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (768, 768, 768), (64, 32, 64),
+            (96, 80, 96), (32, 192, 768), (192, 32, 768), (16, 256, 1024), (64, 256, 1024), (96, 320, 1280),
+            (512, 256, 1024), (512, 1024, 256), (1024, 64, 1024), (1024, 1024, 64))
 """m, k, n: cubes, and a transformer's."""
 PASSES = tuple(1 << shift for shift in range(8, 23, 2))
 """Elements of float32 arrays: 1 KiB to 16 MiB."""
@@ -48,13 +52,15 @@ BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and writt
 Figure = tuple[str, str, tuple[int, ...]]
 FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
                          *(("pass", "float32", (elements,)) for elements in PASSES),
-                         *(("step", "float32", size) for size in ((32, 16, 2), (128, 64, 8), (256, 128, 1),
-                                                                  (256, 128, 4), (256, 128, 16)))]
-"""A step: model width, tokens of a sequence, sequences. The first is almost nothing but launches, the last has arrays
-beyond the cache."""
+                         *(("step", "float32", size) for size in (
+                             (32, 16, 2, 1), (32, 16, 8, 8), (128, 64, 8, 1), (128, 64, 16, 8), (192, 32, 8, 8),
+                             (256, 128, 1, 1), (256, 128, 8, 4), (384, 128, 4, 1), (512, 64, 4, 2)))]
+"""A step: model width, tokens of a sequence, sequences, passes that they are divided into. The first are almost nothing
+but Python and launches, the last has arrays beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
 DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
-MOST_PRODUCTS = 0.9         # of a step's seconds: more of them, and something disturbed the products
+PRODUCTS_BY = (0.8, 1.2)    # as long as measured alone: a step's operands may still be in the cache
+CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
 TURNS = 8                   # until the fit of the steps changes no more
 INNER = 2                   # runs between two looks at the clock
 MOST_PAIRS = 16             # operands of a product, which take turns: layers have weights and activations of their own
@@ -77,7 +83,7 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
                 for kind, dtype, size in FIGURES:
                     seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
                     figures.setdefault((kind, dtype, size), []).append(seconds)
-        fitted.append(fit(count, {figure: statistics.median(times) for figure, times in figures.items()}))
+        fitted.append(fit(count, {figure: min(times) for figure, times in figures.items()}))
     return fitted
 
 
@@ -87,49 +93,80 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
     launch, bandwidth, cache_bytes, cache_factor, misfit = _fit_passes(passes)
     products = {dtype: [(size, time) for (kind, of, size), time in seconds.items() if kind == "matmul" and of == dtype]
                 for dtype in ("float32", "float64")}
-    peaks, half, worst = _fit_products(products, launch)
-    cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst))
+    peaks, half, small, worst = _fit_products(products, launch)
+    cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst),
+                           small_bytes=small)
     steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
     return _fit_steps(cost, steps) if steps else cost
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
-    """The same with the launch, and the seconds of a byte in cache and beyond, that come closest to the steps.
+    """The same with the numbers that come closest to the steps: Python's seconds, those of a byte in cache and beyond,
+    which arrays are in it, and by how much a step's products differ from those measured alone.
 
     Thin products are bound by the bandwidth too, so what products take is computed again with each new bandwidth.
     """
+    measured, kernels = np.array(list(steps.values())), [kernels_of(size) for size in steps]
     plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
-    kernels = {size: kernels_of(size) for size in steps}
-    found = cost
-    for _ in range(TURNS):
-        bare = Rates.of(device_of([replace(found, launch=0.0)], 1, 1, {}))
-        columns = np.array([_step_row(kernels[size], bare, cost.cache_bytes, measured)
-                            for size, measured in steps.items()])
-        cached, streamed = np.clip(_least_squares(columns)[1:], plain, DEAREST * plain).tolist()
-        counts, rest = columns[:, 0], 1 - columns[:, 1:] @ (cached, streamed)
-        found = replace(cost, launch=max(cost.launch, float(counts @ rest / (counts @ counts))), bandwidth=1 / streamed,
-                        cache_factor=max(1.0, streamed / cached))
-    return found
+    low, high = np.array([0.0, *plain, PRODUCTS_BY[0]]), np.array([np.inf, *DEAREST * plain, PRODUCTS_BY[1]])
+    best = None
+    for limit in CACHES:
+        found = cost
+        for _ in range(TURNS):
+            rows = np.array([_step_row(each, cost, found, limit) for each in kernels]) / measured[:, None]
+            sums = 1 - rows[:, 4]
+            numbers = bounded_least_squares(rows[:, :4], sums, low, high)
+            python, cached, streamed, by = numbers.tolist()
+            found = replace(cost, python=python, bandwidth=1 / streamed, cache_bytes=float(limit),
+                            cache_factor=max(1.0, streamed / cached),
+                            peaks={dtype: peak / by for dtype, peak in cost.peaks.items()})
+        error = float(((rows[:, :4] @ numbers - sums) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, found
+    assert best is not None
+    return best[1]
 
 
-def _step_row(kernels: Sequence[tuple[Kernel, int]], bare: Rates, cache_bytes: float, measured: float) -> np.ndarray:
-    """Kernels, and bytes in cache and beyond, each as a share of the seconds that products leave."""
+def _step_row(kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost,
+              limit: int) -> list[float]:
+    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of products; of launches, and
+    by which products take longer because of the bandwidth."""
     memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
-    cached = sum(nbytes * times for nbytes, times in memory if nbytes <= cache_bytes)
-    products = bare.segment((kernel, times) for kernel, times in kernels if kernel.kind != "memory")
-    row = (sum(times for _, times in kernels), cached, sum(nbytes * times for nbytes, times in memory) - cached)
-    return np.array(row) / max(measured - products, (1 - MOST_PRODUCTS) * measured)
+    products = [(kernel, times) for kernel, times in kernels if kernel.kind == "matmul"]
+    cached = sum(nbytes * times for nbytes, times in memory if nbytes <= limit)
+    alone, now, bound = (Rates.of(device_of([each], 1, 1, {})).segment(products) for each in (
+        replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found))
+    return [sum(times for kernel, times in kernels if kernel.kind == "python"), cached,
+            sum(nbytes * times for nbytes, times in memory) - cached, alone,
+            cost.launch * sum(times for _, times in memory) + bound - now]
+
+
+def bounded_least_squares(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
+    scale, numbers = np.maximum(np.abs(columns).max(axis=0), 1e-300), low.copy()
+    free = list(range(len(low)))
+    while free:
+        held = [place for place in range(len(low)) if place not in free]
+        rest = sums - columns[:, held] @ numbers[held]
+        solved, *_ = np.linalg.lstsq(columns[:, free] / scale[free], rest, rcond=None)
+        numbers[free] = solved / scale[free]
+        past = np.maximum(low - numbers, numbers - high)[free] * scale[free]
+        if past.max() <= 0:
+            break
+        worst = free.pop(int(past.argmax()))
+        numbers[worst] = min(max(numbers[worst], low[worst]), high[worst])
+    return numbers
 
 
 def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
     """The kernels of a step of a small model, and how often each."""
-    trace = run_rank(Plan(), _model(size), rows=size[2], device_kind="cpu")
+    trace = run_rank(Plan(accumulate=size[3]), _model(size), rows=size[2], device_kind="cpu")
     return [each for event in trace.events[trace.steps[-1]:] if isinstance(event, Busy)
             for each in trace.segments[int(str(event.work))]]
 
 
 def _model(size: tuple[int, ...]) -> GPTConfig:
-    width, context, _ = size
+    width, context, *_ = size
     return GPTConfig(vocabulary=64, context=context, layers=2, width=width, heads=2)
 
 
@@ -150,38 +187,36 @@ def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, f
 
 
 def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
-                  launch: float) -> tuple[dict[str, float], float, float]:
-    """The peak of each dtype, float32's `half`, worst misfit."""
-    peaks, half, worst = {}, None, 0.0
+                  launch: float) -> tuple[dict[str, float], float, float, float]:
+    """The peak of each dtype, float32's `half` and bytes below which it does not count, worst misfit."""
+    peaks, half, small, worst = {}, None, 0.0, 0.0
     for dtype, samples in products.items():
         flops = np.array([2.0 * np.prod(size) for size, _ in samples])
         sides = np.array([sum(1 / side for side in size) for size, _ in samples])
+        nbytes = np.array([(m * k + k * n + m * n) * np.dtype(dtype).itemsize for (m, k, n), _ in samples])
         seconds = np.maximum(np.array([time for _, time in samples]) - launch, 1e-9)
         if half is None:
-            inverse, slope = _least_squares(np.stack([flops, flops * sides], axis=1) / seconds[:, None])
-            half = float(slope / inverse) if inverse > 0 else 0.0
-        else:
-            inverse, = _least_squares((flops * (1 + half * sides) / seconds)[:, None])
+            tried = []
+            for limit in (0.0, *sorted(nbytes)[:len(nbytes) // 2]):
+                columns = np.stack([flops, flops * sides * (nbytes > limit)], axis=1) / seconds[:, None]
+                numbers = _least_squares(columns)
+                inverse, slope = map(float, numbers)
+                tried.append((float(((columns @ numbers - 1) ** 2).sum()), float(limit), inverse, slope))
+            _, small, inverse, slope = min(tried)
+            half = slope / inverse if inverse > 0 else 0.0
+        sides = sides * (nbytes > small)
+        inverse = float(_least_squares((flops * (1 + half * sides) / seconds)[:, None])[0])
         inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
-        peaks[dtype], worst = 1 / float(inverse), max(worst, float(errors.max()))
+        peaks[dtype], worst = 1 / inverse, max(worst, float(errors.max()))
     assert half is not None
-    return peaks, half, worst
+    return peaks, half, small, worst
 
 
 def _least_squares(columns: np.ndarray) -> np.ndarray:
-    """Numbers, none below 0, whose sums come closest to 1; each column in units of its own."""
-    scale = np.abs(columns).max(axis=0)
-    free = [column for column in range(columns.shape[1]) if scale[column]]
-    numbers = np.zeros(columns.shape[1])
-    while free:
-        numbers[:] = 0
-        solved, *_ = np.linalg.lstsq(columns[:, free] / scale[free], np.ones(len(columns)), rcond=None)
-        numbers[free] = solved / scale[free]
-        if solved.min() >= 0:
-            break
-        free.remove(free[int(solved.argmin())])
-    return np.maximum(numbers, 0)
+    """Numbers, none below 0, whose sums come closest to 1."""
+    count = columns.shape[1]
+    return bounded_least_squares(columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf))
 
 
 # ---------------------------------------------------------------- the ranks' side
@@ -235,7 +270,7 @@ def _passes(dtype: str, elements: int) -> Callable[[], Any]:
 
 def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
     """Seconds of each step of a small model, but for the first ones."""
-    trainer, tokens = Trainer(Plan(), _model(size), world), np.zeros((size[2], size[1]), np.int64)
+    trainer, tokens = Trainer(Plan(accumulate=size[3]), _model(size), world), np.zeros((size[2], size[1]), np.int64)
     seconds = []
     for _ in range(8):
         start = time.perf_counter()
@@ -245,8 +280,9 @@ def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
 
 
 def main() -> None:
-    """Run as one rank."""
+    """Run as one rank, whose arrays are taken and freed as in a training process."""
     options = worker_arguments().parse_args()
+    tune_allocator()
     answer(options.meet, options.rank, measure)
 
 

@@ -121,29 +121,31 @@ def show_calibration(result: dict[str, Any], console: Console) -> None:
 def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
     """A row for each link class and rank count."""
     table = new_table("what messages cost: α + n·β", "link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB",
-                      "κ ns/KiB", "call µs", "worst misfit")
+                      "κ ns/KiB", "call µs", "pair µs", "worst misfit")
     for link in links:
         bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
         latencies = [f"{link[name] * 1e6:.1f}" for name in ("alpha", "overhead")]
         extras = [f"{link[name] * 1024e9:.0f}" for name in ("gamma", "crowd")]
-        extras.append(f"{link['call'] * 1e6:.0f}" if link["call"] else "-")
+        extras += [f"{link[name] * 1e6:.0f}" if link[name] else "-" for name in ("call", "pair")]
         table.add_row(link["link"], str(link["ranks"]), *latencies, bandwidth, *extras, f"{link['misfit']:.0%}")
     console.print(table)
     notes(console, ["o: a message that does not wait; γ: more for adding; κ: for sending to all at once",
-                    "call: of a training step, beside its messages (-: not measured, or nothing)",
+                    "call, pair: of all ranks, of two, in a training step, beside its messages (-: nothing)",
                     "fitted by weighted least squares on the relative error, none below 0"])
 
 
 def _show_computation(costs: Iterable[dict[str, Any]], console: Console) -> None:
     """A row for each number of ranks that computed at once."""
     table = new_table("what computation costs a rank", "ranks at once", "float32 GFLOP/s", "float64 GFLOP/s", "half",
-                      "launch µs", "GB/s", "in cache", "cache KiB", "worst misfit", left=0)
+                      "launch µs", "python µs", "GB/s", "in cache", "cache KiB", "worst misfit", left=0)
     for cost in costs:
         table.add_row(str(cost["ranks"]), *(f"{cost['peaks'][dtype] / 1e9:.1f}" for dtype in ("float32", "float64")),
-                      f"{cost['half']:.0f}", f"{cost['launch'] * 1e6:.2f}", f"{cost['bandwidth'] / 1e9:.2f}",
+                      f"{cost['half']:.0f}", f"{cost['launch'] * 1e6:.2f}", f"{cost['python'] * 1e6:.1f}",
+                      f"{cost['bandwidth'] / 1e9:.2f}",
                       f"x {cost['cache_factor']:.1f}", f"{cost['cache_bytes'] / 1024:.0f}", f"{cost['misfit']:.0%}")
     console.print(table)
-    notes(console, ["half: a matrix product whose sides are three times as long reaches half of the rate"])
+    notes(console, ["half: a matrix product whose sides are three times as long reaches half of the rate",
+                    "python: of a training step, for one result of an op"])
 
 
 def new_table(title: str, *columns: str, left: int = 1) -> Table:

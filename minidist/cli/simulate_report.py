@@ -98,7 +98,8 @@ def _print_price(console: Console, found: Simulation, tokens: float | None) -> N
     """Energy and price of a step, and of `tokens`."""
     def told(joules: float | None, dollars: float | None) -> str:
         return ", ".join(["energy not known" if joules is None else f"{joules / KWH:,.4g} kWh",
-                          "price not known" if dollars is None else f"${dollars:,.2f}"])
+                          "price not known" if dollars is None else
+                          f"${dollars:,.2f}" if dollars >= 1 else f"${dollars:.3g}"])
 
     _say(console, f"a step: {told(found.joules, found.dollars)}")
     if tokens is not None:

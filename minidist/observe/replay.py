@@ -28,6 +28,7 @@ from minidist.observe.events import (
     Transfer,
 )
 from minidist.observe.fold import Folded, fold, unfolded
+from minidist.observe.shared_cores import on_shared_cores
 from minidist.observe.shared_links import Running, SharedLinks, busy_links
 from minidist.observe.stations import UNKNOWN, Loads, Pricing, Station, make_stations
 from minidist.observe.tracks import BUSY, CALL, START, WAIT, Track, track_of
@@ -127,7 +128,8 @@ class Replayed:
 def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: Callable[[str, int], Sequence[int]],
            busy_seconds: Callable[[int, Hashable], float],
            call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]], *,
-           move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0, folded: bool = True) -> Replayed:
+           move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0, folded: bool = True,
+           core_share: Callable[[int, Hashable], float] | None = None) -> Replayed:
     """Put the traces of all ranks on one clock.
 
     Args:    traces: one a role. role_of: rank -> role. members: (axis, rank) -> ranks of its group, in group order.
@@ -135,6 +137,8 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
              call_cost: (call, its group) -> seconds alone, {link: share of its capacity used meanwhile}. The group of a
              message is (sender, receiver), and the call is the sender's.
              folded: ranks that nothing tells apart share a clock; the times are the same.
+             core_share: (rank, work) -> the share of the machine that the work asks for, where ranks share cores; while
+             all shares together are more than 1, all slow down by that sum. None: each rank has its own.
     Raises:  DeadlockError: waits that never end, with ranks and calls. MismatchError: calls that do not fit together.
     Cost:    about 1 µs an event and clock.
     """
@@ -144,11 +148,13 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
                for rank, role in enumerate(role_of)]
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
     alike = list(zip(role_of, seconds, strict=True))
-    job = fold(own, links, alike) if folded else unfolded(own, links)
+    job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
     for station, comers in job.comers.items():
         station.open(comers)
         station.sharing = Running(station, job.loads[station]) if station in job.loads else None
-    stops = _play(job, [tracks[role_of[rank]] for rank in job.ranks], [seconds[rank] for rank in job.ranks])
+    played = [tracks[role_of[rank]] for rank in job.ranks]
+    shared = on_shared_cores(job, played, seconds, core_share) if core_share else (job, played)
+    stops = _play(*shared, [seconds[rank] for rank in job.ranks])
     return Replayed(tracks, role_of, job, stops)
 
 

@@ -38,7 +38,9 @@ class Cluster:
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
                 overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
-                call        seconds of each call beside those of its messages; 0 but on `here`
+                call, pair  seconds of each call of all ranks, and of two, beside those of its messages; 0 but on `here`
+                alone       the device while no other rank computes, where they share cores, caches or memory (`here`):
+                            `device` is as fast as while all compute. None: the others do not matter
     """
 
     name: str
@@ -52,6 +54,8 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict)
     overlaps: bool = True
     call: float = 0.0
+    pair: float = 0.0
+    alone: Device | None = None
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
@@ -83,6 +87,10 @@ class Cluster:
     def links(self) -> list[Link]:
         """The links that routes have used so far."""
         return self.topology.links
+
+    def call_seconds(self, size: int) -> float:
+        """Of a call of so many ranks, beside its messages: between those of two and of all."""
+        return self.pair + (self.call - self.pair) * (size - 2) / (self.size - 2) if self.size > 2 else self.call
 
     def node_of(self, place: int) -> int:
         """The node that a place is in."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minidist.errors import ConfigError
+from minidist.simulate.model_flops import PRODUCT_DTYPES
 
 _SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "float8"}
 
@@ -21,6 +22,8 @@ class Efficiency:
     shortest: float = 2.9e-6        # Started with CUDA Graphs, 2019
     cache_bytes: float = 0.0        # kernels of no more bytes than this find them in the cache,
     cache_factor: float = 1.0       # which is so much faster than the memory
+    small_bytes: float = 0.0        # products of matrices of no more bytes together lose nothing by their size
+    python: float = 0.0             # seconds of Python for one result of an op; a GPU's host runs ahead of it
 
 
 DEFAULT = Efficiency()
@@ -46,8 +49,8 @@ class Device:
         """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the dtype."""
         name = _SHORT.get(dtype, dtype)
         if name not in self.peaks:
-            raise ConfigError(f"{self.name} has no rate for {name}; take a precision of "
-                              f"{', '.join(name for name in self.peaks if name != 'tf32')}")
+            known = [word for word, dtype in PRODUCT_DTYPES.items() if dtype in self.peaks]
+            raise ConfigError(f"{self.name} has no rate for {name}; take --precision {' or '.join(known)}")
         return self.peaks[name]
 
 

@@ -4,12 +4,15 @@
     Cluster.parse("here:4")                     four ranks as processes of this machine
 
     link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
-    call            in a training step        what it takes beside its messages, of the same
+    call, pair      in a training step        what a call of all, or of two, takes beside its messages, of the same
     device          one rank's processor      rates measured with as many at once; slower in training
 
-More ranks than cores take turns: each computes cores/ranks of the time, so every rate is divided by ranks/cores. A rank
-that waits sleeps, so this is the longest that it can be. Where ranks fill the cores, a call in the background takes
-its time from computation, so that nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
+More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
+divided by ranks/cores. While some wait, which they do asleep, the others are faster, up to the rates of a rank alone
+(shared_cores.py). So it is where each has a core, but they share caches, memory, or two threads of one core.
+
+Where ranks fill the cores, a call in the background takes its time from computation, so that nothing is gained by it:
+it counts as if its rank waited for it (`without_overlap`).
 Ranks of `here` are on one host.
 """
 
@@ -48,11 +51,12 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
-    device = device_of(profile.computation, ranks, cores or cores_here(), profile.machine,
-                       1.0 if link is None else link.slowdown)
+    cores = cores or cores_here()
+    device = device_of(profile.computation, ranks, cores, profile.machine, 1.0 if link is None else link.slowdown)
     topology = Topology(ranks, _wire(transport, link))
-    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < (cores or cores_here()),
-                   call=0.0 if link is None else link.call)
+    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
+                   call=0.0 if link is None else link.call, pair=0.0 if link is None else link.pair,
+                   alone=device_of(profile.computation, 1, cores, profile.machine) if ranks > 1 else None)
 
 
 def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],
@@ -64,7 +68,8 @@ def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machi
     turns = slowdown * max(1.0, ranks / cores)
     efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
                             launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
-                            cache_factor=cost.cache_factor)
+                            cache_factor=cost.cache_factor, small_bytes=cost.small_bytes,
+                            python=cost.python * turns)
     peaks = {name: peak / turns for name, peak in cost.peaks.items()}
     return Device(str(machine.get("processor", "this processor")), peaks, memory_bytes() // ranks,
                   cost.bandwidth / turns, kind="cpu", efficiency=efficiency)

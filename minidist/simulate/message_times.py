@@ -31,7 +31,7 @@ def message_times(verb: str, algorithm: str, operands: Operands, cluster: Cluste
     """Every message of one call by the ranks at places `members`, in the order in which they leave.
 
     By the rules of walk.py: a blocking send leaves when its receiver is ready. The last message arrives when the call
-    ends by call_cost, less what `cluster.call` and the last receiver's own work take.
+    ends by call_cost, less what `cluster.call_seconds` and the last receiver's own work take.
     Raises: ConfigError for an algorithm that the verb does not have, or whose messages are the library's (native).
     """
     program = record(verb, algorithm, operands, len(members), [cluster.node_of(place) for place in members])

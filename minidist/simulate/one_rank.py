@@ -58,8 +58,9 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
         options = {"clip": None, **options}
     modules = {device: module(device) for device in ("cpu", "cuda")}
     with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
-        trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
-                          device=DEVICES[device_kind], recorder=sim.tape, **options)
+        with recording.pause():         # what is computed before the first step is no part of any, and on the host
+            trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
+                              device=DEVICES[device_kind], recorder=sim.tape, **options)
         for step in range(steps):
             sim.tape.flush()
             trace.steps.append(len(sim.tape.events))

@@ -4,6 +4,7 @@
     memory              launch + max(bytes / (bandwidth · share), shortest)
     host                bytes / (the device's part of the host's bandwidth · share): what offloading computes there
     launch              launch
+    python              python
 
     size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three sides are all 3·half
                                         long runs at half the speed of a large one
@@ -67,6 +68,8 @@ class Rates:
         device, rates = self.device, self.efficiency
         if kernel.kind == "launch":
             return self.slowdown * rates.launch
+        if kernel.kind == "python":
+            return self.slowdown * rates.python
         faster = rates.cache_factor if kernel.nbytes <= rates.cache_bytes else 1.0
         if kernel.kind == "host":
             if device.host_bandwidth is None:
@@ -76,10 +79,11 @@ class Rates:
         if kernel.kind == "attention":
             busy = max(busy, kernel.flops / (device.peak(kernel.dtype) * rates.attention_share))
         elif kernel.kind == "matmul":
-            slower = 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
+            small = kernel.nbytes <= rates.small_bytes * kernel.size[0] if rates.small_bytes else False
+            slower = 1.0 if small else 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
             busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
         elif kernel.kind != "memory":
-            raise ConfigError(f"a kernel is matmul, attention, memory, host or launch, not {kernel.kind!r}")
+            raise ConfigError(f"a kernel is matmul, attention, memory, host, launch or python, not {kernel.kind!r}")
         return self.slowdown * (rates.launch + busy)
 
     def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:

@@ -22,6 +22,8 @@ from minidist.device.backend import dtype_name
 from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
 from minidist.simulate.trace import Kernel, Segment
 
+PYTHON = np.dtype(np.float32)       # of a kernel without arrays
+
 
 class Recording:
     """The events of one rank so far.
@@ -145,6 +147,13 @@ class RecordedAccount(MemoryAccount):
     def __init__(self, tape: Recording) -> None:
         super().__init__()
         self._tape = tape
+
+    def hold(self, array: Any, category: str) -> Any:
+        """As the account's. On a processor what Python does for an op counts too: each result goes through here once,
+        forward and backward."""
+        if self._tape.device == "cpu" and not self._tape.paused:
+            self._tape.kernel("python", PYTHON, 0, 0)
+        return super().hold(array, category)
 
     def _released(self, held: Any) -> None:
         super()._released(held)

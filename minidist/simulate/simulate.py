@@ -17,7 +17,7 @@ from typing import Any
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
-from minidist.observe.events import GroupCall, Transfer
+from minidist.observe.events import GroupCall
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import ORDER, Plan
 from minidist.parallel.hybrid.plan_checks import axis_order
@@ -66,7 +66,8 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
                    device_kind=cluster.device.kind) for rank in _first(role_of)]
     each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
     again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
-                    rates=rates or Rates.of(cluster.device))
+                    rates=rates or Rates.of(cluster.device),
+                    alone=None if rates or not cluster.alone else Rates.of(cluster.alone))
     replayed = again(each, role_of)
     if slow_links:
         cluster.topology.check_slow()
@@ -102,15 +103,25 @@ def _first(role_of: Sequence[int]) -> list[int]:
 
 
 def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
-              role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates) -> Replayed:
-    """The traces on one clock: kernels by rates, calls by the messages that they send between the ranks' places."""
+              role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates,
+              alone: Rates | None) -> Replayed:
+    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls by the messages that
+    they send between the ranks' places."""
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
+    quiet = seconds if alone is None else [[alone.segment(each) for each in trace.segments] for trace in traces]
 
     def busy_seconds(rank: int, work: Any) -> float:
         if work == FAILED:
             return NEVER
-        alone: float = seconds[role_of[rank]][work]
-        return alone * stragglers.get(rank, 1.0)
+        mine: float = quiet[role_of[rank]][work]
+        return mine * stragglers.get(rank, 1.0)
+
+    def core_share(rank: int, work: Any) -> float:
+        """Of all cores: while each rank asks for its share, each is as slow as it is among all."""
+        if work == FAILED or not (least := quiet[role_of[rank]][work]):
+            return 0.0
+        slower: float = max(1.0, seconds[role_of[rank]][work] / least)
+        return slower / len(role_of)
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
@@ -128,8 +139,6 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     def members(axis: str, rank: int) -> tuple[int, ...]:
         return group_ranks(plan, config, axis, rank)
 
-    def move_seconds(rank: int, move: Transfer) -> float:
-        return cluster.move_seconds(move.lane, move.nbytes)
-
-    return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, move_seconds=move_seconds,
-                  folded=folded)
+    return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, folded=folded,
+                  move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
+                  core_share=core_share if alone else None)

@@ -10,7 +10,8 @@ class Kernel(NamedTuple):
     """One operation on arrays, as a device runs it.
 
     kind "matmul": a stack of matrix products; "attention": scores and values in one kernel; "memory": a pass over
-    arrays (elementwise, sums, copies, gathers); "host": what the host of a GPU computes (offload), pass by pass.
+    arrays (elementwise, sums, copies, gathers); "host": what the host of a GPU computes (offload), pass by pass;
+    "python": on a processor, what Python does for one result of an op (modules, tape, account).
     """
 
     kind: str

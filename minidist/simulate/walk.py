@@ -14,7 +14,7 @@ the five numbers of comm/cost/link_model.py on each link:
     when it is started. Either is complete when the message has arrived.
     What ranks show each other in shared memory is written and read once, at β/2 a byte each, and all wait for all.
 
-To each call the cluster's `call` is added.
+To each call the cluster's `call_seconds` are added.
 
 So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last digit; but for a
 tree's way down among P ranks that are no power of two, where that counts one α too many.
@@ -76,7 +76,7 @@ def call_cost(call: Priced, members: Sequence[int], cluster: Cluster) -> CallCos
         return CallCost(0.0, {}, 0, 0)
     if call.verb in ("send", "recv", "exchange"):
         alone = _message(members[0], members[-1], call.nbytes, cluster)
-        return alone._replace(seconds=alone.seconds + cluster.call) if alone.messages else alone
+        return alone._replace(seconds=alone.seconds + cluster.call_seconds(2)) if alone.messages else alone
     remembered = _costs(cluster)
     operands = Operands(call.nbytes, tuple(call.blocks), call.itemsize, call.dims)
     key = (call.verb, call.algorithm, operands, tuple(members))
@@ -87,7 +87,7 @@ def call_cost(call: Priced, members: Sequence[int], cluster: Cluster) -> CallCos
             found = CallCost(seconds, link_bytes, len(members), sent)
         else:
             found = _walked(call.verb, call.algorithm, operands, tuple(members), cluster)
-            found = found._replace(seconds=found.seconds + cluster.call)
+            found = found._replace(seconds=found.seconds + cluster.call_seconds(len(members)))
         remembered[key] = found
     return found
 

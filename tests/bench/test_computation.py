@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from minidist.bench import computation
-from minidist.bench.computation import BYTES_A_PASS, FIGURES, fit, kernels_of, measure
+from minidist.bench.computation import BYTES_A_PASS, FIGURES, bounded_least_squares, fit, kernels_of, measure
 from minidist.simulate.here import device_of
 from minidist.simulate.rates import Rates
 
@@ -31,16 +32,35 @@ def test_a_fit_finds_the_numbers_that_made_the_seconds():
     assert cost.misfit < 1e-6
 
 
-@pytest.mark.soak       # the test before has the fit, the next a step that is not as the others
-def test_steps_tell_the_launch_and_how_much_dearer_their_passes_are():
+def test_products_that_lose_nothing_by_their_size_are_told_from_others():
+    """Those whose matrices have up to 64 KiB together run at the peak."""
+    seconds = {(kind, dtype, size): made(kind, dtype, size, half=12.0 if kind == "pass" or 4 * (
+        size[0] * size[1] + size[1] * size[2] + size[0] * size[2]) > 1 << 16 else 0.0)
+        for kind, dtype, size in PLAIN if dtype == "float32"}
+    seconds |= {figure: made(*figure) for figure in PLAIN if figure[1] == "float64"}
+    cost = fit(1, seconds)
+    assert (cost.half, cost.peaks["float32"]) == pytest.approx((12.0, 100e9), rel=1e-6)
+    assert 1 << 15 < cost.small_bytes <= 1 << 16
+
+
+def test_numbers_stay_in_their_bounds():
+    columns = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    sums = columns @ (3.0, -1.0)
+    for low, high, best in (((0, -2), (9, 9), (3, -1)), ((0, 0), (9, 9), (2.5, 0)), ((0, -2), (2, 9), (2, -0.5))):
+        assert bounded_least_squares(columns, sums, np.array(low, float), np.array(high, float)) == pytest.approx(best)
+
+
+@pytest.mark.soak       # the tests before have the fit, the next a step that is not as the others
+def test_steps_tell_python_and_how_much_dearer_their_passes_are():
     seconds = {figure: made(*figure) for figure in PLAIN}
     plain = fit(1, seconds)
-    truth = replace(plain, launch=9e-6, bandwidth=plain.bandwidth / 2)
+    truth = replace(plain, python=15e-6, bandwidth=plain.bandwidth / 2, cache_bytes=1 << 19,
+                    peaks={"float32": 120e9, "float64": 48e9})
     rates = Rates.of(device_of([truth], 1, 1, {}))
     cost = fit(1, {**seconds, **{figure: rates.segment(kernels_of(figure[2])) for figure in STEPS}})
-    assert cost.launch == pytest.approx(9e-6, rel=0.02)
-    assert cost.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)       # thin products are bound by memory, too
-    assert cost.peaks == plain.peaks
+    assert (cost.python, cost.bandwidth) == pytest.approx((15e-6, truth.bandwidth), rel=0.02)
+    assert (cost.cache_bytes, cost.cache_factor) == (1 << 19, pytest.approx(truth.cache_factor, rel=0.02))
+    assert cost.peaks == pytest.approx(truth.peaks, rel=0.02)
 
 
 def test_a_disturbed_figure_shows_in_the_misfit():

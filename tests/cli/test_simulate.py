@@ -60,6 +60,20 @@ def test_stragglers_links_and_clocks(capsys: pytest.CaptureFixture[str]) -> None
     assert "4 clocks" in out and "rank 1 fails" in out
 
 
+@pytest.mark.parametrize("cluster", ["tpu-v4:4", "tpu-v5p:4", "mi300x:4", "v100:4"])
+def test_a_cluster_of_each_maker(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
+    """Of a TPU's host no source states the memory's bandwidth: only a plan that offloads needs it."""
+    precision = ("--precision", "fp16") if cluster == "v100:4" else ()
+    assert "s a step" in said(capsys, *JOB, "--cluster", cluster, *precision)
+    if cluster == "v100:4":
+        assert main([*JOB, "--cluster", cluster]) == 2
+        assert "no rate for bfloat16; take --precision fp32 or fp16" in capsys.readouterr().err
+
+
+def test_a_price_below_a_cent_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "kWh, $0.00\n" not in said(capsys, *JOB)
+
+
 def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "simulate", "--cluster", "h100:1x1", "--batch", "1", "--layers", "1")
     assert f"{SIZES['sequence']:,}" == "1,024" and "1 rank: dp=1, bf16" in out

@@ -1,5 +1,6 @@
 """This machine as a cluster: links and rates of a profile."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -72,6 +73,22 @@ def test_where_ranks_fill_the_cores_nothing_is_hidden():
     assert full.step_seconds == pytest.approx(sum(full.parts["busy"].values()) + calls, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks, cores", [(2, 2), (4, 2)])
+def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
+    """With one microbatch the stages of a pipeline compute one after another; replicas compute all at once."""
+    config = GPTConfig(vocabulary=64, context=32, layers=ranks, width=64, heads=2)
+    both, fast = replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6))), replace(PROFILE, computation=(ONE,))
+
+    def busy(plan, profile, cores):
+        parts = simulate(plan, config, here(ranks, "tcp", profile, cores=cores), batch=ranks).parts["busy"]
+        return parts["forward"] + parts["backward"]
+
+    line, replicas = Plan(pp=ranks, microbatches=1), Plan(dp=ranks)
+    assert busy(line, both, cores) == pytest.approx(busy(line, fast, cores=9), rel=0.06)        # the ends overlap a bit
+    assert busy(replicas, both, cores) == pytest.approx(busy(replicas, both, cores=9) * ranks / cores, rel=0.01)
+    assert busy(replicas, both, cores) > 1.5 * ranks / cores * busy(replicas, fast, cores=9)
+
+
 def test_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="run `minidist bench calibrate` first"):
@@ -92,3 +109,15 @@ def test_shared_memory_is_written_and_read_once():
     cost = call_cost(Asked("all_reduce", "shared", n), (0, 1), cluster)
     assert cost.seconds == pytest.approx(2 * LINK.alpha + n * LINK.beta + n / 2 * LINK.gamma)
     assert cost.messages == 4
+
+
+def test_a_call_of_fewer_ranks_costs_less():
+    """Beside its messages: `pair` of two ranks, `call` of all, and between them of three; a message is of two."""
+    known = replace(PROFILE, links=[replace(LINK, ranks=4, call=4e-4, pair=1e-4)])
+    bare, whole = (here(4, "tcp", profile, cores=4) for profile in (PROFILE, known))
+    for size, more in ((2, 1e-4), (3, 2.5e-4), (4, 4e-4)):
+        call = Asked("all_reduce", "pairwise", 4096)
+        assert call_cost(call, range(size), whole).seconds == pytest.approx(
+            call_cost(call, range(size), bare).seconds + more)
+    send = Asked("send", "", 4096)
+    assert call_cost(send, (0, 1), whole).seconds == pytest.approx(call_cost(send, (0, 1), bare).seconds + 1e-4)

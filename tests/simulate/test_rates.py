@@ -64,7 +64,7 @@ def test_what_offloading_computes_goes_by_the_hosts_memory():
 
 
 def test_a_dtype_without_a_rate_is_refused():
-    with pytest.raises(ConfigError, match="V100.*no rate for bfloat16; take a precision of float64, float32, float16"):
+    with pytest.raises(ConfigError, match="V100.*no rate for bfloat16; take --precision fp32 or fp16"):
         Rates.of(Cluster.parse("v100:1x8").device).seconds(cube(64))
     with pytest.raises(ConfigError, match="not 'matmull'"):
         seconds(One("matmull"), H100)

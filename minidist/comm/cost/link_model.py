@@ -59,6 +59,7 @@ class LinkCost:
     misfit: float               # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
     call: float = 0.0           # what a call of a training step takes beside its messages; only `here` counts it
+    pair: float = 0.0           # the same of a call of two of the ranks: it need not wait until all had a core
     slowdown: float = 1.0       # by which kernels take longer where so many ranks train; only `here` counts it
 
     def seconds(self, work: LinkWork) -> float:
@@ -74,11 +75,13 @@ class ComputationCost:
     ranks: int
     peaks: dict[str, float]     # FLOP/s of an endless matrix product, by dtype
     half: float                 # the size at which a product's third of a side halves that (simulate/rates.py)
-    launch: float               # seconds of a kernel of no work: NumPy, Python, the tape
+    launch: float               # seconds of a kernel of no work, as NumPy calls it
     bandwidth: float            # bytes a second
     cache_bytes: float          # arrays of no more are faster,
     cache_factor: float         # by this
     misfit: float               # the worst |fitted / measured - 1|
+    python: float = 0.0         # seconds of Python for one result of an op, in a step
+    small_bytes: float = 0.0    # products of matrices of no more bytes together lose nothing by their size
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,10 @@ class Profile:
 def _link(entry: Any) -> LinkCost:
     names = {field.name for field in fields(LinkCost)}
     if isinstance(entry, dict):
-        entry = {"call": 0.0, **entry}      # an older profile has none
+        entry = {"call": 0.0, "pair": entry.get("call", 0.0), **entry}      # an older profile has none
     if not isinstance(entry, dict) or set(entry) != names:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
-    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "crowd", "call", "misfit")]
+    numbers = [entry[name] for name in names - {"link"}]
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
