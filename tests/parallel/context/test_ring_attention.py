@@ -182,7 +182,7 @@ def test_the_peak_is_that_of_a_shard() -> None:
     limit = one["total"] + 5 * piece
     for peak in md.run(step_under, context * size, limit, size=size):
         assert peak["total"] <= limit
-        assert peak["activations"] <= one["activations"] + 8 * context      # a shard's targets are an array of their own
+        assert peak["activations"] <= one["activations"] + 8 * context  # its targets: an array of its own
         assert peak["communication"] == 5 * piece
     with pytest.raises(MemoryLimitError, match="do not fit under the limit"):
         step_under(None, context * size, limit, serial=True)
