@@ -82,9 +82,8 @@ class Ledger:
         """
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
-            if to:
-                for rank, part in to.items():
-                    self._sent_to[key[0], axis, rank] += part
+            for rank, part in to.items():
+                self._sent_to[key[0], axis, rank] += part
             total, number = self._counts.get(key, (0, 0))
             self._counts[key] = total + nbytes, number + messages
 
