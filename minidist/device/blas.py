@@ -25,7 +25,7 @@ _in_use: "HostProducts | None" = None
 
 
 class HostProducts:
-    """HostProducts by a library with CBLAS's interface.
+    """Products of matrices by a library with CBLAS's interface.
 
     Args:    library: with cblas_sgemm and cblas_dgemm; integer: the type of its lengths.
     """
