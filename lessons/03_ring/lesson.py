@@ -150,11 +150,11 @@ def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
     stop()
     mine = [(group.world_ranks.index(event.details["dst"]), event.details["nbytes"]) for event in events
             if event.kind == "message"]
-    everybody = gather_records(group, mine) or []
-    if not everybody:
+    by_rank = gather_records(group, mine) or []
+    if not by_rank:
         return {}
-    sent = [sum(nbytes for _, nbytes in messages) for messages in everybody]
-    received = [sum(nbytes for messages in everybody for dst, nbytes in messages if dst == rank)
+    sent = [sum(nbytes for _, nbytes in messages) for messages in by_rank]
+    received = [sum(nbytes for messages in by_rank for dst, nbytes in messages if dst == rank)
                 for rank in range(group.size)]
     return {"sent": sent, "received": received}
 
@@ -228,11 +228,11 @@ def median_seconds(group: Group, work: Any) -> float:
 def send_first() -> None:
     """Four ranks on links without buffer, all send first: a deadlock, which the monitor finds and ends."""
 
-    def everybody_sends_first(group: Group) -> None:
+    def all_send_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
         group.recv(src=(group.rank - 1) % group.size)
 
-    md.run(everybody_sends_first, size=4, transport="threads-unbuffered", limit=2.0)
+    md.run(all_send_first, size=4, transport="threads-unbuffered", limit=2.0)
 
 
 def whole_tensors() -> None:

@@ -79,7 +79,7 @@ def _usual(by_link: dict[Link, list[Message]]) -> dict[int, float]:
 
 
 def _beside(by_link: dict[Link, list[Message]], window: list[Message], part: float = 0.25) -> dict[int, float]:
-    """{class: seconds of a message of the slowest other sender, a `part` of whose are quicker}, in a window's steps."""
+    """{class: seconds that `part` of the messages of the slowest other sender stay under}, in a window's steps."""
     first, last, sender = window[0].step, window[-1].step, window[0].src
     values: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for (src, _), messages in by_link.items():
