@@ -173,7 +173,7 @@ def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
     trace = run_rank(Plan(), config, rows=sequences, steps=1, device_kind="cpu")
     passes = [event.work for event in trace.events if isinstance(event, Busy) and event.name in ("forward", "backward")]
     return [(kernel.flops if kernel.kind == "matmul" else 0.0, kernel.nbytes) for number in passes
-            for kernel, times in trace.segments[cast(int, number)] for _ in range(times)]
+            for kernel, times in trace.segments[cast(int, number)] if kernel.kind != "python" for _ in range(times)]
 
 
 def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
