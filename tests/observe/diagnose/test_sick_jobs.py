@@ -40,7 +40,7 @@ def test_300_faults(tmp_path):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_rank_is_named_within_five_steps(kind, seed, tmp_path):
     """Steps of 50 ms or more: STREAK of them last long enough (LONG). Processor time, shared cores: BUSY_STREAK."""
-    fault = Fault(kind, seed % 2, 2, at=8, seed=seed, steps=24, rows=40)
+    fault = Fault(kind, seed % 2, 2, at=8, seed=seed, steps=24, rows=100)
     sick_job(tmp_path, fault)
     shared = kind == "slow compute" and StepTable(read_rank_steps(tmp_path)).shared([0, 1])
     first = next(step for step in range(fault.at, 24) if judge(fault, found(tmp_path, before=step + 1)) == (True, True))
