@@ -3,6 +3,7 @@
 import pytest
 from sick_jobs import KINDS, STUCK, Fault, faults, found, judge, sick_job
 
+from minidist.observe.diagnose.laggards import SLOW_USUALLY
 from minidist.observe.diagnose.step_table import BUSY_STREAK, STREAK, StepTable
 from minidist.observe.rank_steps import read_rank_steps
 
@@ -35,15 +36,31 @@ def test_300_faults(tmp_path):
     assert not late, late
 
 
+def is_slow(folder, fault):
+    """Whether the victim computes SLOW_USUALLY times as long as the other in each of the first STREAK steps of the fault."""
+    rows = StepTable(read_rank_steps(folder)).rows
+    return all(rows[step][fault.victim]["cpu"] >= SLOW_USUALLY * rows[step][1 - fault.victim]["cpu"]
+               for step in range(fault.at, fault.at + STREAK))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["slow compute", "late reader", "uneven data", "hog"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_rank_is_named_within_five_steps(kind, seed, tmp_path):
-    """Steps of 50 ms or more: STREAK of them last long enough (LONG). Processor time, shared cores: BUSY_STREAK."""
+    """Steps of 50 ms or more: STREAK of them last long enough (LONG). Processor time, shared cores: BUSY_STREAK.
+
+    Where a core is slower for a while, the rank may not be slow beside the other: then the job runs again.
+    """
     fault = Fault(kind, seed % 2, 2, at=8, seed=seed, steps=24, rows=100)
-    sick_job(tmp_path, fault)
-    shared = kind == "slow compute" and StepTable(read_rank_steps(tmp_path)).shared([0, 1])
-    first = next(step for step in range(fault.at, 24) if judge(fault, found(tmp_path, before=step + 1)) == (True, True))
+    for turn in range(6):
+        folder = tmp_path / str(turn)
+        sick_job(folder, fault)
+        if kind != "slow compute" or is_slow(folder, fault):
+            break
+    else:
+        pytest.fail("in six jobs the cores differed by as much as the ranks")
+    shared = kind == "slow compute" and StepTable(read_rank_steps(folder)).shared([0, 1])
+    first = next(step for step in range(fault.at, 24) if judge(fault, found(folder, before=step + 1)) == (True, True))
     print(f"{kind}: named in its {first - fault.at + 1}. step{', on shared cores' if shared else ''}")
     assert first - fault.at < (BUSY_STREAK if shared else STREAK)
 
