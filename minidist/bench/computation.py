@@ -11,9 +11,8 @@ or memory bandwidth show it. Measured are
                                                   already; by how much its products differ from those measured alone
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance
-only adds time). The fit is weighted least
-squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
+The fit is weighted least squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
 import itertools

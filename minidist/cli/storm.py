@@ -13,10 +13,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return _compare_later(args)
     apart = "--asynchronous" in args.options
+    if any(word.partition("=")[0] == "--hosts" for word in args.options):
+        fail("--hosts: a storm kills processes of this host alone; leave it out")
     kinds = (args.faults or ",".join(WITHOUT_DISK if apart else FAULTS)).split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
         fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
              f"{', '.join(WITHOUT_DISK)}")
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
-    with tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kinds, Path(scratch))
         with progress(f"{FIRST_STEPS} steps without a fault, to know how long one takes") as show, \
                 show.stderr() as trainings.stderr:
@@ -105,6 +110,16 @@ def run(args: argparse.Namespace) -> int:
     return _conclude(figures, args)
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the storm as Ctrl-C does: its training ends with it."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _compare_later(args: argparse.Namespace) -> int:
     """--compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has ended."""
     check_writable("--json", args.json)
@@ -115,12 +130,15 @@ def _compare_later(args: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError) as error:
         fail(f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there ({type(error).__name__} of "
              "storm.json); run one with --out")
+    if figures["exit_status"]:
+        fail(f"--compare {shown(args.compare)[1:-1]}: that storm's training ended with status "
+             f"{figures['exit_status']}, so there is nothing to compare")
     vars(args).update(kept, out=args.compare)
-    with tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kept["faults"].split(","), Path(scratch))
         with progress(f"the {figures['steps']:,} steps of the storm without a fault") as show, \
                 show.stderr() as trainings.stderr:
-            status = _compare(trainings, figures)
+            figures["calm_status"] = status = _compare(trainings, figures)
         if status:
             return status
         write_json(trainings.out / "storm.json", figures)
@@ -133,7 +151,7 @@ def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
         write_json(args.json, figures)
     _print(figures, args)
     failed = figures["recovered"] < figures["faults"] or figures["bits"] == "differ"
-    return int(figures["exit_status"]) or int(failed)
+    return int(figures["exit_status"]) or int(figures.get("calm_status", 0)) or int(failed)
 
 
 @dataclass
@@ -225,7 +243,7 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
         figures["rate"] = steps * step_seconds / figures["work_seconds"]
         if not args.no_compare:
             show(f"the same {steps:,} steps without a fault, to compare")
-            _compare(trainings, figures)
+            figures["calm_status"] = _compare(trainings, figures)
     return figures
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3            # from glibc's malloc.h
 _MADV_HUGEPAGE = 14                                                      # from Linux's mman.h
-_PAGE = 4096
 _MAPS = Path("/proc/self/maps")
 _in_huge_pages = False
 
@@ -23,16 +22,18 @@ def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
         return False
     mmap_limit = min(keep_bytes, 1 << 25)                # glibc refuses more than 32 MiB
     kept = bool(mallopt(_M_MMAP_THRESHOLD, mmap_limit)) and bool(mallopt(_M_TRIM_THRESHOLD, keep_bytes))
-    return kept and use_huge_pages(libc) is not None
+    if kept:
+        use_huge_pages(libc)                             # where the kernel refuses, pages stay small
+    return kept
 
 
 def use_huge_pages(libc: ctypes.CDLL, reserve: int = 256 << 20) -> int:
     """Ask the kernel for pages of 2 MiB below the heap, once in a process; it grows first, because what is added later
-    has no such wish. Arrays of a step then need 512 times fewer entries of the address cache: a matrix product that
+    is not asked for. Arrays of a step then need 512 times fewer entries of the address cache: a matrix product that
     walks down columns misses it often, and in a virtual machine each miss is dear.
 
     Args:    reserve: bytes by which the heap grows. They are addresses; memory is taken when they are written.
-    Returns: bytes of the heap for which the kernel took the wish; 0 where it refuses, or after the first call.
+    Returns: bytes of the heap for which the kernel agreed; 0 where it refuses, or after the first call.
     """
     global _in_huge_pages
     if _in_huge_pages or not _MAPS.exists():

@@ -74,7 +74,7 @@ def _layout(x: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def find(prefix: str = sys.prefix) -> Path | None:
-    """MKL's library, where pip puts it; None if it is not there, or the processor is another maker's."""
+    """MKL's library, where pip puts it; None if it is not there, or the processor is not Intel's."""
     if platform.machine() != "x86_64" or "Intel" not in processor():
         return None
     return next(iter(sorted(Path(prefix, "lib").glob("libmkl_rt.so*"))), None)

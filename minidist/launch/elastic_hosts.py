@@ -37,7 +37,8 @@ from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import start_thread
 
-COME_LIMIT = 30.0       # seconds until a host must have connected
+HOST_LIMIT = 30.0       # seconds until a host must have connected
+KILL_LIMIT = 30.0       # seconds from the first SIGKILL until a process must have ended
 END_LIMIT = 10.0        # seconds that host_workers gets to end when the launcher has hung up
 SENT_LIMIT = 1.0        # seconds that a frame may take: a host whose connection is full is silent
 LAST_LINES = 2.0        # seconds until what a host said last has been passed on
@@ -52,6 +53,7 @@ class RemoteProcess:
         self.host, self.number, self.pid, self.how = host, number, 0, ""
         self.stopped = False
         self._code: int | None = None
+        self._killed = 0.0      # since when it is to end by SIGKILL
         self._ended = threading.Event()
 
     def poll(self) -> int | None:
@@ -65,9 +67,15 @@ class RemoteProcess:
             self._ended.set()
 
     def send_signal(self, number: int) -> None:
-        """As Popen's; nothing, if its host is lost."""
-        if self._code is None:
-            self.host.tell("signal", process=self.number, signal=int(number))
+        """As Popen's; nothing, if its host is lost. A host that does not carry out a SIGKILL in time is lost."""
+        if self._code is not None:
+            return
+        if number == signal.SIGKILL:
+            self._killed = self._killed or time.monotonic()
+            if time.monotonic() - self._killed > KILL_LIMIT:
+                self.host.drop()
+                return
+        self.host.tell("signal", process=self.number, signal=int(number))
 
     def wait(self, timeout: float) -> int:
         """Its exit code. Raises: subprocess.TimeoutExpired."""
@@ -105,7 +113,7 @@ class RemoteHost:
     # --- as Starter --------------------------------------------------------------------------------------------------
 
     def start(self, number: int) -> RemoteProcess:
-        """Have the process of this number started there; that it cannot be is found as its end."""
+        """Start the process of this number there. If that fails, the process counts as ended."""
         process = self._processes[number] = RemoteProcess(self, number)
         self.tell("start", process=number)
         if self.lost:
@@ -126,13 +134,13 @@ class RemoteHost:
     # --- the host itself ---------------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
-        """One frame. An error is the loss of the host, which is found where it is heard."""
+        """Send one frame. An error here means that the host is lost; _hear notices it."""
         with self._sending, contextlib.suppress(CommError, OSError, ValueError):
             if self._sock is not None:
                 wire.send_frame(self._sock, {"kind": kind, **content}, SENT_LIMIT)
 
     def wait_until_there(self, deadline: float, told: Callable[[], bool]) -> None:
-        """Until it has connected, or this process is told to stop. Raises: LaunchError, one line, if it does not."""
+        """Wait until it has connected, or until told(). Raises: LaunchError, one line, if it ends or is late."""
         while not self._come.wait(0.02) and not told():
             if self.lost:
                 raise LaunchError(f"host {self.name}: {self.lost}")
@@ -143,7 +151,7 @@ class RemoteHost:
                 raise LaunchError(f"host {self.name}: ssh ended with {status} ({self._last or 'it said nothing'}); "
                                   f"{advice}")
             if time.monotonic() > deadline:
-                raise LaunchError(f"host {self.name} did not connect within {COME_LIMIT:g} s; does "
+                raise LaunchError(f"host {self.name} did not connect within {HOST_LIMIT:g} s; does "
                                   f"`{shlex.join(self._reach)} true` work, and does a firewall let it call this host?")
 
     def attach(self, sock: socket.socket) -> None:
@@ -165,13 +173,18 @@ class RemoteHost:
             if self._ssh.stdin is not None:
                 self._ssh.stdin.close()
         try:
-            self._ssh.wait(0.0 if self.lost else END_LIMIT)
+            self._ssh.wait(END_LIMIT if self._come.is_set() and not self.lost else 0.0)
         except subprocess.TimeoutExpired:
             self._ssh.kill()
             self._ssh.wait()
         deadline = time.monotonic() + LAST_LINES
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
+
+    def drop(self) -> None:
+        """End its connection: the host is lost, and _hear notices it."""
+        if self._sock is not None:
+            end_connection(self._sock)
 
     def _hear(self, sock: socket.socket) -> None:
         why = "hung up"
@@ -253,7 +266,7 @@ class OtherHosts:
 
     def start(self, command: Sequence[str], token: bytes, port: int, limits: Limits, *, forks: bool,
               news: Callable[[], None]) -> Iterator[RemoteHost]:
-        """Have host_workers started on all other hosts, one after another. Raises: LaunchError."""
+        """Yield each other host when its ssh has been started; none has connected yet. Raises: LaunchError."""
         memory = limits.memory and [limits.memory.nbytes, limits.memory.text]
         environ = {name: value for name, value in clean_environment(os.environ).items() if name.startswith(PASSED)}
         order = {"command": list(command), "token": token.decode(), "addresses": self.addresses, "port": port,

@@ -84,7 +84,7 @@ class ElasticJob:
                 self.limits.begin()
                 self.workforce.prepare(forks=self.forks,
                                        told=lambda: bool(self.told) or self.log.clock() > START_LIMIT)
-                for _ in range(self.elastic.sizes[-1] + self.elastic.spares):
+                for _ in range(0 if self.told else self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
                     self._serve(self.workforce.next_event(0.02))

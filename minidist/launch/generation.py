@@ -84,7 +84,7 @@ class Generation:
             self.members[0].send("go", number=self.number)
 
     def kill_late(self, staying: Sequence[Worker], seconds: float, patience: float) -> None:
-        """It is over since so many seconds: kill those that do not leave; at once the lost rank, if it is stopped."""
+        """It ended `seconds` ago: kill members that have not left; the lost rank at once, if it is stopped."""
         for worker in staying:
             stopped, loss = worker.stopped, self.monitor.loss
             lost = loss is not None and loss.world_rank == worker.rank
@@ -124,13 +124,13 @@ def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience:
 def tell_ranks(hosts: Sequence["Starter | RemoteHost"], members: Sequence[Worker], *, number: int, token: str,
                port: int, begun: bool) -> None:
     """Each host which ranks of this generation it has, and each process its rank."""
-    seats = {host.node: [(rank, worker.number) for rank, worker in enumerate(members) if worker.host is host]
-             for host in hosts}
+    ranks_of = {host.node: [(rank, worker.number) for rank, worker in enumerate(members) if worker.host is host]
+                for host in hosts}
     for host in hosts:
         if isinstance(host, RemoteHost):
-            host.tell("generation", number=number, port=port, token=token, ranks=seats[host.node])
+            host.tell("generation", number=number, port=port, token=token, ranks=ranks_of[host.node])
     for rank, worker in enumerate(members):
-        there = seats[worker.host.node]
+        there = ranks_of[worker.host.node]
         worker.send("generation", number=number, world_rank=rank, world_size=len(members), token=token, port=port,
                     local_rank=there.index((rank, worker.number)), local_size=len(there), node=worker.host.node,
                     begun=begun)

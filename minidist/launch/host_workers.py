@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import subprocess
@@ -78,15 +79,19 @@ class HostWorkers:
         self.limits.begin()
         if order["forks"]:
             deadline = time.monotonic() + TEMPLATE_LIMIT
-            self.starter.start_template(lambda: time.monotonic() > deadline)
+            self.starter.start_template(lambda: time.monotonic() > deadline or _hung_up(self.sock))
 
     def serve(self) -> None:
         """Do what the launcher says until it hangs up."""
         watch = start_thread(self._watch)
         try:
-            with self.sock, contextlib.suppress(CommError, OSError, ValueError):
+            with self.sock:
                 while True:
-                    self._take(wire.recv_frame(self.sock, None))
+                    try:
+                        frame = wire.recv_frame(self.sock, None)
+                    except (CommError, OSError, ValueError):
+                        break                               # the launcher has hung up
+                    self._take(frame)
         finally:
             self._end()
             self._over = True
@@ -112,7 +117,7 @@ class HostWorkers:
     def _start(self, number: int) -> None:
         try:
             process = self.starter.start(number)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             self._say("ended", process=number, code=127, how=f"could not be started: {error}")
             return
         if process is None:
@@ -183,6 +188,13 @@ def _connect(addresses: list[str], port: int, token: bytes, node: int) -> tuple[
             problem = error
     assert problem is not None
     raise problem
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """Whether the other end has closed the connection; on Linux frames that are not read yet do not hide it."""
+    poll = select.poll()
+    poll.register(sock, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
 
 
 def _tell(**content: object) -> None:

@@ -18,7 +18,7 @@ class Starter:
 
     Args:       address: of the job's launcher. name: of this host; node: its number; seats: how many ranks it is for.
                 who(number): the name in front of the lines that a process writes to stderr.
-    Attributes: lost: why no process can be started on this host; never. ending: none is to be started any more.
+    Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may be started.
     """
 
     lost = ""
@@ -30,15 +30,15 @@ class Starter:
         self._template: Template | None = None
         self.ending = False
 
-    def start_template(self, ready_or: Callable[[], bool]) -> None:
-        """Have later processes forked by one that has loaded everything. Waits for it, unless there is a reason not to.
+    def start_template(self, give_up: Callable[[], bool]) -> None:
+        """Start the template: a process that has loaded everything, of which later ones are forked.
 
-        Where that cannot be done, they are started as without it.
+        Waits until it is ready, or until give_up() is true. Where there can be none, processes are started without it.
         """
         with contextlib.suppress(OSError):
             self._template = Template(self.command, self._environment(0))
             self.limits.started(self._template.pid)
-            while not self._template.wait(0.05) and not ready_or():
+            while not self._template.wait(0.05) and not give_up():
                 pass
 
     def start(self, number: int) -> "subprocess.Popen[bytes] | Orphan | None":

@@ -62,7 +62,8 @@ class Orphan:
     def send_signal(self, number: int) -> None:
         """As Popen's: nothing, if it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):   # another thread has just reaped it
+                os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
         """Its exit code. Raises: subprocess.TimeoutExpired."""

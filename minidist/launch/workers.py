@@ -32,11 +32,13 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
-from minidist.launch.elastic_hosts import COME_LIMIT, OtherHosts, RemoteHost
+from minidist.launch.elastic_hosts import HOST_LIMIT, OtherHosts, RemoteHost
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import start_thread
 from minidist.launch.starter import Starter
 from minidist.launch.template import FORK_LIMIT
+
+KILLED_LIMIT = 10.0     # seconds that all killed processes together get to end
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -137,7 +139,7 @@ class Workforce:
                     self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
         if forks and self.here is not None:
             self.here.start_template(told)
-        deadline = time.monotonic() + COME_LIMIT
+        deadline = time.monotonic() + HOST_LIMIT
         for host in self.hosts:
             if isinstance(host, RemoteHost):
                 host.wait_until_there(deadline, told)
@@ -221,7 +223,7 @@ class Workforce:
         gone = [(worker, code) for worker in self.of(STARTING, WAITING, MEMBER, DONE)
                 if (code := worker.process.poll()) is not None]
         for worker, _ in gone:
-            if worker.sock is not None:                     # its host may be lost, and it not know
+            if worker.sock is not None:                     # its host may be lost, so it says no goodbye
                 end_connection(worker.sock)
         ended = {worker.number for worker, _ in gone}
         with self._counting:
@@ -254,9 +256,10 @@ class Workforce:
             for worker in self.workers.values():
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.send_signal(signal.SIGKILL if hurry() else number)
+        deadline = time.monotonic() + KILLED_LIMIT
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(10.0)
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
         for host in self.hosts:
             host.close()
         self._listener.close()

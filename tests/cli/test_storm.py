@@ -1,8 +1,13 @@
 """`minidist storm --compare`: the undisturbed run of a storm, made later; without any training here."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
+from leftovers import nothing_left
 
 from minidist.cli import main, storm
 
@@ -66,3 +71,29 @@ def test_a_folder_without_a_storm_is_refused_in_one_line(tmp_path, capsys):
     assert main(["storm", "--compare", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "no figures of a storm are there" in error and error.count("\n") == 1
+
+
+def test_a_storm_that_failed_is_not_compared(kept, monkeypatch, capsys):
+    commands = undisturbed(monkeypatch, METRICS)
+    (kept / "storm.json").write_text(json.dumps(json.loads((kept / "storm.json").read_text()) | {"exit_status": 1}))
+    assert main(["storm", "--compare", str(kept)]) == 2 and commands == []
+    assert "ended with status 1, so there is nothing to compare" in capsys.readouterr().err
+
+
+def test_a_storm_over_hosts_is_refused(capsys):
+    """It would kill processes of this host that have the numbers of the other's."""
+    assert main(["storm", "-n", "2", "--", "--hosts", "a:1,b:1"]) == 2
+    assert "kills processes of this host alone" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_sigterm_ends_the_training_with_the_storm(tmp_path):
+    with nothing_left() as environment:
+        run = subprocess.Popen([sys.executable, "-m", "minidist", "storm", "-n", "2", "--minutes", "2", "--out",
+                                str(tmp_path / "run")], env=environment, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / storm.LOG).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 128 + signal.SIGTERM

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minidist.errors import ConfigError
+from minidist.files import whole
 
 
 class KeptMeasurements:
@@ -26,7 +27,7 @@ class KeptMeasurements:
         if path is None:
             return
         try:
-            text = Path(path).read_text() if Path(path).exists() else ""
+            text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
             lines = text[:text.rfind("\n") + 1].splitlines()       # a killed run may have cut its last line short
             first, *rest = [json.loads(line) for line in lines] or [head]
             self.found = {line["name"]: line["value"] for line in rest}
@@ -35,8 +36,11 @@ class KeptMeasurements:
         if first != head:
             raise ConfigError(f"--resume {path}: has measurements with other options ({_differences(first, head)}); "
                               f"give the same, or name a new file")
-        with open_kept(path, "w") as file:
-            file.write("".join(f"{line}\n" for line in lines or [json.dumps(head)]))
+        try:
+            with whole(path) as draft:
+                draft.write_text("".join(f"{line}\n" for line in lines or [json.dumps(head)]), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--resume {path}: cannot be written ({error})") from error
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """The value kept under a name; else it is measured, and kept. Values are what JSON has: lists, not tuples."""
@@ -55,7 +59,7 @@ class KeptMeasurements:
 def open_kept(path: str, mode: str) -> Iterator[IO[str]]:
     """The file, to write to. Raises: ConfigError if it cannot be written."""
     try:
-        with open(path, mode) as file:
+        with open(path, mode, encoding="utf-8") as file:
             yield file
     except OSError as error:
         raise ConfigError(f"--resume {path}: cannot be written ({error})") from error

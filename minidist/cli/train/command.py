@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     plan.require(size, settings.config)
     plan.require_model(settings.config)
     here = (size if starts_ranks else launch.local_size) if others is None else \
-        max(host.ranks for host in others.hosts)
+        max(min(size, *(host.ranks for host in others.hosts)), -(-size // len(others.hosts)))
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")

@@ -116,6 +116,8 @@ def bounds(text: str) -> tuple[int, int]:
 
 def check_elastic(args: Namespace) -> None:
     """Raise ConfigError for options that need --elastic, or do not go with it."""
+    if args.ssh is not None and args.hosts is None:
+        fail("--ssh is for --hosts")
     if args.elastic is None:
         for option in ("max_restarts", "spares", "elastic_wait", "peer_copies"):
             if getattr(args, option) is not None:
@@ -124,8 +126,6 @@ def check_elastic(args: Namespace) -> None:
             fail(f"--hosts: is for an elastic job; add --elastic LEAST:MOST, or start the ranks with minidist launch "
                  f"--hosts {args.hosts} -m minidist train")
         return
-    if args.ssh is not None and args.hosts is None:
-        fail("--ssh is for --hosts")
     bounds(args.elastic)
     if args.node_limit is not None and args.expert_nodes is None:
         fail("--elastic: with --node-limit the choice of experts would change as nodes come and go; say on how many "

@@ -25,6 +25,7 @@ Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DN
 import heapq
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,7 @@ class UrgentSums:
     def __init__(self, sums: Group, told: Group, count: int) -> None:
         self.sums, self.told, self.count = sums, told, count
         self._ready: dict[Slice, Array] = {}        # this rank's part is complete
-        self._waiting: list[Slice] = []             # a heap: of them, those that have not been chosen
+        self._waiting: list[Slice] = []             # a heap: those that rank 0 has not chosen yet
         self._sent: dict[Slice, Any] = {}           # chosen: the call
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -76,7 +77,7 @@ class UrgentSums:
             self._changed.notify_all()
 
     def wait(self, piece: Slice) -> None:
-        """Until the slice holds the sum over all ranks. Raises: what its call raised, TimeoutError."""
+        """Wait until the slice holds the sum over all ranks. Raises: what its call raised, TimeoutError."""
         self._until(lambda: piece in self._sent)
         self._sent[piece].wait()
 
@@ -112,12 +113,12 @@ class UrgentSums:
             urgency, place = self.told.broadcast(np.array(piece, np.int32), root=0, algorithm="naive")
         return int(urgency), int(place)
 
-    def _until(self, true: Any) -> None:
+    def _until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds. Raises: the error of a call before; TimeoutError after the limit."""
         limit = self.sums.transport.limit
         deadline = time.monotonic() + limit
         with self._changed:
-            while not true():
+            while not holds():
                 if self._error is not None:
                     raise self._error
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() > deadline:
