@@ -5,8 +5,9 @@
     minidist storm --minutes 30 --no-compare --out DIR         # the undisturbed run of as many steps comes later:
     minidist storm --compare DIR
 
-A short undisturbed run comes first: by its speed the second one has enough steps for the minutes. A third makes the
-same steps undisturbed: where the plan did not change, its bits must be the same; and by its speed the storm is judged.
+Two short undisturbed runs come first, one without and one with checkpoints: by the second one's speed the storm has
+enough steps for the minutes. A last one makes the same steps undisturbed: where the plan did not change, its bits must
+be the same; and by its speed the storm is judged.
 """
 
 import argparse
@@ -219,9 +220,11 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
     """The storm, then the calm: their figures."""
     scratch, out = trainings.scratch, trainings.out
     first = whole_periods(FIRST_STEPS, args.options)
-    step_seconds = summary(events(scratch / "first" / LOG), [], args.ranks)["work_seconds"] / first
-    steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
+    step_seconds = _step_seconds(scratch / "first", first, args.ranks)
     save_every = max(1, round(SAVE_SECONDS / step_seconds)) if trainings.disk else 0
+    if save_every and trainings.undisturbed("saving", first, save_every) == 0:
+        step_seconds = _step_seconds(scratch / "saving", first, args.ranks)
+    steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
     storm = Storm(lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
                   out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS,
                   noted=lambda: show(f"a storm of {args.minutes:g} minutes: {plural(len(storm.faults), 'fault')} so "
@@ -247,6 +250,11 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
     return figures
 
 
+def _step_seconds(run: Path, steps: int, ranks: int) -> float:
+    """Of an undisturbed run of so many steps."""
+    return float(summary(events(run / LOG), [], ranks)["work_seconds"] / steps)
+
+
 def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
     """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the training's exit status.
     """
@@ -260,8 +268,7 @@ def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
     figures["bits"] = ("equal" if same else "own weights" if apart else
                        "differ" if {*figures["sizes"]} == {args.ranks} else "other plans")
     figures["validation_losses"] = [ours["validation_loss"], theirs["validation_loss"]]
-    step_seconds = summary(events(calm / LOG), [], args.ranks)["work_seconds"] / steps
-    figures["rate"] = steps * step_seconds / figures["work_seconds"]
+    figures["rate"] = steps * _step_seconds(calm, steps, args.ranks) / figures["work_seconds"]
     shutil.rmtree(calm, ignore_errors=True)
     return 0
 
