@@ -88,7 +88,7 @@ class UrgentSums:
             with account.use(self._account), self.sums.ledger.aside(self._phase):
                 for _ in range(self.count):
                     piece = self._agreed()
-                    self._until(lambda piece=piece: piece in self._ready)
+                    self._until(partial(self._ready.__contains__, piece))
                     call: Any = self.sums.start_all_reduce(self._ready[piece], out=self._ready[piece], algorithm="ring")
                     with self._changed:
                         self._sent[piece] = call
