@@ -30,21 +30,33 @@ def version() -> str:
     return str(sys.modules["minidist"].__version__)
 
 
+def take_order() -> tuple[IO[str], str]:
+    """Say that this host is there, and read its order from stdin, of which the ranks read nothing.
+
+    Returns: what else comes on stdin; the order, "" if there is none.
+    """
+    orders = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    tell(hello=platform.node(), version=version())
+    return orders, orders.readline()
+
+
+def tell_problem(error: Exception) -> None:
+    """Say why the order cannot be followed."""
+    tell(problem=f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
+
+
 def main() -> int:
     """Take the order, start the ranks, wait for them. Returns: as spawn()."""
-    orders = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)            # the ranks read nothing of it
-    _tell(hello=platform.node(), version=version())
-    line = orders.readline()
+    orders, line = take_order()
     if not line:
         return 1                                            # another host is not there
     try:
         job = _job_of(json.loads(line))
     except (LaunchError, OSError) as error:
-        what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
-        _tell(problem=what)
+        tell_problem(error)
         return 2
-    _tell(port=job.place.port)
+    tell(port=job.place.port)
     start_thread(_listen, orders, job.told)
     return job.run()
 
@@ -67,7 +79,8 @@ def _listen(orders: IO[str], told: list[int]) -> None:
     told.append(signal.SIGHUP)
 
 
-def _tell(**content: object) -> None:
+def tell(**content: object) -> None:
+    """A line for the launcher, on stdout between those of the ranks."""
     os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
 
 

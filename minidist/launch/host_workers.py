@@ -30,7 +30,7 @@ from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import LOOK, REAP_LIMIT
 from minidist.errors import CommError, LaunchError
-from minidist.launch.host_launcher import MARK, version
+from minidist.launch.host_launcher import take_order, tell_problem
 from minidist.launch.limits import Limits, MemoryLimit
 from minidist.launch.spawning import GRACE, start_thread
 from minidist.launch.starter import Starter
@@ -43,16 +43,13 @@ TEMPLATE_LIMIT = 120.0  # seconds that the template may take to load
 
 def main() -> int:
     """Take the order, then serve the launcher until it hangs up. Returns: 0; 2 if the order cannot be followed."""
-    orders = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)            # the ranks read nothing of it
-    _tell(hello=platform.node(), version=version())
-    line = orders.readline()
+    _, line = take_order()
     if not line:
         return 1
     try:
         host = HostWorkers(json.loads(line))
     except (LaunchError, CommError, OSError) as error:
-        _tell(problem=f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
+        tell_problem(error)
         return 2
     host.serve()
     return 0
@@ -195,10 +192,6 @@ def _hung_up(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, getattr(select, "POLLRDHUP", 0))
     return bool(poll.poll(0))
-
-
-def _tell(**content: object) -> None:
-    os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
 
 
 if __name__ == "__main__":

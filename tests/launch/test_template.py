@@ -7,7 +7,7 @@ import sys
 import pytest
 from leftovers import nothing_left
 
-from minidist.launch.template import Template
+from minidist.launch.template import Orphan, Template
 
 PROGRAM = """
 import os, signal, sys
@@ -55,3 +55,17 @@ def test_a_template_that_is_lost_forks_nothing(template):
     assert (template.fork(7), template.ready) == (None, False)
     assert template.fork(8) is None
     assert template.wait(0.0)
+
+
+def test_a_signal_to_a_process_that_another_thread_has_just_reaped_does_nothing(monkeypatch):
+    sent = []
+
+    def kill(pid, number):
+        sent.append((pid, number))
+        raise ProcessLookupError
+
+    monkeypatch.setattr("minidist.launch.template.os.kill", kill)
+    process = Orphan(12345, None)
+    monkeypatch.setattr(process, "poll", lambda: None)
+    process.send_signal(signal.SIGKILL)
+    assert sent == [(12345, signal.SIGKILL)]

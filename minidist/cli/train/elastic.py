@@ -170,7 +170,7 @@ def start_elastic(settings: Settings, size: int) -> int:
 
 
 def others_of(args: Namespace) -> OtherHosts | None:
-    """The hosts that --hosts names; None without it. Raises: LaunchError, one line, for what is no host."""
+    """The hosts of --hosts, or None without it. Raises: LaunchError, one line, if a word names no host."""
     return None if args.hosts is None else OtherHosts(hosts_of(args.hosts), SSH if args.ssh is None else args.ssh)
 
 
