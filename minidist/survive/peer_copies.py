@@ -2,7 +2,7 @@
 
     after step 41                 rank 0     rank 1     rank 2     rank 3
     its own, of steps 40 and 41   shard 0    shard 1    shard 2    shard 3
-    of its ward (partners)         shard 3    shard 0    shard 1    shard 2
+    of its ward (partners)        shard 3    shard 0    shard 1    shard 2
 
 If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no other rank has is sent:
 under DDP nothing, because each rank has everything; under ZeRO the chunks; under tensor parallelism without data
