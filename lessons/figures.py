@@ -65,6 +65,11 @@ def patch(color: str) -> "Patch":
     return Patch(facecolor=color, edgecolor="none")
 
 
+def step_number(ax: Any, x: float, y: float, number: int, color: str = INK, **options: Any) -> None:
+    """The number of a step of the notes, in a circle, so that no reader takes it for a bucket's or a microbatch's."""
+    ax.text(x, y, chr(ord("①") + number - 1), fontsize=11, va="center_baseline", color=color, zorder=4, **options)
+
+
 def caption(ax: Any, text: str) -> None:
     """The title of one panel, left above its axes."""
     ax.set_title(text, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)

@@ -69,10 +69,12 @@ def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> 
             left, right = (place(span[edge]) for edge in ("start", "stop"))
             ax.axvspan(left, right, ymin=-0.075, ymax=-0.015, color=look.PHASES[PHASES[span["name"]]],
                        clip_on=False)
-            if right - left > 0.15 * ax.get_xlim()[1]:      # else there is no room
-                ax.annotate(f"{STEPS[span['name']]}  {span['name'].split()[0]}", ((left + right) / 2, 0), (0, -19),
-                            xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="top",
-                            fontsize=9.5, color=look.SOFT)
+            part, last = (right - left) / ax.get_xlim()[1], span["name"] == "optimizer"
+            if part > 0.03 or last:                         # else there is no room, and 0.15 have room for the name
+                ax.annotate(STEPS[span["name"]] + (f"  {span['name'].split()[0]}" if part > 0.15 else ""),
+                            (right if last else (left + right) / 2, 0), (0, -19),
+                            xycoords=("data", "axes fraction"), textcoords="offset points",
+                            ha="right" if last else "center", va="top", fontsize=9.5, color=look.SOFT)
 
 
 def legend(figure: Any, categories: tuple[str, ...], at: tuple[float, float], **options: Any) -> None:

@@ -20,8 +20,9 @@ lab = load_module(HERE / "experiments.py", "07")
 RANKS, TIMED = 4, 2  # of the job; of them, those whose step is timed: a core each on a small machine
 ROUNDS = 30  # steps recorded; the quickest is drawn, which other programs disturbed least
 CONFIG = GPTConfig(vocabulary=128, context=128, layers=4, width=192, heads=6)
-LEGEND = {"forward": "2, 3  forward", "backward": "4  backward", "all_reduce": "5  all-reduce, bucket by bucket",
-          "wait": "5  wait for the last", "optimizer": "6  update"}  # the notes' numbers
+LEGEND = {"forward": "forward", "backward": "backward", "all_reduce": "all-reduce, bucket by bucket",
+          "wait": "wait for the last", "optimizer": "update"}
+NUMBERS = {"forward": (2, 3), "backward": (4,), "optimizer": (6,)}  # the notes' steps; 5 stands before the first bucket
 COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
           "wait for gradients": look.PHASES["wait"], "optimizer": look.PHASES["optimizer"]}
 
@@ -43,7 +44,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(13.5, 6.4, f"One training step of DDP on {TIMED} ranks, as recorded",
                              f"GPT of {CONFIG.layers} layers, width {CONFIG.width}; the quickest of {ROUNDS} steps. "
-                             "Buckets travel while backward still runs. Numbers: the notes' six steps (N0:403).")
+                             "Buckets travel while backward still runs. Circled: the notes' six steps (N0:403).")
     _gantt(figure.add_axes((0.075, 0.12, 0.565, 0.66)), recorded["timed"])
     _apart(figure.add_axes((0.735, 0.545, 0.25, 0.235)), recorded["drift"])
     _loss(figure.add_axes((0.735, 0.12, 0.25, 0.235)), recorded["drift"])
@@ -58,10 +59,15 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
     look.quiet(ax, grid="x")
     for rank, spans in enumerate(steps):
         free = 0.0      # where the last number below a narrow bucket ends
+        first = min(span["start"] for span in spans if span["name"].startswith("all_reduce bucket"))
+        look.step_number(ax, 1e3 * (first - begin) - 1.0, rank + 0.19, 5, ha="right")
         for span in spans:
             left, width = 1e3 * (span["start"] - begin), 1e3 * (span["stop"] - span["start"])
             if span["name"] in COLORS:
                 ax.barh(rank - 0.19, width, 0.34, left, color=COLORS[span["name"]], edgecolor="white", linewidth=0.8)
+                for place, number in enumerate(NUMBERS.get(span["name"], ())):
+                    look.step_number(ax, left + (1 + place) * width / (1 + len(NUMBERS[span["name"]])), rank - 0.19,
+                                     number, look.INK if span["name"] == "forward" else "white", ha="center")
             elif span["name"].startswith("all_reduce bucket"):
                 number = span["name"].split()[-1]
                 ax.barh(rank + 0.19, width, 0.28, left, color=look.PHASES["all_reduce"], edgecolor="white",

@@ -38,7 +38,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded."""
     figure = look.new_figure(13.5, 5.2, "One step of model parallelism on 4 ranks, as recorded",
                              f"GPT of {CONFIG.layers} layers, 2 on each rank, width {CONFIG.width}; the quickest of "
-                             f"{ROUNDS * STEPS} steps. At any moment one rank computes.")
+                             f"{ROUNDS * STEPS} steps. At any moment one rank computes. Circled: the notes' step "
+                             "(N0:222); ①, the cut, was made before.")
     _gantt(figure.add_axes((0.06, 0.14, 0.6, 0.6)), recorded[str(SIZES[-1])])
     _lengths(figure.add_axes((0.735, 0.56, 0.25, 0.2)), recorded)
     _idle(figure.add_axes((0.735, 0.14, 0.25, 0.22)), recorded)
@@ -52,6 +53,9 @@ def _gantt(ax: Any, ranks: list[Any]) -> None:
             if name in COLORS:
                 ax.barh(rank, 1e3 * (stop - start), 0.6, 1e3 * start, color=COLORS[name], edgecolor="white",
                         linewidth=0.7)
+            if name in ("forward", "backward"):
+                look.step_number(ax, 500 * (start + stop), rank, 2, look.INK if name == "forward" else "white",
+                                 ha="center")
     names = {"forward": "forward", "backward": "backward", "wait for the gradient": "waits for another rank",
              "optimizer": "optimizer"}
     ax.legend([look.patch(COLORS[name]) for name in names], list(names.values()), frameon=False, fontsize=10, ncols=4,

@@ -68,6 +68,8 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
             ax.text(left + width / 2, span.rank, str(span.instruction.microbatch), ha="center",
                     va="center_baseline", fontsize=8,
                     color=look.INK if color in LIGHT else "white")
+    for number, span in enumerate(_notes_steps(spans) if name == "gpipe" else (), 1):
+        look.step_number(ax, (span.start - begin) / UNIT + 0.04, span.rank - 0.2, number)
     look.quiet(ax)
     ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
     ax.tick_params(axis="y", length=0)
@@ -78,9 +80,23 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
     unit = "half-size " if name in TWO else ""
     look.caption(ax, f"{lab.TITLES[name]}: idle {clock.bubble:.1%} measured, {ideal:.1%} = {formula} ideal; "
                      f"ranks hold {', '.join(map(str, held))} {unit}microbatches"
-                     + ("; this row has its own, longer scale" if name == "naive" else ""))
+                     + {"naive": "; this row has its own, longer scale",
+                        "gpipe": "; circled: the notes' steps (N0:240)"}.get(name, ""))
     if name == lab.NAMES[-1]:
         ax.set_xlabel("time, in forwards of a microbatch through a rank's layers", color=look.SOFT, fontsize=10.5)
+
+
+def _notes_steps(spans: list[Any]) -> list[Any]:
+    """The stretches in which the notes' steps 1 to 4 (N0:240) begin, as recorded.
+
+    1: the first microbatch of the cut batch sets out; 2: the second rank gets it; 3: the first rank goes on with the
+    second microbatch; 4: for the first time all ranks compute.
+    """
+    forwards = {(span.rank, span.instruction.microbatch): span for span in spans if span.instruction.word == "forward"}
+    all_busy = min((span for span in spans
+                    if len({other.rank for other in spans if other.start <= span.start < other.stop}) == RANKS),
+                   key=lambda span: span.start)
+    return [forwards[0, 0], forwards[1, 0], forwards[0, 1], all_busy]
 
 
 def gantt() -> str:

@@ -49,7 +49,7 @@ def caller_at(depth: int) -> str:
     except ValueError:          # fewer frames
         return caller(sys._getframe(1))
     program = entry.f_back
-    if id(entry.f_code) in _ENTRIES and program is not None and id(program.f_code) not in _ENTRIES:
+    if program is not None and id(entry.f_code) in _ENTRIES and id(program.f_code) not in _ENTRIES:
         return _place_of(program)
     return caller(sys._getframe(1))
 

@@ -95,7 +95,7 @@ class RemoteHost:
 
     def __init__(self, ranks: HostRanks, node: int, ssh: Sequence[str], order: dict[str, Any],
                  news: Callable[[], None]) -> None:
-        self.name, self.seats, self.node, self.lost = ranks.name, ranks.ranks, node, ""
+        self.name, self.capacity, self.node, self.lost = ranks.name, ranks.ranks, node, ""
         self._order, self._news, self._last = {**order, "node": node}, news, ""
         self._processes: dict[int, RemoteProcess] = {}
         self._sock: socket.socket | None = None

@@ -16,7 +16,7 @@ from minidist.launch.template import Orphan, Template
 class Starter:
     """Processes of this host.
 
-    Args:       address: of the job's launcher. name: of this host; node: its number; seats: how many ranks it is for.
+    Args:       address: of the job's launcher. name: of this host; node: its number; capacity: ranks it is for.
                 who(number): the name in front of the lines that a process writes to stderr.
     Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may be started.
     """
@@ -24,9 +24,9 @@ class Starter:
     lost = ""
 
     def __init__(self, command: Sequence[str], token: bytes, limits: Limits, address: tuple[str, int],
-                 who: Callable[[int], str], *, name: str = "", node: int = 0, seats: int = 0) -> None:
+                 who: Callable[[int], str], *, name: str = "", node: int = 0, capacity: int = 0) -> None:
         self.command, self.token, self.limits, self.address = list(command), token, limits, address
-        self.name, self.node, self.seats, self._who = name or os.uname().nodename, node, seats, who
+        self.name, self.node, self.capacity, self._who = name or os.uname().nodename, node, capacity, who
         self._template: Template | None = None
         self.ending = False
 

@@ -118,10 +118,10 @@ class Workforce:
         self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
         self._closed = False
         node = 0 if others is None else others.here
-        self.here = None if node is None else Starter(
+        self.starter = None if node is None else Starter(
             command, token, limits, ("127.0.0.1", self.port), self._name, node=node,
-            seats=0 if others is None else others.hosts[node].ranks)
-        self.hosts: list[Starter | RemoteHost] = [] if self.here is None else [self.here]
+            capacity=0 if others is None else others.hosts[node].ranks)
+        self.hosts: list[Starter | RemoteHost] = [] if self.starter is None else [self.starter]
         self._starting, self._counting = threading.Lock(), threading.Lock()
         self._starters: list[threading.Thread] = []
         start_thread(self._accept)
@@ -137,8 +137,8 @@ class Workforce:
                 for other in self.others.start(self.command, self.token, self.port, self.limits, forks=forks,
                                                news=lambda: self.events.put(None)):
                     self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
-        if forks and self.here is not None:
-            self.here.start_template(told)
+        if forks and self.starter is not None:
+            self.starter.start_template(told)
         deadline = time.monotonic() + HOST_LIMIT
         for host in self.hosts:
             if isinstance(host, RemoteHost):
@@ -150,13 +150,12 @@ class Workforce:
         return f"process {number}" if worker is None else str(worker)
 
     def _next_host(self) -> "Starter | RemoteHost":
-        """The first host that has a seat left, else the one that is least crowded. Raises: LaunchError if all are lost.
-        """
-        counts = {host.node: host.seats - sum(worker.host is host for worker in self.workers.values())
+        """The first host that has room, else the one that is least crowded. Raises: LaunchError if all are lost."""
+        counts = {host.node: host.capacity - sum(worker.host is host for worker in self.workers.values())
                   for host in self.hosts if not host.lost}
         if not counts:
             raise LaunchError("all hosts of the job are lost")
-        node = next((node for node, seats in counts.items() if seats > 0), max(counts, key=counts.__getitem__))
+        node = next((node for node, free in counts.items() if free > 0), max(counts, key=counts.__getitem__))
         return next(host for host in self.hosts if host.node == node)
 
     def start(self) -> None:
@@ -236,8 +235,8 @@ class Workforce:
         A process that has not connected yet gets SIGTERM at once.
         """
         self._closed = True
-        if self.here is not None:
-            self.here.ending = True
+        if self.starter is not None:
+            self.starter.ending = True
         self._acceptor.close()
         for worker in self.workers.values():
             if worker.sock is not None:

@@ -44,6 +44,7 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.step import Batch
 from minidist.survive.kept_replica import KeptReplica
 from minidist.survive.kept_shards import KeptShards
+from minidist.survive.manifest import unpacked
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0      # seconds of one wait inside a generation
@@ -200,9 +201,9 @@ class Survivor:
     def _take_history(self, told: dict[str, Any], done: int) -> None:
         """The steps so far as the checkpoint tells them, where this process does not know them all."""
         if len(self.losses) < done:
-            self.losses = list(told.get("losses", ()))
+            self.losses = unpacked(told.get("losses", []))
             self.seconds = [told.get("step_seconds", 0.0)] * len(self.losses)
-            self.generations = list(told.get("generations", ())) if self.job.begun else []
+            self.generations = unpacked(told.get("generations", [])) if self.job.begun else []
         self.losses, self.seconds = self.losses[:done], self.seconds[:done]
         self.generations = [*[0] * (len(self.losses) - len(self.generations)), *self.generations][:len(self.losses)]
 

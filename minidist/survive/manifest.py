@@ -6,20 +6,25 @@
         manifest.json               {"format", "about": {…}, "shards": [{file, nbytes, header, arrays}, …], "digest"}
 """
 
+import base64
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from minidist.errors import CheckpointError
 from minidist.files import DRAFTS
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)       # in 1 a history is a list
 _STEP = re.compile(r"step-(\d{6,})(~?)")        # with ~: moved aside for a new one of the same step
 
 
@@ -63,11 +68,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: is damaged or no manifest of a checkpoint; take an older one") from error
-    if kind != FORMAT:
-        raise CheckpointError(f"{file}: has format {kind!r}, this minidist reads {FORMAT}; use the one that wrote it")
+    if kind not in READABLE:
+        raise CheckpointError(f"{file}: has format {kind!r}, this minidist reads {' and '.join(map(str, READABLE))}; "
+                              f"use the one that wrote it")
     if text != _text(content):              # also where a flipped bit says the same: 1e-5 and 1E-5
         raise CheckpointError(f"{file}: is damaged: its digest is another; take an older checkpoint")
     return content      # type: ignore[no-any-return]
+
+
+def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
+    """A history of a number a step, for a manifest: {dtype: base64 of its bytes}.
+
+    As a list in JSON 25,000 losses took a save 60 ms, as bytes 1 ms.
+    """
+    return {dtype: base64.b64encode(np.asarray(history, dtype).tobytes()).decode()}
+
+
+def unpacked(history: "dict[str, str] | list[Any]") -> list[Any]:
+    """The numbers of `packed`; a list, as format 1 has it, is them already."""
+    if isinstance(history, list):
+        return [*history]
+    (dtype, text), = history.items()
+    return np.frombuffer(base64.b64decode(text), dtype).tolist()    # type: ignore[no-any-return]
 
 
 def checkpoints(run: Path) -> list[Path]:

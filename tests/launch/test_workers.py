@@ -29,7 +29,7 @@ class SlowTemplate:
 def workforce(command):
     """Of processes that run this command; its template is slow."""
     made = Workforce(command, wire.new_token(), Limits())
-    made.here._template = SlowTemplate()
+    made.starter._template = SlowTemplate()
     return made
 
 
@@ -39,7 +39,7 @@ def test_a_process_starts_beside_the_launcher_and_ends_without_delay():
         made = workforce([sys.executable, "-c", "import time; time.sleep(60)"])
         made.start_beside()
         assert (made.count(), made.coming, made.workers) == (1, 1, {})
-        made.here._template.answer.set()
+        made.starter._template.answer.set()
         deadline = time.monotonic() + 10
         while made.coming and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -52,7 +52,7 @@ def test_a_process_starts_beside_the_launcher_and_ends_without_delay():
 def test_what_hinders_a_start_beside_the_launcher_is_told_to_it():
     made = workforce(["no-such-command"])
     made.start_beside()
-    made.here._template.answer.set()
+    made.starter._template.answer.set()
     with pytest.raises(LaunchError, match="cannot start 'no-such-command': No such file"):
         made.next_event(10.0)
     made.end(1.0, lambda: False)
@@ -61,6 +61,6 @@ def test_what_hinders_a_start_beside_the_launcher_is_told_to_it():
 def test_nothing_starts_after_the_end():
     made = workforce([sys.executable, "-c", "import time; time.sleep(60)"])
     made.start_beside()
-    threading.Timer(0.05, made.here._template.answer.set).start()
+    threading.Timer(0.05, made.starter._template.answer.set).start()
     made.end(1.0, lambda: False)
     assert (made.workers, made.coming) == ({}, 1)

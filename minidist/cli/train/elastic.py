@@ -1,6 +1,5 @@
 """`minidist train --elastic`: the launcher's side, and one of its processes."""
 
-import statistics
 import sys
 import time
 from argparse import Namespace
@@ -214,7 +213,7 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
         if args.verify and trainer.steps_done == min(STEPS, args.steps):
             lives.early = trainer.state_dict()
         if saver is not None:
-            saver.after_step(lives.losses, lambda: statistics.median(lives.seconds), generations=lives.generations)
+            saver.after_step(lives.losses, lambda: float(np.median(lives.seconds)), generations=lives.generations)
 
     try:
         served = lives.serve(trainer, settings.training_batch(0))

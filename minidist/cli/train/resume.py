@@ -23,7 +23,7 @@ from minidist.launch import Launch, detect
 from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
-from minidist.survive.manifest import checkpoints, read_manifest, step_of
+from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
 
 NEVER_KEPT = ("command", "cores", "given", "hosts", "json", "memory_limit", "metrics_port", "out", "patience", "quiet",
               "ranks", "resume", "ssh", "verify", "watch", "why")
@@ -55,7 +55,7 @@ class Resumption:
     @property
     def losses(self) -> list[float]:
         """Of all steps before this job's."""
-        return list(self.about["metrics"]["losses"])
+        return unpacked(self.about["metrics"]["losses"])
 
     @property
     def how_saved(self) -> str:

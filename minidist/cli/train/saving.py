@@ -6,7 +6,7 @@ Which rank hears of the stop is chance, so the ranks agree after each step: all 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from minidist.launch import Launch
 from minidist.launch.membership import current
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch
-from minidist.survive.manifest import checkpoints, remove, step_folder, step_of
+from minidist.survive.manifest import checkpoints, packed, remove, step_folder, step_of
 from minidist.survive.save_async import PendingSave
 
 LONG = 2.0      # seconds after which a save is told of while it lasts
@@ -136,28 +136,29 @@ class Saver:
                 raise Stopped
             yield batch
 
-    def after_step(self, losses: Sequence[float], step_seconds: Callable[[], float], **more: Any) -> None:
+    def after_step(self, losses: Sequence[float], step_seconds: Callable[[], float],
+                   **histories: Sequence[int]) -> None:
         """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job is to stop.
 
-        Args:    losses: of all steps; more: further lists of a number a step, for the checkpoint.
+        Args:    losses: of all steps; histories: more with a number a step, for the checkpoint.
         """
         if self.interval is not None:
             self.interval.worked()
         stop = self.stopping()
         if stop or self.due(self.trainer.steps_done):
-            self._save_timed(losses, step_seconds(), **more)
+            self._save_timed(losses, step_seconds(), histories)
         if stop:
             self.settle()
             raise Stopped
 
-    def _save_timed(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
+    def _save_timed(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
         """Save; the time that the steps stand still for it decides when the next save is due."""
         interval = self.interval
         if interval is None:
-            self.save(losses, step_seconds, **more)
+            self.save(losses, step_seconds, histories)
             return
         start = time.perf_counter()
-        self.save(losses, step_seconds, **more, interval=interval.about())
+        self.save(losses, step_seconds, histories)
         interval.saved(self.trainer.steps_done, time.perf_counter() - start, step_seconds, self.trainer.world)
         interval.stood_still()
         self._tell_interval()
@@ -167,12 +168,12 @@ class Saver:
         if self.interval is not None and (line := self.interval.announcement()) is not None:
             self.report.line(line)
 
-    def save(self, losses: Sequence[float], step_seconds: float, **more: Any) -> None:
+    def save(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
         """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
         self.settle()
         step, start = self.trainer.steps_done, time.perf_counter()
         folder = step_folder(self.settings.out, step)
-        about = {**self._about, "metrics": {"losses": [*losses], "step_seconds": step_seconds, **more}}
+        about = self._described(losses, step_seconds, histories) if self._speaks else {}
         with self.trainer.recorder.span("checkpoint", step=step - 1):
             if self.settings.args.save_async:
                 self._pending = step, self.trainer.start_save(folder, **about)
@@ -186,6 +187,15 @@ class Saver:
                     say_line(f"minidist train: {error}; the run goes on")
                 return
         self._saved(step, time.perf_counter() - start)
+
+    def _described(self, losses: Sequence[float], step_seconds: float,
+                   histories: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """What the manifest says of the run."""
+        metrics = {"losses": packed(losses, "<f8"), "step_seconds": step_seconds,
+                   **{name: packed(history, "<i4") for name, history in histories.items()}}
+        if self.interval is not None:
+            metrics["interval"] = self.interval.about()
+        return {**self._about, "metrics": metrics}
 
     def settle(self) -> None:
         """Wait for a save that goes on behind the steps; if it fails, that is told already."""

@@ -71,9 +71,9 @@ class Call(RunningCall):
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
                  shape: tuple[int | None, ...] | None = None, device: str | None = "cpu",
                  side: SideStream | None = None) -> None:
-        rank, size, ledger = group.rank, group.size, group.ledger
-        self.rank, self.size, self.nodes, self.world_ranks = rank, size, group.nodes, group.world_ranks
-        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
+        ledger = group.ledger
+        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+        self.next_rank, self.prev_rank = group.next_rank, group.prev_rank
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
         self.device = self.origin = device
         self.ledger, self.phase = ledger, ledger.phase
@@ -81,8 +81,7 @@ class Call(RunningCall):
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller_at(2))      # __init__ < the verb (verbs.py) < Group's method
-        self._key, where = self.signature.pack()
-        self._meta = self._key + where
+        self._meta = b"".join(self.signature.pack())
         self._group, self._flight = group, 0                # 0: the flight recorder does not know of it yet
         self._transport, self.board, self._tag = group.transport, group.board, group.tag
         self._nbytes = self._messages = 0
@@ -129,7 +128,7 @@ class Call(RunningCall):
     @property
     def _header(self) -> CallHeader:
         """For a closer look at another rank's header, where that does not begin as this call's."""
-        return CallHeader(self.signature, self._group, self._key, self._meta)
+        return CallHeader(self.signature, self._group, self.signature.pack()[0], self._meta)
 
     def _for_watchers(self) -> dict[str, Any]:
         """What only watchers are told of a call: how long it stood in the queue, and what tells it from others."""

@@ -84,6 +84,7 @@ class Members:
     """An ordered set of ranks of the job, this one among them.
 
     Attributes: rank, size     this rank's place in the group, and the number of ranks
+                next_rank, prev_rank   the ranks after and before it, in a ring
                 world_rank     this rank's place in the job
                 world_ranks    world rank of each rank
                 nodes          the machine of each rank: equal numbers share one
@@ -107,6 +108,7 @@ class Members:
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         profile = transport.profile
         self.link = None if profile is None else profile.link(transport.inside, self.nodes)
         self.tiers = tiers(self.nodes, profile, transport.inside)

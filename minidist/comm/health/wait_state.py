@@ -37,10 +37,12 @@ QUIET = 0.1     # seconds that a wait may last before it is reported
 class _ThreadCalls(threading.local):
     """The calls that a thread is in, outermost first."""
 
-    calls: "tuple[RunningCall, ...]" = ()
     asked = False           # whether spent_in_calls was: looking at a thread's clock takes a microsecond or several
     began: "tuple[float, float] | None" = None      # the outermost call: the time, and the thread's processor seconds
     spent = 0.0, 0.0        # in calls so far: seconds, and processor seconds
+
+    def __init__(self) -> None:
+        self.calls: list[RunningCall] = []
 
 
 _here = _ThreadCalls()
@@ -57,13 +59,15 @@ class RunningCall:
     world_ranks: tuple[int, ...]
 
     def __enter__(self) -> None:
-        if _here.asked and not _here.calls:
+        calls = _here.calls
+        if not calls and _here.asked:
             _here.began = time.perf_counter(), time.thread_time()
-        _here.calls += (self,)
+        calls.append(self)
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        _here.calls = _here.calls[:-1]
-        if _here.began is not None and not _here.calls:
+        calls = _here.calls
+        calls.pop()
+        if not calls and _here.began is not None:
             (began, busy), (spent, worked) = _here.began, _here.spent
             _here.spent = spent + time.perf_counter() - began, worked + time.thread_time() - busy
             _here.began = None

@@ -13,7 +13,7 @@ from minidist.cli.train import elastic
 from minidist.cli.train import settings as train_settings
 from minidist.cli.train.command import add_arguments
 from minidist.console import Parser
-from minidist.survive.manifest import checkpoints, read_manifest, step_of
+from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
 from minidist.survive.storm_report import summary
 
 TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "8"]
@@ -104,7 +104,7 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(book, tmp_p
     error = capfd.readouterr().err
     assert f"going on from {run / 'step-000004'}" in error and "told to stop after step 9 of 12, saved in " in error
     assert [step_of(folder) for folder in checkpoints(run)] == [8, 9]
-    assert read_manifest(run / "step-000009")["about"]["metrics"]["generations"] == [1] * 4 + [2] * 5
+    assert unpacked(read_manifest(run / "step-000009")["about"]["metrics"]["generations"]) == [1] * 4 + [2] * 5
     assert train(monkeypatch, {"1": (10, "kill")}, f"--resume={run}", "--elastic=2:2", "--spares=1",
                  "--save-async") == 0
     ours, theirs = metrics_of(run), metrics_of(whole)

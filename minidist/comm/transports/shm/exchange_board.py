@@ -59,8 +59,8 @@ class BoardPart:
         self.words[_POSTED] = self.words[_ASLEEP] = 0
         return self.words[CLOSED]
 
-    def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
-        """Put arrays here, one after the other."""
+    def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Put arrays here, one after the other; returns their bytes where they lie now."""
         if meta:
             self._metas[turn][:len(meta)] = meta
         stop = 0
@@ -68,6 +68,7 @@ class BoardPart:
             start, stop = stop, stop + array.nbytes
             np.positive(array.view(np.uint8), out=self._shown[turn, start:stop])    # a copy: see ring_buffer.copy
         _HEADER.pack_into(self._headers[turn], 0, len(meta), stop)
+        return self._shown[turn, :stop]
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
@@ -91,7 +92,7 @@ class SharedBoard(Board):
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         self._shown += 1
         turn, fence = self._shown % TURNS, self._fence
-        self._own.write(turn, meta, arrays)
+        own = self._own.write(turn, meta, arrays)
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
         fence()  # our `posted` before theirs and `asleep`
@@ -105,7 +106,7 @@ class SharedBoard(Board):
                     words[_ASLEEP] = 0
                     self._transport.links[rank].ring()
         fence()  # their `posted` before the bytes
-        return [part.read(turn) for part in self._parts]
+        return [(meta, own) if part is self._own else part.read(turn) for part in self._parts]
 
     def lendable(self, array: np.ndarray) -> bool:
         return self.lends and process_vm_read.readable(array)
