@@ -69,12 +69,12 @@ def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> 
             left, right = (place(span[edge]) for edge in ("start", "stop"))
             ax.axvspan(left, right, ymin=-0.075, ymax=-0.015, color=look.PHASES[PHASES[span["name"]]],
                        clip_on=False)
-            part, last = (right - left) / ax.get_xlim()[1], span["name"] == "optimizer"
-            if part > 0.03 or last:                         # else there is no room, and 0.15 have room for the name
+            part = (right - left) / ax.get_xlim()[1]
+            if part > 0.03 or span["name"] == "optimizer":  # else there is no room; behind the last phase there is
                 ax.annotate(STEPS[span["name"]] + (f"  {span['name'].split()[0]}" if part > 0.15 else ""),
-                            (right if last else (left + right) / 2, 0), (0, -19),
+                            ((left + right) / 2 if part > 0.03 else left, 0), (0, -19),
                             xycoords=("data", "axes fraction"), textcoords="offset points",
-                            ha="right" if last else "center", va="top", fontsize=9.5, color=look.SOFT)
+                            ha="center" if part > 0.03 else "left", va="top", fontsize=9.5, color=look.SOFT)
 
 
 def legend(figure: Any, categories: tuple[str, ...], at: tuple[float, float], **options: Any) -> None:

@@ -69,7 +69,9 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
                     va="center_baseline", fontsize=8,
                     color=look.INK if color in LIGHT else "white")
     for number, span in enumerate(_notes_steps(spans) if name == "gpipe" else (), 1):
-        look.step_number(ax, (span.start - begin) / UNIT + 0.04, span.rank - 0.2, number)
+        left, first = (span.start - begin) / UNIT, span.rank == 0       # above the first rank; of others before it
+        look.step_number(ax, left + 0.5 if first else left - 0.1, span.rank - (0.68 if first else 0.0), number,
+                         ha="center" if first else "right", clip_on=False)
     look.quiet(ax)
     ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
     ax.tick_params(axis="y", length=0)
