@@ -7,8 +7,7 @@
 
 Two short undisturbed runs come first, one without and one with checkpoints: by the second one's speed the storm has
 enough steps for the minutes. A last one makes the same steps undisturbed: where the plan did not change, its bits must
-be the same; and by its speed the storm is judged. Without that one, by the mean of two short runs, before and after the
-storm: what else the machine does changes meanwhile.
+be the same; and by its speed the storm is judged.
 """
 
 import argparse
@@ -244,12 +243,10 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
                     "elastic": args.elastic, "spares": args.spares, "transport": args.transport, "seed": args.seed,
                     "options": args.options}}
     if status == 0:
+        figures["rate"] = steps * step_seconds / figures["work_seconds"]
         if not args.no_compare:
             show(f"the same {steps:,} steps without a fault, to compare")
             figures["calm_status"] = _compare(trainings, figures)
-        elif trainings.undisturbed("after", first, save_every) == 0:
-            calm = (step_seconds + _step_seconds(scratch / "after", first, args.ranks)) / 2
-            figures["rate"] = steps * calm / figures["work_seconds"]
     return figures
 
 
