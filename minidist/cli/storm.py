@@ -301,7 +301,8 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
             f"{_spread(later)}")
     if figures["kept"] is not None and figures["participation"] is not None:
         say(f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
-            + (f", speed {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))
+            + (f", speed {figures['calm_rate']:.0%} of that between the faults" if figures.get("calm_rate") else "")
+            + (f", {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))
     words = {"equal": "losses and weights have the bits of the undisturbed run",
              "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
              "other plans": "the plan changed, so the bits are not those of the undisturbed run",

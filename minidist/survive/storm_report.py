@@ -15,6 +15,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
+CALM = 3.0      # seconds after a fault in which its effects are over
 BREAKING = ("kill", "stop", "torn", "flip", "launcher")     # no rank can go on past them
 
 
@@ -71,7 +72,7 @@ def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[s
              median_full_seconds; steps_made, steps_again; kept: of all steps that were made, the part that was not
              made again; participation: ranks that took part over `size`, on average over the time from the first state
              to the last step, without the time in which there was no launcher; work_seconds: that time, all of it;
-             sizes: of the generations.
+             calm_rate: as below; sizes: of the generations.
     """
     found = outcomes(told, faults, size)
     again = _made_again(told)
@@ -82,7 +83,7 @@ def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[s
         "faults": len(found), "recovered": sum(fault["recovered"] for fault in found), "happened": found,
         "steps_made": made, "steps_again": again, "kept": 1 - again / made if made else None,
         "participation": _participation(works, faults, size),
-        "work_seconds": works[-1][1] - works[0][0] if works else None,
+        "work_seconds": works[-1][1] - works[0][0] if works else None, "calm_rate": calm_rate(told, faults),
         "sizes": [len(event["processes"]) for event in told if event["event"] == "forming"]}
     for key in ("seconds", "full_seconds"):
         by_kind: dict[str, list[float]] = {}
@@ -130,6 +131,26 @@ def spans(told: Sequence[Event], faults: Sequence[Event] = ()) -> list[tuple[flo
         if event["event"] == "trained":
             break
     return found
+
+
+def calm_rate(told: Sequence[Event], faults: Sequence[Event]) -> float | None:
+    """Steps that were made and kept, over those that the same time would have had at the speed of its calm parts.
+
+    Each stretch from fault to fault is held against its own second half: what else the machine does then slows both.
+    None without two faults that are far enough apart.
+    """
+    steps = sorted((event["time"], int(event["step"])) for event in told
+                   if event["event"] in ("formed", "stepped", "at", "trained"))
+    made, possible = 0, 0.0
+    for begin, end in pairwise(fault["time"] for fault in faults):
+        before = [step for time, step in steps if time < begin]
+        calm = [(time, step) for time, step in steps if max(begin + CALM, (begin + end) / 2) <= time < end]
+        if not before or len(calm) < 2 or calm[-1][1] == calm[0][1]:
+            continue
+        (first, least), (last, most) = calm[0], calm[-1]
+        made += most - before[-1]
+        possible += (last - begin) * (most - least) / (last - first)
+    return made / possible if possible else None
 
 
 def _participation(works: Sequence[tuple[float, float, int, int]], faults: Sequence[Event], size: int) -> float | None:

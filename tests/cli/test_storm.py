@@ -56,7 +56,7 @@ def test_the_undisturbed_run_may_come_later(kept, monkeypatch, capsys, tmp_path)
         found = json.loads(figures.read_text())
         assert (found["bits"], found["rate"]) == ("equal", 0.8)             # 8 s of work beside 10
     assert "to the next step that counts: median 0.60 s, at most 2.00 s; to full strength: median 0.70 s, at most " \
-        "4.00 s" in told and "speed 80% of" in told and "have the bits of the undisturbed run" in told
+        "4.00 s" in told and ", 80% of an undisturbed" in told and "have the bits of the undisturbed run" in told
 
 
 def test_other_bits_and_a_run_that_fails_are_told_by_the_status(kept, monkeypatch, capsys):

@@ -20,7 +20,7 @@ from minidist.errors import CheckpointError
 from minidist.survive.faults import cut_connection, damage, disk_module, kill_all, set_disk
 from minidist.survive.manifest import checkpoints, step_folder
 from minidist.survive.storm import LOG, NOTES, Storm, events
-from minidist.survive.storm_report import outcomes, spans, summary
+from minidist.survive.storm_report import calm_rate, outcomes, spans, summary
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
 LAUNCHER = ("import sys; from pathlib import Path; from minidist.launch.elastic_job import spawn_elastic; "
@@ -54,6 +54,18 @@ def test_the_figures_of_a_storm():
     kill, cut = figures["happened"]
     assert (kill["noticed"], kill["again"], kill["full_seconds"]) == (True, 1, pytest.approx(5.7))
     assert (cut["noticed"], cut["seconds"], cut["recovered"]) == (False, None, True)
+
+
+def test_speed_is_that_between_the_faults_less_what_they_cost():
+    """Ten steps a second; a fault takes two seconds and five steps. Then the machine has half its speed."""
+    def at(begin, end, step, every):
+        return [("at", begin + place * every, step + place) for place in range(round((end - begin) / every))]
+
+    rows = [*at(0.0, 10.0, 0, 0.1), *at(12.0, 20.0, 95, 0.1), *at(20.0, 40.0, 175, 0.2)]
+    made = [{"event": event, "time": time, "step": step} for event, time, step in rows]
+    faults = [{"kind": "kill", "time": time} for time in (9.95, 20.0, 39.9)]
+    assert calm_rate(made, faults) == pytest.approx((75 + 99) / (100 + 99), rel=0.02)
+    assert calm_rate(made, faults[:1]) is None
 
 
 def test_a_stop_counts_from_its_detection_and_a_loss_without_a_step_is_no_recovery():
