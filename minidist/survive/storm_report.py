@@ -137,19 +137,20 @@ def calm_rate(told: Sequence[Event], faults: Sequence[Event]) -> float | None:
     """Steps that were made and kept, over those that the same time would have had at the speed of its calm parts.
 
     Each stretch from fault to fault is held against its own second half: what else the machine does then slows both.
-    None without two faults that are far enough apart.
+    One whose second half has no step is held against the stretch before it. None if nothing was calm.
     """
     steps = sorted((event["time"], int(event["step"])) for event in told
                    if event["event"] in ("formed", "stepped", "at", "trained"))
-    made, possible = 0, 0.0
+    made, possible, speed = 0, 0.0, 0.0
     for begin, end in pairwise(fault["time"] for fault in faults):
-        before = [step for time, step in steps if time < begin]
         calm = [(time, step) for time, step in steps if max(begin + CALM, (begin + end) / 2) <= time < end]
-        if not before or len(calm) < 2 or calm[-1][1] == calm[0][1]:
-            continue
-        (first, least), (last, most) = calm[0], calm[-1]
-        made += most - before[-1]
-        possible += (last - begin) * (most - least) / (last - first)
+        if calm and calm[-1][1] > calm[0][1]:
+            speed = (calm[-1][1] - calm[0][1]) / (calm[-1][0] - calm[0][0])
+        at_begin, at_end = (max((each for each in steps if each[0] < moment), default=(0.0, 0))[1]
+                            for moment in (begin, end))
+        if speed:
+            made += at_end - at_begin
+            possible += (end - begin) * speed
     return made / possible if possible else None
 
 

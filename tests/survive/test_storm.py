@@ -63,8 +63,9 @@ def test_speed_is_that_between_the_faults_less_what_they_cost():
 
     rows = [*at(0.0, 10.0, 0, 0.1), *at(12.0, 20.0, 95, 0.1), *at(20.0, 40.0, 175, 0.2)]
     made = [{"event": event, "time": time, "step": step} for event, time, step in rows]
-    faults = [{"kind": "kill", "time": time} for time in (9.95, 20.0, 39.9)]
-    assert calm_rate(made, faults) == pytest.approx((75 + 99) / (100 + 99), rel=0.02)
+    faults = [{"kind": "kill", "time": time} for time in (9.95, 20.0, 39.9, 50.0)]
+    assert calm_rate(made, faults[:3]) == pytest.approx(175 / (100.5 + 99.5))
+    assert calm_rate(made, faults) == pytest.approx(175 / (100.5 + 99.5 + 50.5))    # after the last one it stands still
     assert calm_rate(made, faults[:1]) is None
 
 
