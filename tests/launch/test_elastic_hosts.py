@@ -1,6 +1,11 @@
 """A process on another host, as its launcher sees it; without any other host."""
 
 import signal
+import subprocess
+import sys
+import time
+
+import psutil
 
 from minidist.launch import elastic_hosts
 from minidist.launch.elastic_hosts import KILL_LIMIT, RemoteProcess
@@ -38,3 +43,25 @@ def test_a_host_that_carries_out_no_sigkill_is_lost(monkeypatch):
     process.end(-9, "is lost with host b")
     process.send_signal(signal.SIGKILL)
     assert (host.dropped, len(host.told)) == (1, 3)
+
+
+def test_ctrl_c_while_hosts_connect_ends_at_once(tmp_path):
+    """The command that is to reach the host never answers, and is gone afterwards."""
+    job = subprocess.Popen([sys.executable, "-m", "minidist", "train", "--hosts", "127.0.0.1:1,elsewhere:1", "--elastic",
+                            "1:2", "--ssh", "sh -c 'exec sleep 60'", "--quiet", "--out", str(tmp_path / "run")],
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        process, reaching = psutil.Process(job.pid), []
+        deadline = time.monotonic() + 20
+        while not reaching and time.monotonic() < deadline:
+            time.sleep(0.05)
+            reaching = [child for child in process.children() if "60" in child.cmdline()]
+        assert reaching
+        told = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        said, _ = job.communicate(timeout=20)
+    finally:
+        job.kill()
+    assert (job.returncode, time.monotonic() - told < 3) == (130, True)
+    assert len(said.splitlines()) == 1 and "was told to stop by SIGINT" in said
+    assert not any(child.is_running() for child in reaching)
