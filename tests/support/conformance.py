@@ -301,17 +301,17 @@ DTYPES = ("float32", "bfloat16", "int64", ">f8", "float16", "complex64", ">u2")
 MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
 
 
-def fixed_cases(size: int, transport: str) -> Iterator[dict[str, Any]]:
+def fixed_cases(size: int, transport: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
     """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots.
 
-    On three ranks, in the default run, two of the six lengths each: others with the next algorithm.
+    On three ranks two of the six lengths each, others with the next algorithm, unless `every` is asked for.
     """
     for number, (verb, algorithm) in enumerate(ALL_PAIRS):
         if algorithm in ONLY_ON and transport not in ONLY_ON[algorithm]:
             continue
         dtypes = MPI_DTYPES if algorithm == "native" and verb in REDUCING else DTYPES
         for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
-            if size == 3 and (turn - number) % 6 not in (0, 2):
+            if size == 3 and not every and (turn - number) % 6 not in (0, 2):
                 continue
             lengths: list[Any] = [length] * size
             if verb == "all_to_all":
