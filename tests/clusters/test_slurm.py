@@ -70,7 +70,8 @@ def test_mpichs_ranks_by_pmi2(slurm, mode):
 def test_a_killed_rank_of_mpi_by_pmi2_is_named(slurm):
     done = srun(slurm, {"b": 2, "c": 1}, RANK, "kill", "2", mpi="pmi2", CLUSTER_TRANSPORT="mpi")
     assert done.returncode
-    assert re.search(r"minidist: rank 2 \(process \d+ on c\) was killed by SIGKILL", done.stderr), done.stderr
+    how = "was killed(?: by SIGKILL|, or ended without goodbye)"        # Slurm may have cleared it away before we look
+    assert re.search(rf"minidist: rank 2 \(process \d+ on c\) {how}", done.stderr), done.stderr
     free(slurm)
 
 
