@@ -113,8 +113,8 @@ def predicted_and_measured(ranks: int, rounds: int = 4) -> tuple[np.ndarray, np.
         print("predicted {:.4f} s, measured {:.4f} s, {:+.1%}, halves differ by {:.1%}:".format(*figures), words)
     whole, ten = (agreement(predicted[part], measured[part]) for part in (slice(None), slice(10)))
     print(f"{ranks} ranks: mean error {abs(errors).mean():.1%}, worst {abs(errors).max():.1%}; order {whole:.2f}, "
-          f"{ten:.2f} in the ten of one model; the machine was {min(slowness):.2f} to {max(slowness):.2f} times as slow "
-          f"as at first")
+          f"{ten:.2f} in the ten of one model; the machine was {min(slowness):.2f} to {max(slowness):.2f} times as "
+          f"slow as at first")
     return predicted, measured, spread
 
 
