@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
     """A history of a number a step, for a manifest: {dtype: base64 of its bytes}.
 
-    As a list in JSON 25,000 losses took a save 60 ms, as bytes 1 ms.
+    As a list in JSON 25,000 losses take a manifest 45 ms, so 4 ms.
     """
     return {dtype: base64.b64encode(np.asarray(history, dtype).tobytes()).decode()}
 

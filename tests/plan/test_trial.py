@@ -84,8 +84,8 @@ def predicted_and_measured(ranks: int, rounds: int = 4) -> tuple[np.ndarray, np.
     """Of twenty plans, on a machine that does nothing else, and is measured first: seconds predicted; the median of
     alternating runs; by how much two halves of the runs differ. All of it is printed, and the order of both.
 
-    A virtual machine has another speed a minute later. So the first plan runs again after every five others, and each
-    time is that of the machine as fast as it was when it was measured.
+    A virtual machine has another speed a minute later. So the first plan runs again after each one, and each time is
+    that of the machine as fast as it was when it was measured.
     """
     subprocess.run([sys.executable, "-m", "minidist", "bench", "calibrate", "-n", str(ranks), "--only",
                     "shm,computation"], check=True, timeout=900)
@@ -97,12 +97,10 @@ def predicted_and_measured(ranks: int, rounds: int = 4) -> tuple[np.ndarray, np.
 
     begun = control = float(np.median([run(0) for _ in range(3)]))
     seen, slowness = [[] for _ in drawn], list[float]()
-    for first in (*range(0, 20, 5),) * rounds:
-        found = [run(place) for place in range(first, first + 5)]
-        before, control = control, run(0)
+    for place in (*range(20),) * rounds:
+        before, seconds, control = control, run(place), run(0)
         slowness.append((before + control) / 2 / begun)
-        for place, seconds in enumerate(found, first):
-            seen[place].append(seconds / slowness[-1])
+        seen[place].append(seconds / slowness[-1])
     measured = np.array([np.median(found) for found in seen])
     spread = np.array([abs(np.median(found[::2]) / np.median(found[1::2]) - 1) for found in seen])
     predicted = np.array([simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch).step_seconds
@@ -118,17 +116,12 @@ def predicted_and_measured(ranks: int, rounds: int = 4) -> tuple[np.ndarray, np.
     return predicted, measured, spread
 
 
-def by_name_only(request: pytest.FixtureRequest, name: str) -> None:
-    """Skip a test that takes many minutes of a machine that does nothing else, unless -k has its name."""
-    if name not in request.config.option.keyword:
-        pytest.skip(f"ten minutes on a machine that does nothing else; only by name: -k {name}")
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_twenty_plans_of_this_machine(request: pytest.FixtureRequest) -> None:
     """Two ranks: no more than this machine has cores."""
-    by_name_only(request, "twenty")
+    if "twenty" not in request.config.option.keyword:
+        pytest.skip("forty minutes on a machine that does nothing else; only by name: -k twenty")
     predicted, measured, spread = predicted_and_measured(2)
     errors = abs(predicted / measured - 1)
     assert errors.mean() <= 0.08 and errors.max() <= 0.2

@@ -18,7 +18,7 @@ def test_a_history_has_the_same_bits_again(dtype: str, history: list[Any], tmp_p
     assert again == history and [type(one) for one in again] == [type(one) for one in history]
 
 
-def test_a_loss_that_is_no_number_stays_none() -> None:
+def test_a_loss_of_nan_is_nan_again() -> None:
     assert math.isnan(unpacked(packed([math.nan], "<f8"))[0])
 
 
