@@ -208,12 +208,18 @@ def test_the_calls_of_a_group_are_recorded_on_every_transport():
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np, minidist as md
+from minidist.comm.flight.slots import read_ring
+def all_reduce_begun(ring):
+    return any((entry.get("verb"), entry["state"]) == ("all_reduce", "begun") for entry in read_ring(ring)[1])
 def job(world):
     world.ledger.flight.keep_in(f"{sys.argv[1]}/{world.rank}")
     world.barrier()
     if world.rank == 1:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not all_reduce_begun(f"{sys.argv[1]}/0"):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     world.all_reduce(np.ones(3))
 md.run(job, size=2, transport="tcp")
