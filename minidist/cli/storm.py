@@ -38,6 +38,7 @@ from minidist.console import (
     write_json,
 )
 from minidist.files import check_writable
+from minidist.observe.machine import machine
 from minidist.observe.storm_figure import draw_storm
 from minidist.progress import Progress, progress
 from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
@@ -238,7 +239,7 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
     trainings.told, trainings.works = storm.told(), spans(storm.told(), storm.faults)
     figures = summary(storm.told(), storm.faults, args.ranks)
     figures |= {"steps": steps, "save_every": save_every, "step_seconds": step_seconds, "exit_status": status,
-                "bits": None, "rate": None, "arguments": {
+                "bits": None, "rate": None, "machine": machine(), "arguments": {
                     "ranks": args.ranks, "minutes": args.minutes, "every": args.every, "faults": ",".join(kinds),
                     "elastic": args.elastic, "spares": args.spares, "transport": args.transport, "seed": args.seed,
                     "options": args.options}}

@@ -238,6 +238,7 @@ def command(folder, *words, limit):
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     figures = json.loads(file.read_text())
     assert figures["faults"] == figures["recovered"] >= 3, done.stdout
+    assert figures["machine"]["command"].startswith("minidist storm --out")
     assert (figures["bits"], (folder / "run" / "storm.png").exists()) == ("equal", True), done.stdout
     assert len(json.loads((folder / "run" / "metrics.json").read_text())["losses"]) == figures["steps"]
     return figures
