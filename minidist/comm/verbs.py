@@ -72,8 +72,8 @@ def reduced(group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str
     result = OutputArray(verb, out if has_result else None, where)
     array = apart(argument(verb, x, where), result.out)
     how, name = _reduction(verb, op, array, group), _choose(group, verb, algorithm, where, array, op)
-    total = result.array(array.shape, array.dtype).reshape(-1) if has_result else None
-    work = partial(_algorithm(group, verb, name), x=array.reshape(-1), out=total, op=how, **_to(root))
+    total = _flat(result.array(array.shape, array.dtype)) if has_result else None
+    work = partial(_algorithm(group, verb, name), x=_flat(array), out=total, op=how, **_to(root))
     return Call(group, verb, name, work, result.deliver if has_result else _nothing, op=op, root=root,
                 dtype=array.dtype, shape=array.shape, device=device_of(x), side=_side_of(group, where))
 
@@ -84,7 +84,7 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     array, result = argument("reduce_scatter", x, where), OutputArray("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
-    flat = array.reshape(-1)
+    flat = _flat(array)
     start, stop = bounds(len(flat), group.size)[group.rank:group.rank + 2]
     mine = flat[start:stop]
     chunk = result.array(mine.shape, array.dtype)
@@ -130,6 +130,11 @@ def barrier(group: Members, algorithm: str) -> Call:
     """Every rank has come."""
     name = _choose(group, "barrier", algorithm, "cpu")
     return Call(group, "barrier", name, _algorithm(group, "barrier", name))
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """A contiguous array as one of one dim: itself, where it is one."""
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _to(root: int | None) -> dict[str, int]:

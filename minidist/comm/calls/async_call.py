@@ -127,7 +127,7 @@ class CallWorker:
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
         pending, call.started = PendingCall(call, self), True
-        call.tell_recorder(begun=False)
+        call.queued()
         with self._lock:
             self.unfinished += 1
             self._queue.put(pending)

@@ -98,9 +98,13 @@ class Call(RunningCall):
         failure = self._group.guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
         if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
             RunningCall.__exit__(self)
-            self.tell_recorder(begun=False)
+            self.queued()
             raise failure
-        self.tell_recorder(begun=True)
+        if self._flight:
+            self.ledger.flight.begun(self._flight)
+        else:
+            self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
+                                                   self._group.axis, self.world_ranks, True)
         if self.ledger.subscribers:
             self._start = time.perf_counter()
 
@@ -117,13 +121,12 @@ class Call(RunningCall):
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                 "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
 
-    def tell_recorder(self, *, begun: bool) -> None:
-        """Tell the flight recorder that the call begins, or that it was made and is put in a queue."""
+    def queued(self) -> None:
+        """Tell the flight recorder, if it does not know, that the call was made and has not set out: it is in a queue,
+        or its group has failed."""
         if not self._flight:
             self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
-                                                   self._group.axis, self.world_ranks, begun)
-        elif begun:
-            self.ledger.flight.begun(self._flight)
+                                                   self._group.axis, self.world_ranks)
 
     @property
     def _header(self) -> CallHeader:
