@@ -62,6 +62,7 @@ def dropout_case(x: Any, dy: Any, version: int, wide: Any) -> list[Any]:
 CASES = {"softmax": (softmax_case, softmax.VERSIONS), "gelu": (gelu_case, activation.VERSIONS),
          "swiglu": (swiglu_case, activation.VERSIONS), "dropout": (dropout_case, dropout.VERSIONS),
          "cross_entropy": (cross_entropy_case, cross_entropy.VERSIONS)}
+ADDING = ("softmax", "cross_entropy")       # what divides by the sum of a row
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -83,5 +84,7 @@ def test_each_version_is_the_reference(name: str, kind: str, shape: tuple[int, i
         for got, want in results:
             largest = float(np.abs(want[np.isfinite(want)]).max(initial=0.0))
             scale = max(largest, float(ml_dtypes.finfo(got.dtype).smallest_normal))     # below it fewer digits are left
-            close(to_host(got), want, bound * 4, scale)         # __expf is off by more than exp
+            # __expf is off by more than exp. Version 1 adds a row up one by one: n roundings of 2^-24 at most.
+            added = shape[1] * 2.0 ** -24 if version == 1 and name in ADDING else 0.0
+            close(to_host(got), want, bound * 4 + added, scale)
     assert done

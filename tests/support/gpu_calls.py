@@ -71,13 +71,23 @@ def right(world: Group, fields: dict[str, Any], *, on_gpus: bool = True) -> None
         out = on_device([np.empty_like(one) for one in want] if isinstance(want, list) else np.empty_like(want))
     elif case.how == "in place":
         out = x
+    before = moved_by(world, case.verb)
     got = call(world, case, x, out)
     if out is not None and want is not None and not isinstance(out, list):
         assert got is out
     assert same(back(got), want), f"rank {world.rank}, {fields}: got {back(got)!r}, expected {want!r}"
     assert case.how == "in place" or same(back(x), bring(case, world.rank)), f"{fields}: the argument was changed"
     if on_gpus:
-        assert {row["algorithm"] for row in world.ledger.rows() if row["verb"] == case.verb} == {"native"}
+        now = moved_by(world, case.verb)
+        assert "native" in now
+        assert {**now, "native": 0} == {**before, "native": 0}, f"{fields}: another algorithm moved bytes"
+
+
+def moved_by(world: Group, verb: str) -> dict[str, int]:
+    """Messages of the verb until now, by algorithm."""
+    rows = [row for row in world.ledger.rows() if row["verb"] == verb]
+    return {row["algorithm"]: sum(one["messages"] for one in rows if one["algorithm"] == row["algorithm"])
+            for row in rows}
 
 
 def all_cases(world: Group, size: int) -> None:

@@ -203,7 +203,8 @@ def test_on_a_gpu_launches_are_the_steps_they_were_captured_from(changes: dict[s
     gpu = pytest.importorskip("cupy", reason="needs CuPy")
     if not gpu.is_available():
         pytest.skip("needs a GPU")
-    config = tiny(dtype="float32", layers=3, width=64, heads=4, context=64, vocabulary=101, **changes)
+    config = tiny(**{"dtype": "float32", "layers": 3, "width": 64, "heads": 4, "context": 64,
+                     "vocabulary": 101, **changes})
 
     def job(world: Any) -> list[dict[str, Any]]:
         found = []
