@@ -101,8 +101,8 @@ section mpi 300 60 "$tested mpi4py tool:mpirun" "ranks that mpirun starts: train
 mpirun -n 2 $train --json {here}/mpi.json
 $(tests mpi) {root}/tests/comm/transports/gpu $alone
 END
-section kernels-rows 540 150 "$basic matplotlib" "bench kernels: softmax, loss, norms, activations, dropout, rotary" <<END
-$(kernels rows "softmax cross_entropy norm activation dropout rotary")
+section kernels-rows 540 150 "$basic matplotlib" "bench kernels: softmax, loss, norms, activations, dropout, sums, rotary" <<END
+$(kernels rows "softmax cross_entropy norm activation dropout add rotary")
 END
 section kernels-flat 540 150 "$basic matplotlib" "bench kernels: embedding, experts, Adam, norms, casts, compression" <<END
 $(kernels flat "embedding permute adam global_norm casts ring_add quantise selection")

@@ -11,7 +11,7 @@
 //
 //   v1  a launch a tensor           a thread an element; hundreds of launches, most of them tiny
 //   v2  one launch, a block a chunk all tensors through tables of pointers
-//   v3  the same, 16-byte loads     of T; p, m and v follow in packs of 4
+//   v3  the same, by fours          16-byte loads of p, m and v, 4 sizeof(T) of gradients and copies: whole sectors
 //
 // Nothing waits for the host: adam_prepare reads the norm where it was computed (global_norm.cu), or a factor that was
 // made of it, counts the step, and leaves this update's numbers in `numbers`; where the norm is inf or NaN nothing
@@ -90,32 +90,27 @@ template <typename T> __global__ void adam_v3(float* const* weights, const T* co
                                               const float* numbers, float b1, float b2, float rest1, float rest2,
                                               bool apart, int chunk) {
     if (numbers[3] == 0.0f) return;
-    constexpr int n = Pack<T>::size;                             // arrays begin at multiples of 16 bytes, chunks too
-    const int tensor = owner[blockIdx.x];
+    const int tensor = owner[blockIdx.x];                        // arrays begin at multiples of 16 bytes, chunks too
     const long long first = start[blockIdx.x], left = lengths[tensor] - first;
     const int count = left < chunk ? left : chunk;
     const Rule rule = rule_of(numbers, decays[tensor], b1, b2, rest1, rest2, apart);
     float *p = weights[tensor] + first, *m = firsts[tensor] + first, *v = seconds[tensor] + first;
     const T* g = gradients[tensor] + first;
     T* copy = copies ? copies[tensor] + first : nullptr;
-    for (int i = threadIdx.x * n; i + n <= count; i += blockDim.x * n) {
-        const Pack<T> slopes = load_pack(g + i);
-        Pack<T> rounded;
+    for (int i = threadIdx.x * 4; i + 4 <= count; i += blockDim.x * 4) {
+        Quad<T> slopes = load_quad(g + i);
+        Pack<float> weight = load_pack(p + i), one = load_pack(m + i), two = load_pack(v + i);
 #pragma unroll
-        for (int four = 0; four < n; four += 4) {
-            Pack<float> weight = load_pack(p + i + four), one = load_pack(m + i + four), two = load_pack(v + i + four);
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                weight.v[k] = moved(weight.v[k], to_float(slopes.v[four + k]), one.v[k], two.v[k], rule);
-                rounded.v[four + k] = from_float<T>(weight.v[k]);
-            }
-            store_pack(p + i + four, weight);
-            store_pack(m + i + four, one);
-            store_pack(v + i + four, two);
+        for (int k = 0; k < 4; k++) {
+            weight.v[k] = moved(weight.v[k], to_float(slopes.v[k]), one.v[k], two.v[k], rule);
+            slopes.v[k] = from_float<T>(weight.v[k]);
         }
-        if (copy) store_pack(copy + i, rounded);
+        store_pack(p + i, weight);
+        store_pack(m + i, one);
+        store_pack(v + i, two);
+        if (copy) store_quad(copy + i, slopes);
     }
-    const int rest = count / n * n + threadIdx.x;                // fewer than n elements are left over
+    const int rest = count / 4 * 4 + threadIdx.x;                // fewer than four elements are left over
     if (rest < count) {
         const float weight = p[rest] = moved(p[rest], to_float(g[rest]), m[rest], v[rest], rule);
         if (copy) copy[rest] = from_float<T>(weight);

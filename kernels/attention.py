@@ -2,20 +2,22 @@
 
     y, log_total = attention(q, k, v, causal=True)                     # the fastest version that fits
     dq, dk, dv = attention_gradient(q, k, v, y, log_total, dy, causal=True)
+    y, log_total = attention_packed(qkv, heads)                        # q, k and v in one array, as they lie
 
 q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. H / H_kv
 query heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query; backward
 needs only this beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool: which 64 queries see which 64
 keys, for all heads (block-sparse attention); a query without keys gets zeros. Sums are float32.
 Cost: 4·B·H·T·S·D operations forward, less those of skipped tiles: tiles after all of their queries, or False in
-`blocks`. Speed is not yet measured.
+`blocks`. Speed: benchmarks/results/gpu/README.md.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from minidist.kernels.checks import check_version
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+from minidist.kernels.loader import FLOATS, Source, begin_aligned, c_type, launch
 
 from minidist.device.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
@@ -89,25 +91,23 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Arr
     """
     xp = array_module(q, k, v)
     _check(q, k, v, causal, blocks)
-    check_version("attention", version, VERSIONS)
     y, log_total = xp.zeros_like(q), xp.full(q.shape[:3], -np.inf, np.float32)
-    if not q.size or not k.size:
-        return y, log_total
-    version = version or fastest(q)
-    kind, width = c_type(q), _fitting(q, version)
-    arrays = (q, k, v, y, log_total)
-    rules = _rules(q, k, causal, blocks)
-    rows, heads = q.shape[2], q.shape[0] * q.shape[1]
-    if version == 1:
-        scores = xp.empty((*q.shape[:3], k.shape[2]), np.float32)
-        launch(SOURCE, f"attention_v1<{kind}>", grid=(-(-rows // 64), heads), block=64, args=(*arrays, scores, *rules))
-    elif version == 2:
-        shared = 32 * (3 * width + 1 + 32) * 4
-        launch(SOURCE, f"attention_v2<{kind}, {width}>", grid=(-(-rows // 32), heads), block=128,
-               args=(*arrays, *rules), shared=shared)
-    else:
-        launch(SOURCE, f"attention_v3<{kind}, {width}>", grid=(-(-rows // 64), heads), block=128,
-               args=(*arrays, *rules, aligned(q, k, v)))
+    if q.size and k.size:
+        rules = Rules(*q.shape[:3], q.shape[3], k.shape[1], k.shape[2], causal, blocks)
+        _forward(_version("attention", version, rules, q), (q, k, v, y, log_total), rules)
+    return y, log_total
+
+
+def attention_packed(qkv: Array, heads: int, *, version: int | None = None) -> tuple[Array, Array]:
+    """Causal attention on one array (B, T, 3·H·D), which holds q, then k, then v of all heads, where it lies.
+
+    Returns: y (B, T, H·D) and log_total (B, H, T). Raises: ShapeError; KernelError if `version` does not fit.
+    """
+    xp, rules = array_module(qkv), _packed_rules(qkv, heads)
+    y = xp.zeros((*qkv.shape[:2], qkv.shape[2] // 3), qkv.dtype)
+    log_total = xp.full((len(qkv), heads, qkv.shape[1]), -np.inf, np.float32)
+    if qkv.size:
+        _forward(_version("attention", version, rules, qkv), (qkv, qkv, qkv, y, log_total), rules)
     return y, log_total
 
 
@@ -119,64 +119,138 @@ def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array,
     """
     xp = array_module(q, k, v)
     _check(q, k, v, causal, blocks)
-    check_version("attention_gradient", version, VERSIONS)
     if not y.shape == dy.shape == q.shape or log_total.shape != q.shape[:3]:
         raise ShapeError(f"attention kernel: y {y.shape}, dy {dy.shape}, log_total {log_total.shape}; "
                          f"they need q's shape {q.shape}, and {q.shape[:3]}")
     dq, dk, dv = (xp.zeros_like(x) for x in (q, k, v))
-    if not q.size or not k.size:
-        return dq, dk, dv
-    version, row = version or fastest(q), xp.empty_like(log_total)
-    rows = row.size
-    launch(GRADIENTS, f"attention_row<{c_type(q)}>", grid=-(-rows // 4), block=128,
-           args=(y, dy, row, rows, q.shape[3]))
-    rules, run = _rules(q, k, causal, blocks), _naive_gradient if version == 1 else _tiled_gradient
-    run(version, (q, k, v, dy, log_total, row), (dq, dk, dv), rules)
+    if q.size and k.size:
+        rules = Rules(*q.shape[:3], q.shape[3], k.shape[1], k.shape[2], causal, blocks)
+        _backward(_version("attention_gradient", version, rules, q), (q, k, v, y, log_total, dy), (dq, dk, dv), rules)
     return dq, dk, dv
 
 
-def _naive_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: tuple[Any, ...]) -> None:
-    q, k, _, dy = given[:4]
-    (b, heads, t, d), kv_heads, s, kind = q.shape, k.shape[1], k.shape[2], c_type(q)
-    p, ds = (array_module(q).empty((b, heads, t, s), np.float32) for _ in range(2))
-    launch(GRADIENTS, f"attention_dq_v{version}<{kind}>", grid=(-(-t // 64), b * heads), block=64,
-           args=(*given, results[0], p, ds, *rules))
-    launch(GRADIENTS, f"attention_dkv_v{version}<{kind}>", grid=(-(-s * d // 64), b * kv_heads), block=64,
-           args=(q, dy, p, ds, *results[1:], heads, kv_heads, t, s, d))
+def attention_packed_gradient(qkv: Array, y: Array, log_total: Array, dy: Array, heads: int, *,
+                              version: int | None = None) -> Array:
+    """The gradient of qkv (B, T, 3·H·D). y, log_total: from `attention_packed`. Raises: as attention_gradient."""
+    rules = _packed_rules(qkv, heads)
+    if not y.shape == dy.shape == (*qkv.shape[:2], qkv.shape[2] // 3) or log_total.size * rules.width != y.size:
+        raise ShapeError(f"attention kernel: y {y.shape}, dy {dy.shape}, log_total {log_total.shape}; "
+                         f"they do not fit qkv {qkv.shape} with {heads} heads")
+    dqkv = array_module(qkv).zeros_like(qkv)
+    if qkv.size:
+        version = _version("attention_gradient", version, rules, qkv)
+        _backward(version, (qkv, qkv, qkv, y, log_total, dy), (dqkv, dqkv, dqkv), rules)
+    return dqkv
 
 
-def _tiled_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: tuple[Any, ...]) -> None:
-    q, k, v, dy = given[:4]
-    width = _fitting(q, version)
-    side = 32 if version == 2 else 64                     # of a tile; shared memory holds four, and scores of version 2
-    four = 4 * 32 * (width + 1) * 4 if version == 2 else 4 * 64 * (width + 8) * 2
-    whole = (aligned(q, k, v, dy),) if version == 3 else ()
-    for name, along, outputs, scores in (("dq", q, results[:1], 1), ("dkv", k, results[1:], 2)):
-        b, heads, rows, _ = along.shape
-        launch(GRADIENTS, f"attention_{name}_v{version}<{c_type(q)}, {width}>", grid=(-(-rows // side), b * heads),
-               block=128, args=(*given, *outputs, *rules, *whole),
-               shared=four + scores * 32 * 32 * 4 * (version == 2))
+@dataclass(frozen=True)
+class Rules:
+    """Sizes and rules of a call. packed: q, k and v are one array, as in attention_packed."""
+
+    batch: int
+    heads: int
+    queries: int
+    width: int
+    kv_heads: int
+    keys: int
+    causal: bool
+    blocks: Array | None = None
+    packed: bool = False
+
+    def args(self, xp: Any) -> tuple[Any, ...]:
+        """As the kernels take them."""
+        mask = None if self.blocks is None else xp.ascontiguousarray(self.blocks).view(np.uint8)
+        return (self.heads, self.kv_heads, self.queries, self.keys, self.width, self.width ** -0.5, self.causal, mask,
+                self.packed)
+
+    def tile(self) -> int:
+        """The width of a tile that holds a head; 0 if none does."""
+        return next((width for width in WIDTHS if self.width <= width), 0)
+
+    def whole(self, *arrays: Array) -> bool:
+        """Whether every row of a head begins at a multiple of 16 bytes."""
+        return self.width * arrays[0].dtype.itemsize % 16 == 0 and begin_aligned(*arrays)
+
+
+def _forward(version: int, arrays: tuple[Array, ...], rules: Rules) -> None:
+    q, xp = arrays[0], array_module(arrays[0])
+    kind, width, all_heads = c_type(q), rules.tile(), rules.batch * rules.heads
+    if version == 1:
+        scores = xp.empty((all_heads, rules.queries, rules.keys), np.float32)
+        launch(SOURCE, f"attention_v1<{kind}>", grid=(-(-rules.queries // 64), all_heads), block=64,
+               args=(*arrays, scores, *rules.args(xp)))
+    elif version == 2:
+        launch(SOURCE, f"attention_v2<{kind}, {width}>", grid=(-(-rules.queries // 32), all_heads), block=128,
+               args=(*arrays, *rules.args(xp)), shared=32 * (3 * width + 1 + 32) * 4)
+    else:
+        launch(SOURCE, f"attention_v3<{kind}, {width}>", grid=(-(-rules.queries // 64), all_heads), block=128,
+               args=(*arrays, *rules.args(xp), rules.whole(*arrays[:4])), shared=4 * _tile_bytes(width))
+
+
+def _backward(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: Rules) -> None:
+    q, k, v, y, log_total, dy = given
+    row = array_module(q).empty_like(log_total)
+    launch(GRADIENTS, f"attention_row<{c_type(q)}>", grid=-(-row.size // 16), block=128,
+           args=(y, dy, row, row.size, rules.heads, rules.queries, rules.width, rules.packed, rules.whole(y, dy)))
+    run = _naive_gradient if version == 1 else _tiled_gradient
+    run(version, (q, k, v, dy, log_total, row), results, rules)
+
+
+def _naive_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: Rules) -> None:
+    q, _, _, dy = given[:4]
+    kind, all_heads, xp = c_type(q), rules.batch * rules.heads, array_module(q)
+    p, ds = (xp.empty((all_heads, rules.queries, rules.keys), np.float32) for _ in range(2))
+    launch(GRADIENTS, f"attention_dq_v{version}<{kind}>", grid=(-(-rules.queries // 64), all_heads), block=64,
+           args=(*given, results[0], p, ds, *rules.args(xp)))
+    launch(GRADIENTS, f"attention_dkv_v{version}<{kind}>", block=64,
+           grid=(-(-rules.keys * rules.width // 64), rules.batch * rules.kv_heads),
+           args=(q, dy, p, ds, *results[1:], rules.heads, rules.kv_heads, rules.queries, rules.keys, rules.width,
+                 rules.packed))
+
+
+def _tiled_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: Rules) -> None:
+    width, xp = rules.tile(), array_module(given[0])
+    side, whole = (32, ()) if version == 2 else (64, (rules.whole(*given[:4], *results),))
+    for name, rows, heads, outputs, scores in (("dq", rules.queries, rules.heads, results[:1], 1),
+                                               ("dkv", rules.keys, rules.kv_heads, results[1:], 2)):
+        four = 4 * 32 * (width + 1) * 4 + scores * 32 * 32 * 4          # tiles of numbers, and of scores
+        launch(GRADIENTS, f"attention_{name}_v{version}<{c_type(given[0])}, {width}>",
+               grid=(-(-rows // side), rules.batch * heads), block=128,
+               args=(*given, *outputs, *rules.args(xp), *whole),
+               shared=four if version == 2 else 6 * _tile_bytes(width))
+
+
+def _tile_bytes(width: int) -> int:
+    """Of a tile of version 3 in shared memory."""
+    return 64 * (width + 8) * 2
 
 
 def fastest(q: Array) -> int:
     """The fastest version that fits: tensor cores for half types; version 1 if a head is wider than a tile."""
-    return 1 if q.shape[-1] > WIDTHS[-1] else 3 if q.dtype in LOW_PRECISION else 2
+    return _fastest(q, q.shape[-1])
 
 
-def _fitting(q: Array, version: int) -> int:
-    """The width of a tile that holds a head. Raises: KernelError if the version has none or does not take q's dtype."""
+def _fastest(q: Array, width: int) -> int:
+    return 1 if width > WIDTHS[-1] else 3 if q.dtype in LOW_PRECISION else 2
+
+
+def _version(name: str, version: int | None, rules: Rules, q: Array) -> int:
+    """The version to run. Raises: KernelError if the wanted one does not take q's dtype or the width of its heads."""
+    check_version(name, version, VERSIONS)
     if version == 3 and q.dtype not in LOW_PRECISION:
         raise KernelError(f"attention version 3 takes float16 and bfloat16, not {q.dtype}; take version 2")
-    width = next((width for width in WIDTHS if q.shape[-1] <= width), 0)
-    if version > 1 and not width:
+    if version is not None and version > 1 and not rules.tile():
         raise KernelError(f"attention version {version} takes heads of at most {WIDTHS[-1]} columns, "
-                          f"not {q.shape[-1]}; take version 1")
-    return width
+                          f"not {rules.width}; take version 1")
+    return version or _fastest(q, rules.width)
 
 
-def _rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> tuple[Any, ...]:
-    mask = None if blocks is None else array_module(q).ascontiguousarray(blocks).view(np.uint8)
-    return q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], q.shape[3] ** -0.5, causal, mask
+def _packed_rules(qkv: Array, heads: int) -> Rules:
+    """Raises: ShapeError if qkv does not hold three times so many heads."""
+    if qkv.ndim != 3 or heads < 1 or qkv.shape[2] % (3 * heads):
+        raise ShapeError(f"attention kernel: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
+    b, t, n = qkv.shape
+    return Rules(b, heads, t, n // (3 * heads), heads, t, causal=True, packed=True)
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, blocks: Array | None) -> None:

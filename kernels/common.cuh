@@ -30,6 +30,19 @@ template <typename T> __device__ __forceinline__ void store_pack(T* address, con
     *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(pack.v);
 }
 
+// Four T, one load or store of 16 or 8 bytes: beside a Pack<float>, each lane of a warp then reads whole sectors of both.
+template <typename T> struct alignas(4 * sizeof(T)) Quad { T v[4]; };
+template <typename T> __device__ __forceinline__ Quad<T> load_quad(const T* address) {
+    Quad<T> quad;
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<uint4*>(quad.v) = *reinterpret_cast<const uint4*>(address);
+    else *reinterpret_cast<uint2*>(quad.v) = *reinterpret_cast<const uint2*>(address);
+    return quad;
+}
+template <typename T> __device__ __forceinline__ void store_quad(T* address, const Quad<T>& quad) {
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(quad.v);
+    else *reinterpret_cast<uint2*>(address) = *reinterpret_cast<const uint2*>(quad.v);
+}
+
 // A softmax in parts: each part has its maximum `top` and its `total` of exp(x - top), and two parts become one.
 // The offset taken off before exp is the maximum, but 0 where all is -inf: exp(-inf - -inf) would be NaN.
 __device__ __forceinline__ float softmax_offset(float top) { return top == minus_infinity ? 0.0f : top; }

@@ -18,6 +18,7 @@ from minidist.errors import ShapeError
 VERSIONS = (1, 2, 3)
 SOURCE = Source("cross_entropy.cu", [f"cross_entropy_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
 BLOCK = {1: 128, 2: 256, 3: 256}        # threads
+LONG = 8192                             # columns of a row, of which few fit a multiprocessor: 1,024 threads each
 MOST_KEPT = MOST_SHARED - 256           # bytes of a row that version 3 can keep, where a block may have as much
 
 
@@ -65,6 +66,7 @@ def cross_entropy(logits: Array, targets: Array, *, scale: float, factor: Array 
         version = 2
     version = version_for("cross_entropy", version, *checked, packed=3)
     launch(SOURCE, f"cross_entropy_v{version}<{c_type(logits)}>", grid=-(-rows // BLOCK[1]) if version == 1 else rows,
-           block=BLOCK[version], args=(logits, targets, losses, dx, rows, columns, scale, factor),
+           block=1024 if version == 3 and columns >= LONG else BLOCK[version],
+           args=(logits, targets, losses, dx, rows, columns, scale, factor),
            shared=kept if version == 3 else 0)
     return losses, dx

@@ -11,6 +11,7 @@ The parameters of a kernel are read from its source. So a wrong dtype, a missing
 is an error that names the argument, not a wrong result.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ C_TYPES = {np.dtype(kind): name for kind, name in (
     (np.uint8, "unsigned char"), (np.int16, "short"), (np.uint16, "unsigned short"), (np.int32, "int"),
     (np.uint32, "unsigned"), (np.int64, "long long"), (np.uint64, "unsigned long long"), (np.bool_, "bool"))}
 _DTYPES = {name: kind for kind, name in C_TYPES.items()}
+_LIMITS = {kind: (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) for kind in C_TYPES if kind.kind in "iu"}
+_PLAIN = (int, float, bool)         # numbers that need no look
 
 FLOATS = ("float", "__half", "__nv_bfloat16")       # the types that most kernels take
 
@@ -115,6 +118,7 @@ class Table:
 
     def __init__(self, arrays: Sequence[Array], earlier: Places | None = None) -> None:
         self.arrays = tuple(arrays)
+        self.fitted: set[KernelParameter] = set()       # parameters that the arrays were checked against
         where = tuple(map(address_of, arrays))
         same = earlier is not None and earlier.where == where
         self.places = earlier if earlier and same else Places(where, array_module(*arrays))
@@ -132,6 +136,7 @@ class Source:
         self.path = HERE / path
         self.kernels = tuple(kernels)
         self._parameters: dict[str, list[KernelParameter]] = {}
+        self._functions: dict[tuple[str, int], Any] = {}
 
     @cached_property
     def text(self) -> str:
@@ -173,6 +178,18 @@ class Source:
         import cupy  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         return cupy.RawModule(code=self.text, options=(STANDARD,), name_expressions=self.kernels)
+
+    def function(self, kernel: str) -> Any:
+        """CuPy's function of an instance on the current device, compiled at the first use. Raises: KernelError."""
+        from cupy.cuda import compiler, runtime  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
+
+        key = kernel, runtime.getDevice()
+        if key not in self._functions:
+            try:
+                self._functions[key] = self.module.get_function(kernel)
+            except compiler.CompileException as error:
+                raise compile_error(self, "NVRTC", str(error)) from error
+        return self._functions[key]
 
 
 def _expand(path: Path, seen: set[Path]) -> str:
@@ -236,17 +253,26 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Kernel
     if len(args) != len(parameters):
         raise ShapeError(f"{kernel} takes {len(parameters)} arguments ({', '.join(p.name for p in parameters)}), "
                          f"not {len(args)}")
-    arrays = [array for arg in args for array in (arg.arrays if isinstance(arg, Table) else [arg])]
-    devices = sorted({_device(array) for array in arrays if is_array(array)})
-    if len(devices) > 1:
-        raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
-    return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
-            for p, a in zip(parameters, args, strict=True)]
+    values = [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
+              for p, a in zip(parameters, args, strict=True)]
+    _check_one_device(kernel, [next(iter(value.arrays), None) if p.table else value
+                               for p, value in values if p.pointer and value is not None])
+    return values
+
+
+def _check_one_device(kernel: str, arrays: Sequence[Array | None]) -> None:
+    """Raises: KernelError if the arrays lie on several devices."""
+    places = {_device(array) for array in arrays if array is not None}
+    if len(places) > 1:
+        raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(sorted(places))}; "
+                          f"move them to one")
 
 
 def _device(array: Array) -> str:
     """"cpu", or "cuda 1"."""
-    number = getattr(getattr(array, "device", None), "id", None)
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    number = getattr(array.data, "device_id", None)
     return device_of(array) if number is None else f"{device_of(array)} {number}"
 
 
@@ -256,8 +282,12 @@ def _fit_array(kernel: str, parameter: KernelParameter, array: Any) -> Any:
     if parameter.table:
         if not isinstance(array, Table):
             raise DtypeError(f"{kernel}: {parameter.name} is a Table of arrays, not {type(array).__name__}")
-        for each in array.arrays:
-            _fit_array(kernel, replace(parameter, table=False), each)
+        if parameter not in array.fitted:
+            single = replace(parameter, table=False)
+            for each in array.arrays:
+                _fit_array(kernel, single, each)
+            _check_one_device(kernel, array.arrays)
+            array.fitted.add(parameter)
         return array
     if not is_array(array):
         raise DtypeError(f"{kernel}: {parameter.name} is an array, not {type(array).__name__}")
@@ -272,9 +302,9 @@ def _fit_array(kernel: str, parameter: KernelParameter, array: Any) -> Any:
 
 def _fit_number(kernel: str, parameter: KernelParameter, number: Any) -> Any:
     kind = parameter.kind
-    if is_array(number) and number.ndim:
+    if type(number) not in _PLAIN and is_array(number) and number.ndim:
         raise DtypeError(f"{kernel}: {parameter.name} is a number, not an array of shape {number.shape}")
-    if kind.kind in "iu" and not (np.iinfo(kind).min <= number <= np.iinfo(kind).max and number == int(number)):
+    if kind in _LIMITS and not (_LIMITS[kind][0] <= number <= _LIMITS[kind][1] and number == int(number)):
         raise DtypeError(f"{kernel}: {parameter.name} = {number} does not fit {dtype_name(kind)}")
     return kind.type(number)
 
@@ -283,7 +313,7 @@ def _check_sizes(kernel: str, grid: int | tuple[int, ...], block: int | tuple[in
                  shared: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Grid and block in three dims. Raises: KernelError beyond CUDA's limits."""
     grids, blocks = ((*((n,) if isinstance(n, int) else n), 1, 1)[:3] for n in (grid, block))
-    threads = int(np.prod(blocks))
+    threads = math.prod(blocks)
     if min(blocks) < 1 or threads > MOST_THREADS or blocks[2] > MOST_BLOCK_Z:
         raise KernelError(f"{kernel}: a block of {blocks} threads; from 1 to {MOST_THREADS} in all are possible, "
                           f"at most {MOST_BLOCK_Z} along z")
@@ -297,12 +327,7 @@ def _check_sizes(kernel: str, grid: int | tuple[int, ...], block: int | tuple[in
 
 def _run_on_gpu(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
                 values: Sequence[tuple[KernelParameter, Any]], shared: int) -> None:
-    from cupy.cuda import compiler  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
-
-    try:
-        function = source.module.get_function(kernel)
-    except compiler.CompileException as error:
-        raise compile_error(source, "NVRTC", str(error)) from error
+    function = source.function(kernel)
     if shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared
     passed = (value.addresses if isinstance(value, Table) else value for _, value in values)

@@ -14,8 +14,8 @@
 //                                              second time from a cache; no barrier
 //   backward  v1  a thread a row for dx, a thread a column for dw and db: x and dy read 2 + 1 times; few threads
 //             v2  a block a row for dx; for dw and db a block 32 columns of a part of the rows, then a sum over parts
-//             v3  one kernel: a block takes every gridDim-th row, 16 bytes a load, adding to its own dw and db in
-//                 shared memory as it goes: x and dy come from memory once, then from a cache
+//             v3  one kernel: a block takes every gridDim-th row, a thread the same 16 bytes of each; its numbers, and
+//                 its part of dw and db, stay in registers: x and dy are read once; one barrier a row
 //
 // No atomics: parts are added in an order that the shape alone decides, so the bits are the same in every run.
 // Sums are float32 for every T. Sources: Ba et al. 2016; Zhang and Sennrich 2019; Chan, Golub and LeVeque 1983 (join).
@@ -210,74 +210,76 @@ template <typename T> __global__ void norm_weights_v2(const T* x, const T* dy, c
     if (b_parts) b_parts[static_cast<long long>(blockIdx.y) * columns + column] = b_sum;
 }
 
-// dx, and a row of w_parts and b_parts (gridDim.x, columns) a block. A thread always takes the same columns, so what it
-// adds up in shared memory (2 x columns floats, RMS norm: 1 x) is its own, and no barrier guards it.
+// dx, and a row of w_parts and b_parts (gridDim.x, columns) a block. A thread has one pack of columns: its numbers and its
+// sums stay in registers, and the next row's numbers are on their way while this row is computed.
 template <typename T> __global__ void norm_gradient_v3(const T* x, const T* w, const T* dy, const float* mean,
                                                        const float* scale, T* dx, float* w_parts, float* b_parts,
                                                        int rows, int columns) {
-    extern __shared__ float sums[];
-    __shared__ float partial[32];
+    __shared__ float levels[2][32];                              // of this row and of the next: one barrier a row
+    __shared__ float alongs[2][32];
     constexpr int n = Pack<T>::size;
-    const int first = threadIdx.x * n, step = blockDim.x * n;
-    for (int i = first; i < columns; i += step) {
-        for (int k = 0; k < n; k++) {
-            sums[i + k] = 0.0f;
-            if (mean) sums[columns + i + k] = 0.0f;
-        }
-    }
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-        const long long start = static_cast<long long>(row) * columns;
-        const float middle = mean ? mean[row] : 0.0f, by = scale[row];
-        float level = 0.0f, along = 0.0f;
-        for (int i = first; i < columns; i += step) {
-            const Pack<T> numbers = load_pack(x + start + i), slopes = load_pack(dy + start + i);
-            const Pack<T> weights = load_pack(w + i);
+    const int i = threadIdx.x * n, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const bool mine = i < columns;
+    Pack<T> weights{}, numbers{}, slopes{};
+    float w_sum[n] = {}, b_sum[n] = {}, middle = 0.0f, by = 0.0f;
+    const auto fetch = [&](int row) {
+        if (row >= rows) return;
+        middle = mean ? mean[row] : 0.0f, by = scale[row];
+        if (!mine) return;
+        numbers = load_pack(x + static_cast<long long>(row) * columns + i);
+        slopes = load_pack(dy + static_cast<long long>(row) * columns + i);
+    };
+    if (mine) weights = load_pack(w + i);
+    fetch(blockIdx.x);
+    for (int row = blockIdx.x, turn = 0; row < rows; row += gridDim.x, turn ^= 1) {
+        float hat[n], g[n], level = 0.0f, along = 0.0f;
+        const float factor = by;
 #pragma unroll
-            for (int k = 0; k < n; k++) {
-                const float d = to_float(slopes.v[k]), hat = (to_float(numbers.v[k]) - middle) * by;
-                const float g = d * to_float(weights.v[k]);
-                level += g;
-                along += g * hat;
-                sums[i + k] += d * hat;
-                if (mean) sums[columns + i + k] += d;
-            }
-        }
-        level = mean ? block_sum(level, partial) / columns : 0.0f;
-        along = block_sum(along, partial) / columns;
-        for (int i = first; i < columns; i += step) {
-            const Pack<T> numbers = load_pack(x + start + i), slopes = load_pack(dy + start + i);
-            const Pack<T> weights = load_pack(w + i);
-            Pack<T> result;
-#pragma unroll
-            for (int k = 0; k < n; k++) {
-                const float g = to_float(slopes.v[k]) * to_float(weights.v[k]);
-                const float hat = (to_float(numbers.v[k]) - middle) * by;
-                result.v[k] = from_float<T>(by * (g - level - hat * along));
-            }
-            store_pack(dx + start + i, result);
-        }
-    }
-    for (int i = first; i < columns; i += step) {
         for (int k = 0; k < n; k++) {
-            w_parts[static_cast<long long>(blockIdx.x) * columns + i + k] = sums[i + k];
-            if (b_parts) b_parts[static_cast<long long>(blockIdx.x) * columns + i + k] = sums[columns + i + k];
+            const float d = to_float(slopes.v[k]);
+            hat[k] = (to_float(numbers.v[k]) - middle) * factor;
+            g[k] = d * to_float(weights.v[k]);
+            level += g[k];
+            along += g[k] * hat[k];
+            w_sum[k] += d * hat[k];
+            b_sum[k] += d;
         }
+        fetch(row + gridDim.x);
+        level = warp_sum(level), along = warp_sum(along);
+        if (lane == 0) levels[turn][warp] = level, alongs[turn][warp] = along;
+        __syncthreads();                                         // before others' sums are read
+        level = along = 0.0f;
+        for (int other = 0; other < warps; other++) level += levels[turn][other], along += alongs[turn][other];
+        level = mean ? level / columns : 0.0f;
+        along /= columns;
+        if (!mine) continue;
+        Pack<T> result;
+#pragma unroll
+        for (int k = 0; k < n; k++) result.v[k] = from_float<T>(factor * (g[k] - level - hat[k] * along));
+        store_pack(dx + static_cast<long long>(row) * columns + i, result);
+    }
+    if (!mine) return;
+#pragma unroll
+    for (int k = 0; k < n; k += 4) {
+        const long long at = static_cast<long long>(blockIdx.x) * columns + i + k;
+        store_pack(w_parts + at, Pack<float>{{w_sum[k], w_sum[k + 1], w_sum[k + 2], w_sum[k + 3]}});
+        if (b_parts) store_pack(b_parts + at, Pack<float>{{b_sum[k], b_sum[k + 1], b_sum[k + 2], b_sum[k + 3]}});
     }
 }
 
-// Blocks of 32 x 8 threads: the sum over the rows of `parts` of 32 columns.
+// Blocks of 32 x 32 threads: the sum over the rows of `parts` of 32 columns.
 template <typename T> __global__ void norm_sum_parts(const float* parts, T* result, int count, int columns) {
-    __shared__ float sums[8][32];
+    __shared__ float sums[32][32];
     const int column = blockIdx.x * 32 + threadIdx.x;
     float sum = 0.0f;
     if (column < columns) {
-        for (int part = threadIdx.y; part < count; part += 8) {
+        for (int part = threadIdx.y; part < count; part += 32) {
             sum += parts[static_cast<long long>(part) * columns + column];
         }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || column >= columns) return;
-    for (int k = 1; k < 8; k++) sum += sums[k][threadIdx.x];
+    for (int k = 1; k < 32; k++) sum += sums[k][threadIdx.x];
     result[column] = from_float<T>(sum);
 }

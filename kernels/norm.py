@@ -15,7 +15,7 @@ from minidist.kernels.checks import check_version
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.device.backend import Array, array_module
-from minidist.errors import ShapeError
+from minidist.errors import KernelError, ShapeError
 
 VERSIONS = (1, 2, 3)
 SOURCE = Source("norm.cu", [
@@ -24,7 +24,8 @@ SOURCE = Source("norm.cu", [
                                      "norm_sum_parts") for kind in FLOATS)])
 BLOCK = 128             # threads
 PARTS = 264             # at most so many blocks share the rows for dw and db: two for each of 132 multiprocessors
-MOST_SUMS = 48 * 1024   # bytes of shared memory for a block's dw and db in version 3
+PARTS_OF_ROWS = 1056    # of version 3, whose blocks are small: eight for each
+MOST_PACKS = 1024       # of 16 bytes a row in version 3: a thread each
 EPS = 1e-5
 
 Arrays = tuple[Array, ...]
@@ -106,7 +107,10 @@ def _gradient(name: str, x: Array, w: Array, dy: Array, mean: Array | None, scal
         for each in sums:
             each[...] = 0.0
     else:
-        wide = columns * 4 * len(sums) > MOST_SUMS
+        wide = columns * x.dtype.itemsize > 16 * MOST_PACKS
+        if version == 3 and wide:
+            raise KernelError(f"{name}_v3 takes rows of at most {16 * MOST_PACKS} bytes, not "
+                              f"{columns * x.dtype.itemsize}; take version 2")
         version = version or (2 if wide else version_for(name, None, x, w, dy, packed=3))
         version_for(name, version, x, w, dy, packed=3)
         {1: _gradient_v1, 2: _gradient_v2, 3: _gradient_v3}[version](x, w, dy, mean, scale, dx, sums)
@@ -134,9 +138,9 @@ def _gradient_v2(x: Array, w: Array, dy: Array, mean: Array | None, scale: Array
 
 def _gradient_v3(x: Array, w: Array, dy: Array, mean: Array | None, scale: Array, dx: Array, sums: list[Array]) -> None:
     columns = x.shape[-1]
-    rows = x.size // columns
-    parts = [array_module(x).empty((min(PARTS, rows), columns), np.float32) for _ in sums]
-    launch(SOURCE, f"norm_gradient_v3<{c_type(x)}>", grid=len(parts[0]), block=BLOCK, shared=columns * 4 * len(sums),
+    rows, packs = x.size // columns, columns * x.dtype.itemsize // 16
+    parts = [array_module(x).empty((min(PARTS_OF_ROWS, rows), columns), np.float32) for _ in sums]
+    launch(SOURCE, f"norm_gradient_v3<{c_type(x)}>", grid=len(parts[0]), block=-(-packs // 32) * 32,
            args=(x, w, dy, mean, scale, dx, *_two(parts), rows, columns))
     _sum_parts(parts, sums)
 
@@ -148,5 +152,5 @@ def _two(arrays: list[Array]) -> list[Array | None]:
 def _sum_parts(parts: list[Array], sums: list[Array]) -> None:
     for part, result in zip(parts, sums, strict=True):
         count, columns = part.shape
-        launch(SOURCE, f"norm_sum_parts<{c_type(result)}>", grid=-(-columns // 32), block=(32, 8),
+        launch(SOURCE, f"norm_sum_parts<{c_type(result)}>", grid=-(-columns // 32), block=(32, 32),
                args=(part, result, count, columns))

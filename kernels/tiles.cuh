@@ -19,6 +19,17 @@ __device__ __forceinline__ void store_part(T* address, const Pack<T>& pack, int 
     }
 }
 
+// A pair of numbers as from one register of a fragment; `whole`: both or none lie in the row, at a multiple of 4 bytes.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* address, float left, float right, int count, bool whole) {
+    if (whole) {
+        if (count > 0) *reinterpret_cast<unsigned*>(address) = pack_pair<T>(left, right);
+        return;
+    }
+    if (count > 0) address[0] = from_float<T>(left);
+    if (count > 1) address[1] = from_float<T>(right);
+}
+
 // A tile of half numbers: its rows lie 16 bytes further apart than they are long, so that the 8 rows of a matrix that
 // ldmatrix reads lie in 8 different groups of banks (whatever power of two `columns` is).
 template <typename T, int rows_, int columns_> struct alignas(16) Tile {
@@ -36,6 +47,24 @@ template <typename T, int rows_, int columns_> struct alignas(16) Tile {
             const int r = i / packs, c = i % packs * Pack<T>::size;
             const int count = row + r < height ? width - (column + c) : 0;
             store_pack(v + r * apart + c, load_part(matrix + (row + r) * step + column + c, count, whole));
+        }
+    }
+
+    // The same, but whole packs arrive later, and the thread goes on: the loads do not wait for each other. Before the
+    // tile is read stand cp_async_commit, cp_async_wait and a barrier.
+    template <int threads>
+    __device__ __forceinline__ void fill_async(const T* matrix, int row, int height, int column, int width,
+                                               long long step, bool whole, int thread) {
+        constexpr int size = Pack<T>::size, packs = columns / size, at_once = threads / packs;     // rows
+        static_assert(threads % packs == 0 && rows % at_once == 0, "a thread has one column of packs");
+        if (!whole) return fill<threads>(matrix, row, height, column, width, step, false, thread);
+        const int first = thread / packs, c = thread % packs * size;
+        const T* from = matrix + (row + first) * step + column + c;
+        T* to = v + first * apart + c;
+#pragma unroll
+        for (int r = 0; r < rows; r += at_once) {               // a row is of whole packs
+            if (row + first + r < height && column + c < width) cp_async_16(to + r * apart, from + r * step);
+            else store_pack(to + r * apart, Pack<T>{});
         }
     }
 

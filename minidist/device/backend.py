@@ -71,7 +71,10 @@ def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
 
 def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array, or one without data."""
-    return isinstance(value, np.ndarray) or is_virtual(value) or array_module(value) is not np
+    if isinstance(value, np.ndarray):
+        return True
+    cupy = imported_cupy()
+    return (cupy is not None and isinstance(value, cupy.ndarray)) or isinstance(value, _virtual)
 
 
 def array_module(*arrays: object) -> Any:
@@ -79,11 +82,12 @@ def array_module(*arrays: object) -> Any:
     cupy = imported_cupy()
     if cupy is None and not _virtual:
         return np
+    on_gpu: Any = () if cupy is None else cupy.ndarray
     for array in arrays:
+        if isinstance(array, on_gpu):
+            return cupy
         if isinstance(array, _virtual):
             return array.module     # type: ignore[attr-defined]
-        if cupy is not None and isinstance(array, cupy.ndarray):
-            return cupy
     return np
 
 
@@ -260,8 +264,17 @@ def add_into(total: Array, array: Array) -> None:
     alone = not on_host(total) and array.dtype == total.dtype
     if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)
-    else:
+    elif on_host(total) or sum_by_kernel(total, array, total) is None:
         total += array
+
+
+def sum_by_kernel(a: Array, b: Array, out: Array | None = None) -> Array | None:
+    """a + b by kernels/add.cu, into `out` or a new array; b: of a's shape or its last dims. None: not such arrays."""
+    from minidist.device.dispatch import kernel  # noqa: PLC0415 - it imports this module
+
+    fits = a.dtype == b.dtype and a.shape[max(0, a.ndim - b.ndim):] == b.shape
+    launch = kernel("add", a, b) if fits else None
+    return None if launch is None else launch(a, b, out=out)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
@@ -276,7 +289,10 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
         return instead.multiply(a, b, out)
     if xp is np and (fast := blas.in_use()) is not None and (product := fast.multiply(a, b, out)) is not None:
         return product
-    if a.dtype not in LOW_PRECISION or (xp is not np and not on_host(a) and a.ndim == b.ndim == 2):
+    low = a.dtype in LOW_PRECISION
+    if low and a.ndim == b.ndim == 2 and a.dtype == b.dtype and xp is imported_cupy():
+        return cublas.own(xp).multiply(a, b, out)
+    if not low or (xp is not np and not on_host(a) and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
     return narrow(matmul(widen(a), widen(b)), a.dtype, out)
 

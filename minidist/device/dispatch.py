@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from minidist.device.backend import Array, device_of, dtype_name
+from minidist.device.backend import Array, device_of, dtype
 
 TABLE = {
     # name                module of minidist.kernels and its launcher
+    "add":                 ("add", "add"),
     "softmax":             ("softmax", "softmax"),
     "softmax_gradient":    ("softmax", "softmax_gradient"),
     "gelu":                ("activation", "bias_gelu"),
@@ -23,6 +24,8 @@ TABLE = {
     "cross_entropy":       ("cross_entropy", "cross_entropy"),
     "attention":           ("attention", "attention"),
     "attention_gradient":  ("attention", "attention_gradient"),
+    "attention_packed":    ("attention", "attention_packed"),
+    "attention_packed_gradient": ("attention", "attention_packed_gradient"),
     "dropout":             ("dropout", "residual_dropout"),
     "layer_norm":          ("norm", "layer_norm"),
     "layer_norm_gradient": ("norm", "layer_norm_gradient"),
@@ -47,12 +50,12 @@ TABLE = {
     "top_k":               ("selection", "top_k"),
     "at_least":            ("selection", "at_least"),
 }
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = frozenset(map(dtype, ("float32", "float16", "bfloat16")))
 
 
 def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
     """The launcher of `name`, or None, unless all arrays are on a GPU, contiguous, and of a dtype in DTYPES."""
-    if all(device_of(a) == "cuda" and dtype_name(a.dtype) in DTYPES and a.flags.c_contiguous for a in arrays):
+    if all(device_of(a) == "cuda" and a.dtype in DTYPES and a.flags.c_contiguous for a in arrays):
         return launcher(name)
     return None
 

@@ -16,13 +16,13 @@ def attention_flops(name: str, given: Mapping[str, Any]) -> float:
     """
     products = {"attention_v": 2, "attention_dq": 3, "attention_dkv": 4}
     found = next((count for begin, count in products.items() if name.startswith(begin)), 0)
-    q, k = given.get("q"), given.get("k")
-    if not found or q is None or k is None:
+    if not found or "queries" not in given:
         return 0.0
-    pairs = q.shape[2] * k.shape[2] * (0.5 if given.get("causal") else 1.0)
+    queries, keys, causal = given["queries"], given["keys"], bool(given.get("causal"))
+    pairs = queries * keys * (0.5 if causal else 1.0)
     if given.get("blocks") is not None:
-        pairs = _pairs_shown(given["blocks"].owner.mask, q.shape[2], k.shape[2], bool(given.get("causal")))
-    return float(2.0 * found * q.shape[0] * q.shape[1] * pairs * q.shape[3])
+        pairs = _pairs_shown(given["blocks"].owner.mask, queries, keys, causal)
+    return float(2.0 * found * len(given["q"]) * given["heads"] * pairs * given["width"])
 
 
 def _pairs_shown(mask: np.ndarray, queries: int, keys: int, causal: bool) -> float:

@@ -274,10 +274,11 @@ class Shapes:
     # ---------------------------------------------------------------------------------------------------- kernels
 
     def record_launch(self, name: str, values: Iterable[tuple[Any, Any]]) -> None:
-        """A kernel of kernels/ runs: it reads or writes each of its arrays once."""
-        given = {parameter.name: value for parameter, value in values}
-        arrays = [each for value in given.values() for each in getattr(value, "arrays", (value,))
-                  if isinstance(each, _Array)]
+        """A kernel of kernels/ runs: it reads or writes each of its arrays once, also one that it gets as several."""
+        pairs = list(values)
+        given = {parameter.name: value for parameter, value in pairs}
+        arrays = list({(id(each), parameter.const): each for parameter, value in pairs
+                       for each in getattr(value, "arrays", (value,)) if isinstance(each, _Array)}.values())
         flops = attention_flops(name, given)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
         self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))

@@ -15,6 +15,8 @@ from minidist.kernels.attention import (
     attention,
     attention_gradient,
     attention_gradient_reference,
+    attention_packed,
+    attention_packed_gradient,
     attention_reference,
     fastest,
     seen,
@@ -138,6 +140,29 @@ def test_each_version_at_any_shape(device, version, kind, b, kv_heads, group, t,
 
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("shape", [(2, 70, 3, 8), (1, 65, 2, 12), (2, 5, 1, 3)], ids=str)
+def test_packed_is_the_same_attention(device, version, shape):
+    """q, k and v in one array: the bits of three arrays that are copied out of it, forward and backward."""
+    b, t, heads, d = shape
+    rng = np.random.default_rng(0)
+    qkv, dy = there(device, *(rng.normal(size=(b, t, n * heads * d)).astype(np.float16) for n in (3, 1)))
+
+    def by_head(x):                         # (B, T, H·D) -> (B, H, T, D), in its own memory
+        return there(device, np.ascontiguousarray(wide(x).reshape(b, t, heads, d).swapaxes(1, 2)).astype(np.float16))[0]
+
+    with on_cpu.watch(seed=1):
+        y, log_total = attention_packed(qkv, heads, version=version)
+        dqkv = attention_packed_gradient(qkv, y, log_total, dy, heads, version=version)
+    apart = [by_head(wide(qkv)[..., i * heads * d:(i + 1) * heads * d]) for i in range(3)]
+    right, right_total = attention(*apart, causal=True, version=version)
+    np.testing.assert_array_equal(wide(by_head(y)), wide(right))
+    np.testing.assert_array_equal(wide(log_total), wide(right_total))
+    for i, dx in enumerate(attention_gradient(*apart, right, right_total, by_head(dy), causal=True, version=version)):
+        np.testing.assert_array_equal(wide(by_head(wide(dqkv)[..., i * heads * d:(i + 1) * heads * d])), wide(dx))
+
+
+@on_each_device
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_that_see_each_other(device, version, causal):
     """Block-sparse: 64 queries see 64 keys or do not; queries that see nothing get zeros, and give none."""
@@ -214,6 +239,10 @@ def test_errors():
         attention(*(np.ones((1, 1, 2, 130), np.float32) for _ in range(3)), version=2)
     with pytest.raises(KernelError, match="attention has no version 4; choose one of 1, 2, 3"):
         attention(q.astype(np.float16), q.astype(np.float16), q.astype(np.float16), version=4)
+    with pytest.raises(ShapeError, match=r"qkv \(4, 5, 8\) with 2 heads"):
+        attention_packed(q[0], 2)
+    with pytest.raises(ShapeError, match=r"they do not fit qkv \(4, 5, 24\) with 2 heads"):
+        attention_packed_gradient(np.ones((4, 5, 24), np.float32), q[0], q[0], q[0, :, :, :7], 2)
     with pytest.raises(ShapeError, match=r"y \(1, 4, 5, 8\), dy \(1, 4, 5\)"):
         attention_gradient(q, q, q, q, q[..., 0], q[..., 0])
 
@@ -221,12 +250,13 @@ def test_errors():
 # --------------------------------------------------------------------------------------------------- planted mistakes
 
 READ = "        __syncthreads();                                         // before others' numbers are read\n"
-OVERWRITE = "        __syncthreads();                                         // before the last tile is overwritten\n"
+OVERWRITE = "        __syncthreads();                                         // before this stage is overwritten\n"
 WRITTEN = "        __syncwarp();                                            // its own rows of {} written\n"
 # Source, version, words, other words, how often they stand there; what is said (None: nothing, the result is wrong).
 MISTAKES = {
     "no barrier before k and v are read": (SOURCE, 2, READ, "", 2, "race on|nobody wrote"),
-    "no barrier before k and v are overwritten": (SOURCE, 3, OVERWRITE, "", 2, "race on"),
+    "no barrier before k and v are overwritten": (SOURCE, 3, OVERWRITE, "", 1, "race on"),
+    "nobody waits for the tiles": (SOURCE, 3, "cp_async_wait<1>();", ";", 1, "copy that nobody waited for"),
     "no syncwarp before p is read": (SOURCE, 2, WRITTEN.format("p_tile are"), "", 1, "race on|nobody wrote"),
     "y is not scaled down, tiles": (SOURCE, 2, "sum[r][i] *= shrink;", ";", 1, None),
     "total is not scaled down, tiles": (SOURCE, 2, "total[r] * shrink", "total[r]", 1, None),
@@ -234,11 +264,12 @@ MISTAKES = {
     "total is not scaled down, fragments": (SOURCE, 3, "total[half] *= shrink;", "", 1, None),
     "lanes of a row do not meet": (SOURCE, 3, "+= __shfl_xor_sync(all_lanes, total[half], 2)", "*= 1.0f", 1, None),
     "the mask is that of the next key": (SOURCE, 3, "key + j / 2 * 8 + lane", "key + 1 + j / 2 * 8 + lane", 1, None),
-    "the diagonal tile counts as seen": (SOURCE, 3, "causal && key + side > first", "causal && key > first", 1, None),
-    "scores are not scaled": (SOURCE, 2, "score * scale : minus_infinity", "score : minus_infinity", 2, None),
+    "the diagonal tile counts as seen": (SOURCE, 3, "all.is_edge(first, key)", "false", 1, None),
+    "scores are not scaled": (SOURCE, 2, "score * scale : minus_infinity", "score : minus_infinity", 1, None),
     "ds without the sum of its row": (GRADIENTS, 3, "(dp[j][i] - my_row[i / 2])", "dp[j][i]", 1, None),
-    "dk and dv of one head of a group": (GRADIENTS, 2, "< (kv_head + 1) * group", "< kv_head * group + 1", 2, None),
-    "no barrier before k and v are read, dq": (GRADIENTS, 3, READ, "", 2, "race on|nobody wrote"),
+    "dk and dv of one head of a group": (GRADIENTS, 2, "< (kv_head + 1) * group", "< kv_head * group + 1", 1, None),
+    "no barrier before k and v are read, dq": (GRADIENTS, 3, READ, "", 3, "race on|nobody wrote"),
+    "numbers of the last tile": (GRADIENTS, 3, "[thread % side] = coming;", "[thread % side] += 0 * coming;", 1, None),
 }
 
 
@@ -250,7 +281,8 @@ def test_planted_mistakes(mistake, tmp_path, monkeypatch):
     kernels = [kernel for kernel in source.kernels
                if kernel.endswith(("<__half>", "<__half, 64>")) and (f"v{version}" in kernel or "row" in kernel)]
     monkeypatch.setattr(family, name, planted(tmp_path, source, kernels, (old, new, times)))
-    arrays = drawn((1, 2, 1, 70, 70, 8), "float16", 0, spread=3.0)
-    arrays[1] *= np.linspace(0.5, 2, 70, dtype=np.float16)[:, None]          # later tiles raise the maximum
+    tokens = 130 if old == OVERWRITE else 70                 # the third tile is the first to overwrite one
+    arrays = drawn((1, 2, 1, tokens, tokens, 8), "float16", 0, spread=3.0)
+    arrays[1] *= np.linspace(0.5, 2, tokens, dtype=np.float16)[:, None]      # later tiles raise the maximum
     with pytest.raises(KernelError if says else AssertionError, match=says or "Not equal|not strictly ordered"):
         check("cpu", version, arrays, "float16", backward=source is GRADIENTS, causal=True)

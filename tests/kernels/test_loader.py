@@ -25,7 +25,8 @@ def cupy(monkeypatch):
     modules = fake_cupy.modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(SOURCE, "__dict__", {key: value for key, value in vars(SOURCE).items() if key != "module"})
+    monkeypatch.setattr(SOURCE, "__dict__", {**{key: value for key, value in vars(SOURCE).items() if key != "module"},
+                                            "_functions": {}})
     return modules["cupy"]
 
 

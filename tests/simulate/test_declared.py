@@ -11,7 +11,7 @@ from imports import ROOT
 
 NAMES = re.compile(r"^(?!.*import ).*\b(is_simulated|is_virtual|record_launch)\b")
 PLACES = {
-    "minidist/device/backend.py": 6,                    # definitions; is_array; copies to the host; an empty digest
+    "minidist/device/backend.py": 5,                    # definitions; copies to the host; an empty digest
     "minidist/nn/weights.py": 1,                        # no weights are drawn
     "minidist/nn/weight_shard.py": 1,                   # nor a shard's positions computed
     "minidist/autograd/ops/experts.py": 1,              # which experts tokens choose: evenly

@@ -299,6 +299,9 @@ class Runtime:
     def opened(self):
         return sum(self.exported.values())
 
+    def getDevice(self):
+        return _device()
+
     def getDeviceCount(self):
         return 2
 

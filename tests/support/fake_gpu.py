@@ -392,6 +392,7 @@ def install(monkeypatch):
     found = modules()
     fake_cupy.stand_in(monkeypatch, found)
     monkeypatch.setattr(cublas, "load", Cublas)
+    monkeypatch.setattr(cublas._current, "own", {})         # of an earlier stand-in
     monkeypatch.setattr(Graph, "captured", None)
     waits.clear()
     return found["cupy"]

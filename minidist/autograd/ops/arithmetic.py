@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, dtype, narrow, on_host, widen
+from minidist.device.backend import Array, array_module, dtype, narrow, on_host, sum_by_kernel, widen
 from minidist.errors import DtypeError
 
 BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than the nearer cache saves
@@ -44,6 +44,8 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...], kind: Any = None) -> Ar
 @op
 def add(a: Array, b: Array) -> tuple[Array, Saved]:
     """a + b, with broadcasting."""
+    if not on_host(a, b) and (fast := sum_by_kernel(a, b)) is not None:
+        return fast, saved()
     a_wide, b_wide = _computed(a, b)
     return narrow(a_wide + b_wide, a.dtype), saved()
 

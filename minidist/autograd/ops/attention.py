@@ -236,10 +236,9 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
     """
     if qkv.ndim != 3 or heads < 1 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
-    fast = _by_kernel(*_unpack(qkv, heads))
-    if fast is not None:
-        y = fast[0].swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-        return y, saved(qkv=qkv, y=y, log_total=fast[1], kept=None)
+    if fits_kernel(_unpack(qkv, heads)[0]):
+        y, log_total = launcher("attention_packed")(array_module(qkv).ascontiguousarray(qkv), heads)
+        return y, saved(qkv=qkv, y=y, log_total=log_total, kept=None)
     wide = widen(qkv)
     y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
     log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads), keep)
@@ -251,12 +250,8 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
 def _(node: Node, dy: Array) -> Array:
     heads = node.options["heads"]
     if node.kept is None:
-        dqkv = array_module(dy).empty(node.qkv.shape, node.qkv.dtype)
-        gradients = _gradients_by_kernel(*_unpack(node.qkv, heads), _by_head(node.y, heads), node.log_total,
-                                         _by_head(dy, heads))
-        for part, gradient in zip(_unpack(dqkv, heads), gradients, strict=True):
-            part[...] = gradient
-        return dqkv
+        qkv, y, dy = (array_module(dy).ascontiguousarray(x) for x in (node.qkv, node.y, dy))
+        return launcher("attention_packed_gradient")(qkv, y, node.log_total, dy, heads)     # type: ignore[no-any-return]
     qkv = widen(node.qkv)
     dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
     _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, node.kept,

@@ -4,7 +4,7 @@ import math
 
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, narrow, on_host, widen
+from minidist.device.backend import Array, array_module, narrow, on_host, sum_by_kernel, widen
 from minidist.device.backend import matmul as multiply
 from minidist.errors import ShapeError
 
@@ -72,7 +72,8 @@ def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
     if b is None:
         return multiply(x, w)
     if not on_host(x):
-        return multiply(x, w) + b
+        y = multiply(x, w)
+        return y + b if sum_by_kernel(y, b, y) is None else y
     y = multiply(widen(x), widen(w))
     y += widen(b)
     return y

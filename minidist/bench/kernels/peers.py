@@ -259,6 +259,7 @@ PEERS: dict[str, Peer] = {
     "bias_gelu": _call(_gelu, "x", "bias"), "bias_gelu_gradient": _back(_gelu, "x", "bias"),
     "swiglu": _call(_swiglu, "gate", "up"), "swiglu_gradient": _back(_swiglu, "gate", "up"),
     "residual_dropout": _call(_dropout, "x", "residual"), "rotary": _call(_rotary, "x", "cos", "sin"),
+    "add": _call(lambda torch, x, residual: x + residual, "x", "residual"),
     "embedding_gradient": _embedding, "to_experts": _to_experts, "from_experts": _from_experts,
     "from_experts_gradient": _from_experts_back, "adam": _adam, "global_norm": _global_norm,
     "cast_bf16": _call(lambda torch, x: (x.to(torch.bfloat16), x.abs().max()), "x"),

@@ -8,7 +8,7 @@ from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.bench.kernels.case import Draw, Inputs, KernelCase, wide
 from minidist.bench.step.ranks import Model
 from minidist.device.backend import random_bits, stream_key
-from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
+from minidist.kernels import activation, add, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to
 RATE, STREAM = 0.1, ("bench", 1)    # of dropout, and the stream it draws from
@@ -208,6 +208,9 @@ CASES = [
                _elements("gate", 15)),
     KernelCase("residual_dropout", "dropout", dropout.VERSIONS, _residual, _dropout, _dropout_wanted,
                _elements("x", 20)),
+    KernelCase("add", "add", add.VERSIONS, _residual,
+               lambda i, v: lambda: (add.add(i["x"], i["residual"], version=v),),
+               lambda i, rows: [add.add_reference(wide(i["x"][rows]), wide(i["residual"][rows]))], _elements("x", 1)),
     KernelCase("rotary", "rotary", rotary.VERSIONS, _turned,
                lambda i, v: lambda: (rotary.rotary(i["x"], i["cos"], i["sin"], version=v),),
                lambda i, rows: [rotary.rotary_reference(wide(i["x"][rows]), wide(i["cos"]), wide(i["sin"]))],

@@ -6,7 +6,7 @@ import pytest
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
-from minidist.device import backend
+from minidist.device import backend, cublas
 from minidist.errors import ShapeError
 
 RNG = np.random.default_rng(0)
@@ -47,7 +47,9 @@ def test_low_precision_on_a_gpu_is_multiplied_as_it_is(monkeypatch):
     rng = np.random.default_rng(4)
     x, w, b = (rng.normal(size=shape).astype(kind) for shape in ((2, 3, 5), (5, 4), (4,)))
     multiplied = []
-    monkeypatch.setattr(cupy, "matmul", lambda a, b, real=cupy.matmul: multiplied.append(a.dtype) or real(a, b))
+    real = cublas.Products.multiply
+    monkeypatch.setattr(cublas.Products, "multiply",
+                        lambda self, a, b, out=None: multiplied.append(a.dtype) or real(self, a, b, out))
     there = [cupy.asarray(array) for array in (x, w, b)]
     product = (x.astype("float32").reshape(-1, 5) @ w.astype("float32")).astype(kind)
     y = ops.linear(*there).data
