@@ -31,8 +31,8 @@ done
 
 # ------------------------------------------------------------------------------------------------------------ sections
 # section NAME LIMIT EXPECTED NEEDS ABOUT, then its commands, a line each. LIMIT and EXPECTED are seconds; NEEDS are
-# modules and tools (tool:NAME). {root} is the repository, {here} the section's folder. EXPECTED is a guess, until a GPU
-# has measured it.
+# modules and tools (tool:NAME). {root} is the repository, {here} the section's folder. EXPECTED is a
+# guess with reserve.
 
 names=()
 declare -A limit expected needs about commands

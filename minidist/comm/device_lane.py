@@ -7,7 +7,7 @@
 Without one, arrays cross to the host and back (buffers.py). A call goes to the device if its arrays are on the GPU, its
 algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason against it. All ranks of a group must bring
 arrays of the same kind, else MismatchError. A call that has no side (it is staged, or its group is one rank alone)
-works in the program's stream, also where a worker carries it out (program()). Not yet measured on a GPU.
+works in the program's stream, also where a worker carries it out (program()).
 """
 
 from abc import ABC, abstractmethod

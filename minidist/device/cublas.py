@@ -1,13 +1,12 @@
-"""Matrix products by cuBLAS, called through ctypes, while a stream is captured.
+"""Matrix products by cuBLAS, called through ctypes: those of the small types, and all while a stream is captured.
 
 CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace. Products own a handle and a
-workspace, so their calls may become nodes of a graph (cuda_graph.py).
+workspace, so their calls may become nodes of a graph (cuda_graph.py). An eager step multiplies the small types by
+them too, so that it does what a captured one does.
 
     products = Products()
     with products.instead():        # on this thread
         ...                         # backend.matmul calls products.multiply for arrays on the GPU
-
-Not yet run on a GPU.
 """
 
 import ctypes
@@ -41,7 +40,7 @@ def current() -> "Products | None":
 
 
 def own(cupy: Any) -> "Products":
-    """This thread's Products on the current device, for the small types: a call costs the host a fifth of CuPy's."""
+    """This thread's Products on the current device, for the small types."""
     device = cupy.cuda.runtime.getDevice()
     if device not in _current.own:
         _current.own[device] = Products()

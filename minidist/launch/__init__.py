@@ -43,7 +43,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     plain-tcp    the same, by the short transport that lessons 01 and 02 read
     mpi          processes of a new mpirun          a function of a module or of a script, not a local one; its
                                                     arguments, too, are what wire.pack carries
-    nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
+    nccl         the same, each with a GPU          the same; needs CuPy (several GPUs: not yet run)
 
     Args:    fn: each rank calls fn(world, *args); world is its Group of all ranks. size: the number of ranks, from 1.
              transport: one of those above. limit: seconds that the job, and any wait in it, may last.

@@ -8,7 +8,7 @@
     auto         auto.py                                    processes: shm inside a host, tcp between hosts
     mpi          mpi/                                       processes that mpirun started
     nccl         gpu/  auto.py for the host                 processes with GPUs: their arrays by NCCL, or, where ranks
-                                                            share a GPU, by CUDA IPC (not yet measured on a GPU)
+                                                            share a GPU, by CUDA IPC (several GPUs: not yet run)
 
 throttled.py makes any of them slow. progress/ drives the links of tcp, shm and mpi: stream.py makes a message a frame,
 and matches it with its receive; a TcpLink, ShmLink or MpiLink moves its bytes; engine.py decides in which thread.

@@ -18,7 +18,7 @@ Intermediate results lie in a pool of the graph's own; matrices are multiplied b
 
 A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each other (refuse).
 
-Not yet run on a GPU, and its speed not yet measured.
+A step of GPT-2 124M took 34.9 ms so on an H200, and 52 eagerly (benchmarks/results/gpu/).
 Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
 """
 

@@ -2,7 +2,7 @@
 
 On a GPU the host runs ahead: it launches the kernels of a step long before they run. To read a number in between would
 stop the host until the GPU has come so far, and then the GPU until the next launch. So a pass's loss is copied to
-pinned memory behind the pass, and read when it is asked for. On a CPU it is there at once. Not yet measured on a GPU.
+pinned memory behind the pass, and read when it is asked for. On a CPU it is there at once.
 """
 
 from typing import Any

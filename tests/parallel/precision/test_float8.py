@@ -12,7 +12,7 @@ from training import SMALL_BUCKETS, difference, global_batch, tiny
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import no_grad, tensor
-from minidist.device import account, dispatch
+from minidist.device import account, cublas, dispatch
 from minidist.device.backend import to_host
 from minidist.errors import ConfigError
 from minidist.nn import GPT
@@ -91,8 +91,9 @@ def test_a_product_on_a_gpu_is_the_host_s(largest: float, monkeypatch: pytest.Mo
     """To the bit, by kernels that round and restore, and cut off what is too large; nothing waits for the GPU."""
     cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(1)
     x, w, dy = (rng.uniform(-3, 3, size).astype(ml_dtypes.bfloat16) for size in ((5, 8), (8, 3), (5, 3)))
-    results, multiplied, real = [], set(), cupy.matmul
-    monkeypatch.setattr(cupy, "matmul", lambda a, b: multiplied.update([a.dtype, b.dtype]) or real(a, b))
+    results, multiplied, real = [], set(), cublas.Products.multiply
+    monkeypatch.setattr(cublas.Products, "multiply", lambda self, a, b, out=None: (
+        multiplied.update([a.dtype, b.dtype]) or real(self, a, b, out)))
     for there in (np.asarray, cupy.asarray):
         scales = Scales()
         for name in FORMATS:

@@ -14,7 +14,7 @@ group's first call, and closed with the world: part().
 
 Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
-Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a GPU.
+Source: CUDA runtime API, device management (cudaIpc...). Run on one H200, 2 and 3 ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ one side and only receives on the other, both in the headers' order, so no circl
 waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits; the limit ends
 them.
 
-Not yet measured on a GPU.
+Needs several GPUs: not yet run on any.
 """
 
 import queue
