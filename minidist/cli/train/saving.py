@@ -1,6 +1,9 @@
 """Checkpoints of `minidist train`: every K steps, at the end, and when the job is told to stop.
 
 Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one, then all end.
+
+With --save-async a save that is due while another is written is made later: after the first step that finds the other
+one on the disk. So a slow disk gets fewer checkpoints, and no step waits for it. Only the last save of a run waits.
 """
 
 import signal
@@ -105,6 +108,7 @@ class Saver:
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
+        self._put_off = self._told_late = False     # a save that was due; the user knows that the disk is slow
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
         if self._speaks:
@@ -123,11 +127,16 @@ class Saver:
 
     def stopping(self) -> int:
         """The signal by which any rank was told to stop, or 0; the same on every rank. Cost: an all-reduce."""
-        world = self.trainer.world
+        return self._agreed()[0]
+
+    def _agreed(self) -> tuple[int, bool]:
+        """As `stopping`; and whether a save of any rank is still under way."""
+        world, busy = self.trainer.world, self._pending is not None and not self._pending[1].done()
         if world.size == 1:
-            return self.told.number
+            return self.told.number, busy
         with world.ledger.control():
-            return int(world.all_reduce(np.array([self.told.number]), op="max")[0])
+            number, any_busy = world.all_reduce(np.array([self.told.number, int(busy)]), op="max").tolist()
+        return number, bool(any_busy)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches one by one. Raises: Stopped between two of them, if a rank was told to stop."""
@@ -144,12 +153,23 @@ class Saver:
         """
         if self.interval is not None:
             self.interval.worked()
-        stop = self.stopping()
-        if stop or self.due(self.trainer.steps_done):
+        step, (stop, busy) = self.trainer.steps_done, self._agreed()
+        self._put_off = self.due(step) or self._put_off
+        if stop or (self._put_off and (not busy or step == self.settings.args.steps)):
+            self._put_off = False
             self._save_timed(losses, step_seconds(), histories)
+        elif self._put_off:
+            self._tell_late(step)
         if stop:
             self.settle()
             raise Stopped
+
+    def _tell_late(self, step: int) -> None:
+        """Once: the disk is slower than the steps from save to save."""
+        if self._speaks and not self._told_late and self._pending is not None:
+            say_line(f"minidist train: the save after step {step} is put off: the disk still writes that of step "
+                     f"{self._pending[0]}; the steps go on; save less often, or to a faster disk")
+        self._told_late = True
 
     def _save_timed(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
         """Save; the time that the steps stand still for it decides when the next save is due."""
