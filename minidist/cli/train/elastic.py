@@ -187,9 +187,9 @@ def elastic_process(settings: Settings, train: Callable[[Settings, Group, int, T
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
     args = settings.args
     rehearse(args.zero or 0)
-    warm_up(args.transport)
+    libraries = warm_up(args.transport)
     fork_on_demand()
-    job = Generations.from_environment()
+    job = Generations.from_environment(libraries)
     lives = Lives(job, settings)
 
     def work(world: Group) -> int:
