@@ -9,6 +9,7 @@ The launcher's side is elastic_job.py; what the two say to each other, workers.p
 """
 
 import contextlib
+import encodings.idna  # noqa: F401 - once: else each fork imports it when it looks up the launcher's address
 import gc
 import os
 import threading

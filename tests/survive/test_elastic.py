@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,22 @@ from minidist.parallel.data.replay_updates import replay as replay_updates
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
+
+
+def test_what_a_step_and_a_save_load_at_their_first_use_is_there_before_a_fork():
+    """Else each of eight ranks loads it, while all wait: numpy.ma, for a median, takes 10 ms."""
+    done = subprocess.run([sys.executable, "-c", """
+import sys
+import numpy as np
+from minidist.launch.generations import warm_up
+from minidist.survive.elastic import rehearse
+rehearse()
+warm_up("tcp")
+before = set(sys.modules)
+np.median([0.5]), "127.0.0.1".encode("idna")
+print(sorted(set(sys.modules) - before))
+"""], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def run_job(folder, elastic, **settings):
