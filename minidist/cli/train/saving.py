@@ -108,6 +108,7 @@ class Saver:
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
+        self._writing = False       # a save of some rank was under way when stopping() was last called
         self._put_off = self._told_late = False     # a save that was due; the user knows that the disk is slow
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
@@ -126,17 +127,18 @@ class Saver:
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
-        """The signal by which any rank was told to stop, or 0; the same on every rank. Cost: an all-reduce."""
-        return self._agreed()[0]
+        """The signal by which any rank was told to stop, or 0; the same on every rank, as is then `_writing`.
 
-    def _agreed(self) -> tuple[int, bool]:
-        """As `stopping`; and whether a save of any rank is still under way."""
-        world, busy = self.trainer.world, self._pending is not None and not self._pending[1].done()
+        Cost: an all-reduce.
+        """
+        world, writing = self.trainer.world, self._pending is not None and not self._pending[1].done()
         if world.size == 1:
-            return self.told.number, busy
+            self._writing = writing
+            return self.told.number
         with world.ledger.control():
-            number, any_busy = world.all_reduce(np.array([self.told.number, int(busy)]), op="max").tolist()
-        return number, bool(any_busy)
+            number, any_writing = world.all_reduce(np.array([self.told.number, int(writing)]), op="max").tolist()
+        self._writing = bool(any_writing)
+        return int(number)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches one by one. Raises: Stopped between two of them, if a rank was told to stop."""
@@ -153,9 +155,9 @@ class Saver:
         """
         if self.interval is not None:
             self.interval.worked()
-        step, (stop, busy) = self.trainer.steps_done, self._agreed()
+        step, stop = self.trainer.steps_done, self.stopping()
         self._put_off = self.due(step) or self._put_off
-        if stop or (self._put_off and (not busy or step == self.settings.args.steps)):
+        if stop or (self._put_off and (not self._writing or step == self.settings.args.steps)):
             self._put_off = False
             self._save_timed(losses, step_seconds(), histories)
         elif self._put_off:
