@@ -69,13 +69,13 @@ def late_fork(monkeypatch, tmp_path):
     """A replacement is forked when generation 2 has made a step: the ranks that are left do not wait for the fork."""
     fork, record, waited = Template.fork, tmp_path / "elastic.jsonl", []
 
-    def fork_late(template, number):
+    def fork_late(template, number, variables):
         deadline = time.monotonic() + FORK_LIMIT
         while record.exists() and not has_stepped(record, 2) and time.monotonic() < deadline:
             time.sleep(0.005)
         if record.exists():
             waited.append(time.monotonic() < deadline)
-        return fork(template, number)
+        return fork(template, number, variables)
 
     monkeypatch.setattr(Template, "fork", fork_late)
     yield
@@ -156,11 +156,11 @@ def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
     """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a process is started."""
     fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
 
-    def stop_first(template, number):
+    def stop_first(template, number, variables):
         if record.exists() and not stopped:
             stopped.append(time.time())
             os.kill(template.pid, signal.SIGSTOP)
-        return fork(template, number)
+        return fork(template, number, variables)
 
     monkeypatch.setattr(Template, "fork", stop_first)
     settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}}
