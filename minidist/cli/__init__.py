@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from minidist.cli.process import interrupts_wait, refusal
+from minidist.cli.process import interrupts_wait, own_process, refusal
 from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
 from minidist.streams import standard_output
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:    argv: its words (default: those of this process).
     Returns: the exit status: 0 good, 1 failed, 2 bad input, 75 try again, 130 interrupted.
     """
+    if argv is None:
+        own_process()
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
     prefix = f"minidist {command or ''}".rstrip()

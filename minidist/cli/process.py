@@ -1,13 +1,26 @@
-"""What surrounds every command: Ctrl-C while modules load, and what the machine refuses."""
+"""What surrounds every command: whose process it is, Ctrl-C while modules load, and what the machine refuses."""
 
 import errno
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 from minidist.files import DISK_FAILED
+
+_OWN = ContextVar("own", default=False)
+
+
+def own_process() -> None:
+    """The command is all that this process does: it ends with the command's status."""
+    _OWN.set(True)
+
+
+def may_fork() -> bool:
+    """Whether a copy of this process that goes on would do no more than the command, and end: not in a test, say."""
+    return _OWN.get() and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager

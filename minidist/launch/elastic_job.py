@@ -37,6 +37,7 @@ from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.generation import Elastic, EventLog, Generation, placed, start_monitor, tell_ranks
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
+from minidist.launch.template import Template
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
 START_LIMIT = 300.0     # seconds that a process may take to start
@@ -47,27 +48,29 @@ USELESS = 3             # failures one after another, no step between them, that
 
 def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
                   patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False,
-                  others: OtherHosts | None = None) -> int:
+                  template: Template | None = None, others: OtherHosts | None = None) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
              but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
-             loaded everything. others: the hosts of the job, where there are more than this one; they share the
-             folder that this process is in.
+             loaded everything. template: one that this process has forked (template.fork_template). others: the hosts
+             of the job, where there are more than this one; they share the folder that this process is in.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started, or a host cannot be reached.
     """
-    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks, others=others).run()
+    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks, template=template,
+                      others=others).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
     def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
-                 limits: Limits, *, forks: bool, others: OtherHosts | None = None) -> None:
+                 limits: Limits, *, forks: bool, template: Template | None = None,
+                 others: OtherHosts | None = None) -> None:
         self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
         self.forks = forks
-        self.workforce = Workforce(command, wire.new_token(), limits, others)
+        self.workforce = Workforce(command, wire.new_token(), limits, others, template)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []        # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0

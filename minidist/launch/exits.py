@@ -17,6 +17,24 @@ if TYPE_CHECKING:
 C_EXIT = sys.exit
 
 
+def exit_in_python(status: Any = None, /) -> NoReturn:
+    """sys.exit: the interpreter does the same."""
+    raise SystemExit(status)
+
+
+def replace_exit() -> None:
+    """Once in a process and in all that it forks: sys.exit is the one above, in every module that has taken its name.
+
+    Takes 15 ms where minidist is loaded. Before Python 3.12, C_EXIT ends the process without a SystemExit.
+    """
+    if sys.exit is not C_EXIT:
+        return
+    for module in list(sys.modules.values()):
+        names = ModuleType.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+        if names is not globals():                  # read as it is: a lazy module stays unloaded
+            names.update({name: exit_in_python for name, value in names.items() if value is C_EXIT})
+
+
 def watch_exits(membership: "Membership") -> None:
     """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -38,15 +56,9 @@ def watch_exits(membership: "Membership") -> None:
             return membership.status if isinstance(code, int) else code
         return code
 
-    def exit(status: Any = None, /) -> NoReturn:
-        raise SystemExit(status)
-
     atexit.register(membership.leave)
     sys.excepthook = hook
     slot = vars(SystemExit)["code"]         # SystemExit reaches no hook, and a built-in class takes no assignment
     gc.get_referents(vars(SystemExit))[0]["code"] = property(code, slot.__set__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    for module in list(sys.modules.values()):       # before Python 3.12, C_EXIT ends the process without a SystemExit
-        names = ModuleType.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
-        if names is not globals():                  # read as it is: a lazy module stays unloaded
-            names.update({name: exit for name, value in names.items() if value is C_EXIT})
+    replace_exit()

@@ -9,6 +9,7 @@ The launcher's side is elastic_job.py; what the two say to each other, workers.p
 """
 
 import contextlib
+import encodings.idna  # noqa: F401 - once: else each fork imports it when it looks up the launcher's address
 import gc
 import os
 import threading
@@ -16,12 +17,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from threadpoolctl import ThreadpoolController
+
 from minidist.comm import wire
 from minidist.comm.group import Group
 from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.failure import words
 from minidist.errors import CommError, LaunchError, LinkLostError, MinidistError, PeerLostError, TimeoutError
 from minidist.launch import transports
+from minidist.launch.exits import replace_exit
 from minidist.launch.joining import token_from_environment
 from minidist.launch.launchers import detect
 from minidist.launch.membership import Membership, adopt, limit_blas_threads
@@ -42,7 +46,7 @@ def is_elastic_process() -> bool:
 class Generations:
     """This process as one of an elastic job.
 
-    Args:       address, token: of the launcher. number: of this process in the job.
+    Args:       address, token: of the launcher. number: of this process in the job. libraries: of warm_up().
     Attributes: number      of the present generation, from 1; 0: none yet
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
@@ -50,7 +54,9 @@ class Generations:
                 saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
-    def __init__(self, address: tuple[str, int], token: bytes, number: int) -> None:
+    def __init__(self, address: tuple[str, int], token: bytes, number: int,
+                 libraries: ThreadpoolController | None = None) -> None:
+        self._libraries = libraries
         self.process, self.number, self.begun = number, 0, False
         self._host = address[0]
         self.stop_at: int | None = None
@@ -65,7 +71,7 @@ class Generations:
         threading.Thread(target=self._listen, name="minidist elastic", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> "Generations":
+    def from_environment(cls, libraries: ThreadpoolController | None = None) -> "Generations":
         """The place of a process that the launcher of an elastic job has started. Raises: LaunchError for another."""
         address = os.environ.get("MINIDIST_ELASTIC", "")
         host, _, port = address.rpartition(":")
@@ -73,7 +79,7 @@ class Generations:
         if not (host and port.isdigit() and number.isdigit() and token):
             raise LaunchError(f"MINIDIST_ELASTIC={address!r} needs the form host:port, and MINIDIST_PROCESS and "
                               "MINIDIST_TOKEN beside it")
-        return cls((host, int(port)), token, int(number))
+        return cls((host, int(port)), token, int(number), libraries)
 
     # --- from one generation to the next -----------------------------------------------------------------------------
 
@@ -98,7 +104,7 @@ class Generations:
             self._membership = adopt(Membership(launch, transport or launch.transport))
         member = self._membership
         member.launch = launch
-        limit_blas_threads(threads, launch.local_size)
+        limit_blas_threads(threads, launch.local_size, self._libraries)
         world = member.world = member.join(transport or launch.transport, limit)
         assert member.joined is not None
         member.joined.link.grace = LEAVE_GRACE
@@ -226,8 +232,15 @@ class Generations:
             self._changed.notify_all()
 
 
-def warm_up(transport: str | None) -> None:
-    """Before the first generation: load what joining needs, and have later collections of garbage pass over modules."""
+def warm_up(transport: str | None) -> ThreadpoolController:
+    """Before the first generation, and before this process forks: load and find what joining needs, and have later
+    collections of garbage pass over modules. Returns: the libraries with threads of their own, for Generations.
+
+    What is done here, no fork does: to find the libraries takes 9 ms, to replace sys.exit 15.
+    """
     transports.load(transport or "auto")
+    replace_exit()
+    libraries = ThreadpoolController()
     gc.collect()
     gc.freeze()
+    return libraries

@@ -10,34 +10,37 @@ from minidist.errors import LaunchError
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import copy_lines, start_thread
-from minidist.launch.template import Orphan, Template
+from minidist.launch.template import Orphan, Template, start_template
 
 
 class Starter:
     """Processes of this host.
 
     Args:       address: of the job's launcher. name: of this host; node: its number; capacity: ranks it is for.
-                who(number): the name in front of the lines that a process writes to stderr.
+                who(number): the name in front of the lines that a process writes to stderr. template: one that this
+                process has forked.
     Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may be started.
     """
 
     lost = ""
 
     def __init__(self, command: Sequence[str], token: bytes, limits: Limits, address: tuple[str, int],
-                 who: Callable[[int], str], *, name: str = "", node: int = 0, capacity: int = 0) -> None:
+                 who: Callable[[int], str], *, name: str = "", node: int = 0, capacity: int = 0,
+                 template: Template | None = None) -> None:
         self.command, self.token, self.limits, self.address = list(command), token, limits, address
         self.name, self.node, self.capacity, self._who = name or os.uname().nodename, node, capacity, who
-        self._template: Template | None = None
+        self._template = template
         self.ending = False
 
     def start_template(self, give_up: Callable[[], bool]) -> None:
-        """Start the template: a process that has loaded everything, of which later ones are forked.
+        """Start the template, if there is none: a process that has loaded everything, of which later ones are forked.
 
         Waits until it is ready, or until give_up() is true. Where there can be none, processes are started without it.
         """
         with contextlib.suppress(OSError):
-            self._template = Template(self.command, self._environment(0))
-            self.limits.started(self._template.pid)
+            if self._template is None:
+                self._template = start_template(self.command, self._environment(0))
+                self.limits.started(self._template.pid)
             while not self._template.wait(0.05) and not give_up():
                 pass
 
@@ -47,7 +50,7 @@ class Starter:
         Raises: LaunchError if the command cannot be started.
         """
         process: subprocess.Popen[bytes] | Orphan | None = None if self._template is None else \
-            self._template.fork(number)
+            self._template.fork(number, self._variables(number))
         if process is None and self.ending:                 # the fork has taken so long
             return None
         if process is None:
@@ -79,5 +82,8 @@ class Starter:
             self._template.close()
 
     def _environment(self, number: int) -> dict[str, str]:
-        return {**clean_environment(os.environ), "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
-                "MINIDIST_PROCESS": str(number), "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}
+        return {**clean_environment(os.environ), **self._variables(number)}
+
+    def _variables(self, number: int) -> dict[str, str]:
+        return {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
+                "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}

@@ -7,13 +7,17 @@
                      its process id <----- the parent of process 5 ends,
                                            so the launcher becomes it (Linux: prctl)
 
-Loading takes 0.6 to 1 s of a core, which the ranks that work would miss. A fork copies no memory until it is written.
+Loading takes 0.3 to 1 s of a core, which the ranks that work would miss. A fork copies no memory until it is written.
 The template has one thread, holds no state of the training and ends with the launcher. If it is lost, processes are
 started in the usual way. Not for ranks on a GPU: a driver that is in use does not survive a fork.
+
+A launcher that has loaded the same modules itself forks its template (`fork_template`), before it starts a thread or
+opens a file: then they are loaded once for all ranks. A launcher that has not starts the ranks' command once more.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -27,17 +31,19 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from minidist.launch.children import flush_output
+from minidist.launch.launchers import clean_environment
 
 VARIABLE = "MINIDIST_TEMPLATE"      # of the template's environment: the number of its socket's file
 FORK_LIMIT = 10.0                   # seconds that a fork may take
 END_LIMIT = 1.0                     # seconds that the template gets to end
 _READY = b"!"
+_ORDER = struct.Struct("<qq")       # the number of a process, and how many bytes its variables have, which follow
 _NUMBER = struct.Struct("<q")
 _SET_CHILD_SUBREAPER = 36           # prctl
 
 
 class Orphan:
-    """A process whose parent has ended, so that this process became it; used like a Popen.
+    """A process whose parent has ended, so that this process became it, or a copy of this one; used like a Popen.
 
     Attributes: stderr: what it writes there, or None.
     """
@@ -76,16 +82,11 @@ class Orphan:
 
 
 class Template:
-    """The launcher's side. Raises: OSError if this system has no such thing, or the command cannot be started."""
+    """The launcher's side of a template process, which has the other end of the socket."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        if not _take_orphans(True):
-            raise OSError("this process cannot become the parent of orphans")
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(command, env={**environment, VARIABLE: str(theirs.fileno())},
-                                             pass_fds=[theirs.fileno()])
-        self.pid, self.ready = self._process.pid, False
+    def __init__(self, process: "subprocess.Popen[bytes] | Orphan", sock: socket.socket) -> None:
+        self._process, self._sock = process, sock
+        self.pid, self.ready = process.pid, False
 
     def wait(self, seconds: float) -> bool:
         """Whether it has loaded, or has ended: after at most so many seconds."""
@@ -96,25 +97,24 @@ class Template:
                     return True
         return self.ready or self._process.poll() is not None
 
-    def fork(self, number: int) -> Orphan | None:
-        """A new process of this number; None if the template is lost."""
+    def fork(self, number: int, variables: Mapping[str, str] | None = None) -> Orphan | None:
+        """A new process of this number, with these variables in its environment; None if the template is lost."""
         if not self.ready:
             return None
+        told, words = b"", json.dumps(dict(variables or {})).encode()
         theirs, ours = os.pipe()[::-1] if number else (os.open(os.devnull, os.O_WRONLY), None)
-        try:
+        with contextlib.suppress(OSError):
             self._sock.settimeout(FORK_LIMIT)
-            socket.send_fds(self._sock, [_NUMBER.pack(number)], [theirs])
+            socket.send_fds(self._sock, [_ORDER.pack(number, len(words))], [theirs])
+            self._sock.sendall(words)
             told = self._sock.recv(_NUMBER.size)
-        except OSError:
-            told = b""
-        finally:
-            os.close(theirs)
+        os.close(theirs)
         if len(told) == _NUMBER.size:
             return Orphan(_NUMBER.unpack(told)[0], None if ours is None else os.fdopen(ours, "rb"))
         if ours is not None:
             os.close(ours)
         self.ready = False
-        self._process.kill()                                # one that is late would fork after all
+        self._process.send_signal(signal.SIGKILL)           # one that is late would fork after all
         return None
 
     def close(self) -> None:
@@ -123,9 +123,52 @@ class Template:
         try:
             self._process.wait(END_LIMIT)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(FORK_LIMIT)
         _take_orphans(False)
+
+
+def start_template(command: Sequence[str], environment: Mapping[str, str]) -> Template:
+    """A template that loads what it needs: a process of this command, which calls fork_on_demand().
+
+    Raises: OSError if this system has no such thing, or the command cannot be started.
+    """
+    sock, theirs = _socket_pair()
+    with theirs:
+        process = subprocess.Popen(command, env={**environment, VARIABLE: str(theirs.fileno())},
+                                   pass_fds=[theirs.fileno()])
+    return Template(process, sock)
+
+
+def fork_template() -> Template | None:
+    """A template that has loaded what this process has: a copy of it. None in that copy, which calls fork_on_demand().
+
+    A thread of this process would be missing in the copy, perhaps with a lock that it held; so this one has no other
+    (the BLAS library's prepare themselves for a fork). Files that are open are open there, too, and in all ranks.
+    Raises: OSError if this system has no such thing.
+    """
+    if threading.active_count() > 1:
+        raise OSError("another thread of this process runs")
+    sock, theirs = _socket_pair()
+    flush_output()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})       # the launcher gets it, too: see fork_on_demand
+    pid = _fork()
+    if pid == 0:
+        sock.close()
+        for name in {*os.environ} - {*clean_environment(os.environ)}:
+            del os.environ[name]
+        os.environ[VARIABLE] = str(theirs.detach())
+        return None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    theirs.close()
+    return Template(Orphan(pid, None), sock)
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Of a launcher and its template. Raises: OSError if this system does not make orphans the launcher's children."""
+    if not _take_orphans(True):
+        raise OSError("this process cannot become the parent of orphans")
+    return socket.socketpair()
 
 
 def _take_orphans(yes: bool) -> bool:
@@ -143,40 +186,51 @@ def fork_on_demand() -> None:
     if fileno is None:
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)      # the launcher gets it, too
-    with socket.socket(fileno=int(fileno)) as sock:
-        sock.sendall(_READY)
-        while True:
-            data, files, *_ = socket.recv_fds(sock, _NUMBER.size, 1)
-            if len(data) < _NUMBER.size:
-                os._exit(0)
-            number = _NUMBER.unpack(data)[0]
-            pid = _fork_an_orphan()
-            if pid == 0:
-                break
-            sock.sendall(_NUMBER.pack(pid))
-            os.close(files[0])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})     # one that came meanwhile is ignored, too
+    try:
+        number, variables, stderr = _serve(int(fileno))
+    except OSError:                                         # the launcher has gone, or nothing more can be forked here
+        os._exit(0)
     signal.signal(signal.SIGINT, before)
-    os.environ["MINIDIST_PROCESS"] = str(number)
+    os.environ.update(variables | {"MINIDIST_PROCESS": str(number)})
     if number:                                              # process 0 speaks and listens as the launcher does
-        os.dup2(files[0], 2)
+        os.dup2(stderr, 2)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-    os.close(files[0])
+    os.close(stderr)
+
+
+def _serve(fileno: int) -> tuple[int, dict[str, str], int]:
+    """Fork when the launcher asks. Returns in a process that was forked: its number, its variables, its stderr's file.
+
+    Raises: OSError, in the template.
+    """
+    with socket.socket(fileno=fileno) as sock:
+        sock.sendall(_READY)
+        while True:
+            data, files, *_ = socket.recv_fds(sock, _ORDER.size, 1)
+            if len(data) < _ORDER.size:
+                os._exit(0)
+            number, length = _ORDER.unpack(data)
+            variables = sock.recv(length, socket.MSG_WAITALL) if length else b"{}"
+            pid = _fork_an_orphan()
+            if pid == 0:
+                return number, json.loads(variables), files[0]
+            sock.sendall(_NUMBER.pack(pid))
+            os.close(files[0])
 
 
 def _fork_an_orphan() -> int:
     """The process id of a copy of this process whose parent has ended; 0 in the copy."""
     flush_output()
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)     # of threads, which are the BLAS library's
-        middle = os.fork()
-        if middle == 0:
-            pid = os.fork()
-            if pid:
-                os.write(writer, _NUMBER.pack(pid))
-                os._exit(0)
+    middle = _fork()
+    if middle == 0:
+        pid = _fork()
+        if pid:
+            os.write(writer, _NUMBER.pack(pid))
+            os._exit(0)
     os.close(writer)
     told = os.read(reader, _NUMBER.size) if middle else b""
     os.close(reader)
@@ -184,3 +238,10 @@ def _fork_an_orphan() -> int:
         return 0
     os.waitpid(middle, 0)
     return int(_NUMBER.unpack(told)[0])
+
+
+def _fork() -> int:
+    """os.fork, without the warning of Python 3.12 for threads, which are the BLAS library's (children.py)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        return os.fork()

@@ -36,7 +36,7 @@ from minidist.launch.elastic_hosts import HOST_LIMIT, OtherHosts, RemoteHost
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import start_thread
 from minidist.launch.starter import Starter
-from minidist.launch.template import FORK_LIMIT
+from minidist.launch.template import FORK_LIMIT, Template
 
 KILLED_LIMIT = 10.0     # seconds that all killed processes together get to end
 
@@ -101,11 +101,13 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`.
 
-    Args:       others: further hosts, by ssh; None: all processes are on this one.
+    Args:       others: further hosts, by ssh; None: all processes are on this one. template: of this host, if there is
+                one already.
     Attributes: coming: how many more are being started. hosts: where, by node; one that is lost stays in the list.
     """
 
-    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, others: OtherHosts | None = None) -> None:
+    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, others: OtherHosts | None = None,
+                 template: Template | None = None) -> None:
         self.command, self.token, self.started, self.limits = list(command), token, 0, limits
         self.workers: dict[int, Worker] = {}        # replaced as a whole: another thread may be walking through it
         self.coming = 0
@@ -120,7 +122,7 @@ class Workforce:
         node = 0 if others is None else others.here
         self.starter = None if node is None else Starter(
             command, token, limits, ("127.0.0.1", self.port), self._name, node=node,
-            capacity=0 if others is None else others.hosts[node].ranks)
+            capacity=0 if others is None else others.hosts[node].ranks, template=template)
         self.hosts: list[Starter | RemoteHost] = [] if self.starter is None else [self.starter]
         self._starting, self._counting = threading.Lock(), threading.Lock()
         self._starters: list[threading.Thread] = []

@@ -255,6 +255,7 @@ def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | 
 
 def rehearse(zero: int = 0) -> None:
     """Train a tiny model alone: what is loaded at its first use is there before this process is needed."""
+    np.median([0.0])                                        # for the median step: 10 ms of modules
     world = Group(loopback(0, WAIT_LIMIT), Ledger(0), (0,))
     tokens, copies = np.zeros((1, 4), np.int64), PeerCopies()
     with account.use(account.MemoryAccount()):

@@ -9,8 +9,9 @@ while it is written. So the state is copied in memory, which is ten times faster
 The thread does what a blocking save does (checkpoint.py), with a group of its own, so its messages and training's never
 meet. The ranks agree there whether all shards are on the disk. No step of the training waits for that, and a rank that
 waits there is no deadlock: the others' threads, which it waits for, still run. If a rank dies, that wait ends as any
-other. There is one save at a time: the next waits until the copy is free. If a disk fails, the draft is removed, rank 0
-says why in a line, and training goes on; the older checkpoints stay.
+other. There is one save at a time: the next waits until the copy is free (`minidist train` puts it off until then, and
+no step waits: cli/train/saving.py). If a disk fails, the draft is removed, rank 0 says why in a line, and training goes
+on; the older checkpoints stay.
 
 Memory: what a rank writes, once more on the host, allocated once and used from save to save; and a piece of 4 MiB.
 Cost, in the training's thread: the first save, an exchange of what each rank has; each save, one copy of what this rank

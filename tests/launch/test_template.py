@@ -3,11 +3,12 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from leftovers import nothing_left
 
-from minidist.launch.template import Orphan, Template
+from minidist.launch.template import Orphan, fork_template, start_template
 
 PROGRAM = """
 import os, signal, sys
@@ -28,7 +29,7 @@ sys.exit(number)
 @pytest.fixture
 def template():
     with nothing_left() as environment:
-        made = Template([sys.executable, "-c", PROGRAM], {**environment, "MINIDIST_PROCESS": "0"})
+        made = start_template([sys.executable, "-c", PROGRAM], {**environment, "MINIDIST_PROCESS": "0"})
         while not made.wait(0.05):
             pass
         assert made.ready
@@ -69,3 +70,43 @@ def test_a_signal_to_a_process_that_another_thread_has_just_reaped_does_nothing(
     monkeypatch.setattr(process, "poll", lambda: None)
     process.send_signal(signal.SIGKILL)
     assert sent == [(12345, signal.SIGKILL)]
+
+
+FORKED = """
+import atexit, os, signal, sys
+from minidist.launch.template import fork_on_demand, fork_template
+print("loaded", flush=True)
+os.environ["RANK"] = "9"
+template = fork_template()
+if template is None:
+    fork_on_demand()
+    number = int(os.environ["MINIDIST_PROCESS"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    atexit.register(print, number, "ends", os.environ["COLOUR"], os.environ.get("RANK"), flush=True)
+    sys.exit(number)
+while not template.wait(0.05): pass
+os.kill(template.pid, signal.SIGINT)
+print([template.fork(number, {"COLOUR": colour}).wait(20) for number, colour in ((3, "red"), (4, "blue"))], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launcher_forks_its_template_which_ends_with_it():
+    """What it has loaded is loaded once; each copy ends as a program does, without the launcher's own variables."""
+    with nothing_left() as environment:
+        done = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True,
+                              timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    assert done.stdout == "loaded\n3 ends red None\n4 ends blue None\n[3, 4]\n"
+
+
+def test_a_process_with_threads_is_not_copied():
+    """The copy would lack them, and wait for what they hold."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    with nothing_left(), pytest.raises(OSError, match="another thread of this process runs"):
+        fork_template()
+    end.set()
+    thread.join()

@@ -19,7 +19,7 @@ class SlowTemplate:
     def __init__(self):
         self.answer = threading.Event()
 
-    def fork(self, number):
+    def fork(self, number, variables):
         assert self.answer.wait(10.0)
 
     def close(self):

@@ -23,7 +23,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.launch import generations, membership
+from minidist.launch import exits, generations, membership
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
@@ -150,9 +150,10 @@ def replay(folder, settings, changes):
 
 
 def main(folder, settings):
-    warm_up(settings.get("transport"))
+    libraries = warm_up(settings.get("transport"))
     fork_on_demand()
-    job = Generations.from_environment()
+    membership.ThreadpoolController = exits.ModuleType = None       # a fork looks for nothing that warm_up has found
+    job = Generations.from_environment(libraries)
     agree_late(job, settings.get("agree", {}).get(str(job.process), 0.0))
     generations.AGREE_LIMIT = settings.get("agree_limit", generations.AGREE_LIMIT)
     options = settings.get("options", {})

@@ -126,7 +126,7 @@ def of_another_run(folder: Path) -> None:
 
 def of_another_format(folder: Path) -> None:
     content = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(content | {"format": 3}))
+    (folder / MANIFEST).write_text(json.dumps(content | {"format": 4}))
 
 
 def no_manifest(folder: Path) -> None:
@@ -153,7 +153,7 @@ def no_table(folder: Path) -> None:
 @pytest.mark.parametrize(("damage", "says"), [
     (cut, r"shard-00001.safetensors: has [\d,]+ bytes, the manifest says"), (swap, "shard-0000[01].safetensors: "),
     (foreign, "shard-00000.safetensors: has another header"), (of_another_run, "shard-0000.*is damaged"),
-    (of_another_format, "has format 3, this minidist reads 1 and 2"), (no_manifest, "no complete checkpoint is here"),
+    (of_another_format, "has format 4, this minidist reads 1 to 3"), (no_manifest, "no complete checkpoint is here"),
     (no_shard, "shard-00001.safetensors: No such file"), (a_folder, "shard-00001.safetensors: "),
     (empty, "manifest.json: is damaged"), (no_table, "manifest.json: is damaged")], ids=lambda value: getattr(
         value, "__name__", ""))

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,22 @@ from minidist.parallel.hybrid.hybrid import OPTIMIZERS
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
 
 
+def test_what_a_step_and_a_save_load_at_their_first_use_is_there_before_a_fork():
+    """Else each of eight ranks loads it, while all wait: numpy.ma, for a median, takes 10 ms."""
+    done = subprocess.run([sys.executable, "-c", """
+import sys
+import numpy as np
+from minidist.launch.generations import warm_up
+from minidist.survive.elastic import rehearse
+rehearse()
+warm_up("tcp")
+before = set(sys.modules)
+np.median([0.5]), "127.0.0.1".encode("idna")
+print(sorted(set(sys.modules) - before))
+"""], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def run_job(folder, elastic, **settings):
     """The result that rank 0 wrote, and the events; the status must be 0."""
     with nothing_left():
@@ -52,13 +69,13 @@ def late_fork(monkeypatch, tmp_path):
     """A replacement is forked when generation 2 has made a step: the ranks that are left do not wait for the fork."""
     fork, record, waited = Template.fork, tmp_path / "elastic.jsonl", []
 
-    def fork_late(template, number):
+    def fork_late(template, number, variables):
         deadline = time.monotonic() + FORK_LIMIT
         while record.exists() and not has_stepped(record, 2) and time.monotonic() < deadline:
             time.sleep(0.005)
         if record.exists():
             waited.append(time.monotonic() < deadline)
-        return fork(template, number)
+        return fork(template, number, variables)
 
     monkeypatch.setattr(Template, "fork", fork_late)
     yield
@@ -139,11 +156,11 @@ def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
     """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a process is started."""
     fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
 
-    def stop_first(template, number):
+    def stop_first(template, number, variables):
         if record.exists() and not stopped:
             stopped.append(time.time())
             os.kill(template.pid, signal.SIGSTOP)
-        return fork(template, number)
+        return fork(template, number, variables)
 
     monkeypatch.setattr(Template, "fork", stop_first)
     settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}}

@@ -123,9 +123,9 @@ def _check_started(args: argparse.Namespace, launch: Launch, *, as_threads: bool
 def _start_ranks(args: argparse.Namespace, settings: Settings, size: int) -> int:
     """Start a process for each rank, and wait for all. Returns the exit status."""
     args.out = str(settings.out)                            # the same for all ranks: its default is the time of day
+    if args.elastic:
+        return start_elastic(settings, size, train)
     with run_folder(settings.out):
-        if args.elastic:
-            return start_elastic(settings, size)
         status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
                        patience=args.patience, limits=limits_of(args, settings.out))
         drop_rings(settings.out, status)

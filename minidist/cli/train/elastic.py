@@ -12,16 +12,18 @@ from typing import Any, cast
 import numpy as np
 
 from minidist.cli.limits import limits_of
+from minidist.cli.process import may_fork
+from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.run_folder import run_folder
 from minidist.cli.train.saving import Saver, Saves, Told, hearing
-from minidist.cli.train.settings import Settings, as_arguments
+from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.steps import Course
 from minidist.cli.train.verify import STEPS, Weights
 from minidist.comm.group import Group
 from minidist.comm.health.failure import say_line
 from minidist.comm.wire import pack, unpack
-from minidist.console import fail, shown
+from minidist.console import Parser, fail, shown
 from minidist.errors import PlanError, ShardError
 from minidist.launch import Launch
 from minidist.launch.elastic_hosts import OtherHosts
@@ -30,7 +32,7 @@ from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.hosts import SSH, hosts_of
 from minidist.launch.membership import current
-from minidist.launch.template import fork_on_demand
+from minidist.launch.template import fork_on_demand, fork_template
 from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
@@ -153,8 +155,14 @@ def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None
         fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
 
 
-def start_elastic(settings: Settings, size: int) -> int:
-    """Start the processes of an elastic job of `size` ranks, and wait for them; the exit status."""
+Train = Callable[[Settings, Group, int, Told | None, "Lives"], int]
+
+
+def start_elastic(settings: Settings, size: int, train: Train) -> int:
+    """Start the processes of an elastic job of `size` ranks, and wait for them; the exit status.
+
+    It returns in each of these processes, too, where they are forked of this one: they train.
+    """
     args = settings.args
     least, most = bounds(args.elastic)
     if not least <= size <= most:
@@ -163,9 +171,30 @@ def start_elastic(settings: Settings, size: int) -> int:
                       restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0,
                       apart=args.asynchronous)
     args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
-    return spawn_elastic([sys.executable, "-m", "minidist", "train", *as_arguments(args)], elastic,
-                         record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
-                         limits=limits_of(args, settings.out), others=others_of(args))
+    words, template = as_arguments(args), None
+    if may_fork() and args.device == "cpu" and not (args.cores or args.memory_limit or args.hosts):
+        try:
+            template = fork_template()
+        except OSError:
+            pass                                            # it is started, or there is none
+        else:
+            if template is None:
+                return elastic_process(_of_a_process(words), train)
+    try:
+        with run_folder(settings.out):                      # locked here: a copy of this process would hold it, too
+            return spawn_elastic([sys.executable, "-m", "minidist", "train", *words], elastic, template=template,
+                                 record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
+                                 limits=limits_of(args, settings.out), others=others_of(args))
+    finally:
+        if template is not None:
+            template.close()
+
+
+def _of_a_process(words: list[str]) -> Settings:
+    """The settings that a process of an elastic job with these words has."""
+    parser = Parser(prog="minidist train")
+    add_arguments(parser)
+    return check(parser.parse_args(words), begins=False)
 
 
 def others_of(args: Namespace) -> OtherHosts | None:
@@ -183,13 +212,13 @@ def _fits(settings: Settings, size: int) -> bool:
     return True
 
 
-def elastic_process(settings: Settings, train: Callable[[Settings, Group, int, Told | None, Lives], int]) -> int:
+def elastic_process(settings: Settings, train: Train) -> int:
     """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
     args = settings.args
     rehearse(args.zero or 0)
-    warm_up(args.transport)
+    libraries = warm_up(args.transport)
     fork_on_demand()
-    job = Generations.from_environment()
+    job = Generations.from_environment(libraries)
     lives = Lives(job, settings)
 
     def work(world: Group) -> int:

@@ -1,6 +1,9 @@
 """Checkpoints of `minidist train`: every K steps, at the end, and when the job is told to stop.
 
 Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one, then all end.
+
+With --save-async a save that is due while another is written is made later: after the first step that finds the other
+one on the disk. So a slow disk gets fewer checkpoints, and no step waits for it. Only the last save of a run waits.
 """
 
 import signal
@@ -105,6 +108,8 @@ class Saver:
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
         self._pending: tuple[int, PendingSave] | None = None        # of which step
+        self._writing = False       # a save of some rank was under way when stopping() was last called
+        self._put_off = self._told_late = False     # a save that was due; the user knows that the disk is slow
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
         if self._speaks:
@@ -122,12 +127,18 @@ class Saver:
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
-        """The signal by which any rank was told to stop, or 0; the same on every rank. Cost: an all-reduce."""
-        world = self.trainer.world
+        """The signal by which any rank was told to stop, or 0; the same on every rank, as is then `_writing`.
+
+        Cost: an all-reduce.
+        """
+        world, writing = self.trainer.world, self._pending is not None and not self._pending[1].done()
         if world.size == 1:
+            self._writing = writing
             return self.told.number
         with world.ledger.control():
-            return int(world.all_reduce(np.array([self.told.number]), op="max")[0])
+            number, any_writing = world.all_reduce(np.array([self.told.number, int(writing)]), op="max").tolist()
+        self._writing = bool(any_writing)
+        return int(number)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches one by one. Raises: Stopped between two of them, if a rank was told to stop."""
@@ -144,12 +155,23 @@ class Saver:
         """
         if self.interval is not None:
             self.interval.worked()
-        stop = self.stopping()
-        if stop or self.due(self.trainer.steps_done):
+        step, stop = self.trainer.steps_done, self.stopping()
+        self._put_off = self.due(step) or self._put_off
+        if stop or (self._put_off and (not self._writing or step == self.settings.args.steps)):
+            self._put_off = False
             self._save_timed(losses, step_seconds(), histories)
+        elif self._put_off:
+            self._tell_late(step)
         if stop:
             self.settle()
             raise Stopped
+
+    def _tell_late(self, step: int) -> None:
+        """Once: the disk is slower than the steps from save to save."""
+        if self._speaks and not self._told_late and self._pending is not None:
+            say_line(f"minidist train: the save after step {step} is put off: the disk still writes that of step "
+                     f"{self._pending[0]}; the steps go on; save less often, or to a faster disk")
+        self._told_late = True
 
     def _save_timed(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
         """Save; the time that the steps stand still for it decides when the next save is due."""

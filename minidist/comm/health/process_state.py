@@ -3,7 +3,7 @@
 A stopped process sends nothing and loses no connection, like one that computes in a single long call. The kernel knows
 the difference: the state of the first is T, of the second R or S. A process that was stopped at every look for PATIENCE
 seconds is frozen, and lost; one more look, or the end of the job, kills it, because it cannot end by itself. So a stop
-of 1.5 s does no harm, and a frozen rank is found within 3 s. If two looks lay far apart, the observer was stopped too
+of 1.5 s does no harm, and a frozen rank is found within 2.5 s. If two looks lay far apart, the observer was stopped too
 (Ctrl-Z stops a whole job), and begins anew. A process that a debugger holds (gdb, strace) is not frozen.
 
 The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
@@ -25,7 +25,7 @@ from pathlib import Path
 from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
-PATIENCE = 1.7  # seconds that a process may be stopped: found at the fifth look after the first that saw it so
+PATIENCE = 1.7  # seconds that a process may be stopped: so long after the first look that saw it so comes another one
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 _LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
 
@@ -59,6 +59,11 @@ class ProcessLooks:
         """Those of `pids` that had ended by this look and by the one before, and how."""
         before, self._gone = self._gone, {pid for pid in pids if has_ended(pid)}
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
+
+    def next(self, every: float = LOOK) -> float:
+        """When to look again, by time.monotonic: after so many seconds, or when a stop has lasted the patience."""
+        waited = [since + self.patience for pid, (_, since) in self._since.items() if pid not in self._frozen]
+        return min([self._last + every, *waited])
 
     def close(self) -> None:
         """The last look: kill what is frozen."""

@@ -1,8 +1,8 @@
 """The monitor's view of the ranks that are there: what they wait for, and whether their processes run at all.
 
 The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks concerned. Every
-process is looked at each LOOK seconds (process_state.py): those of this system from here, the others by their node
-agents (node_agent.py).
+process is looked at each LOOK seconds, and a stopped one when it has been so for the patience (process_state.py): those
+of this system from here, the others by their node agents (node_agent.py).
 """
 
 import threading
@@ -37,7 +37,7 @@ class Watchdog:
         self.arbiter = Arbiter(
             ask=lambda ranks, number: self._send(ranks, "ask", round=number),
             tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
-        self._looks, self._looked = ProcessLooks(patience), time.monotonic()
+        self._looks = ProcessLooks(patience)
         self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
         self._over = False                                    # every rank has said goodbye
@@ -46,12 +46,12 @@ class Watchdog:
     def due(self) -> float:
         """Seconds until tick() has something to do."""
         arbiter = self.arbiter.due()
-        return min(max(0.0, self._looked + LOOK - time.monotonic()), LOOK if arbiter is None else arbiter)
+        return min(max(0.0, self._looks.next(LOOK) - time.monotonic()), LOOK if arbiter is None else arbiter)
 
     def tick(self) -> None:
         """Do what is due."""
         self.arbiter.tick()
-        if time.monotonic() - self._looked >= LOOK:
+        if time.monotonic() >= self._looks.next(LOOK):
             self._look()
 
     def table(self) -> str:
@@ -77,7 +77,6 @@ class Watchdog:
 
     def _look(self) -> None:
         """Look at the processes of this system, and ask the node agents of others; a silent agent is lost."""
-        self._looked = time.monotonic()
         here = [seat for seat in self._staying().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
         self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))

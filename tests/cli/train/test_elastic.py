@@ -1,7 +1,9 @@
 """Elastic jobs of `minidist train`: their options, and jobs that save, stop and go on with the same bits."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from minidist.cli import main
 from minidist.cli.train import elastic
 from minidist.cli.train import settings as train_settings
 from minidist.cli.train.command import add_arguments
+from minidist.cli.train.run_folder import run_folder
 from minidist.console import Parser
 from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
 from minidist.survive.storm_report import summary
@@ -37,7 +40,7 @@ def test_the_plan_says_which_numbers_of_ranks_are_possible(options, sizes, monke
     started = []
     monkeypatch.setattr(elastic, "spawn_elastic", lambda command, bounds, **_: started.append(bounds) or 0)
     settings = settings_of(*options, f"--out={tmp_path}", "--max-restarts=7", "--spares=1")
-    assert elastic.start_elastic(settings, 4) == 0
+    assert elastic.start_elastic(settings, 4, None) == 0
     assert (started[0].sizes, started[0].restarts, started[0].spares) == (sizes, 7, 1)
     assert [settings.plan(size).size for size in sizes] == list(sizes)
 
@@ -90,6 +93,27 @@ def train(monkeypatch, deaths, *options):
 
 def metrics_of(run):
     return json.loads((run / "metrics.json").read_text())
+
+
+def test_all_processes_of_a_job_are_forked_of_its_launcher(book, tmp_path):
+    """Python starts once, and so loads once. Killed, the launcher takes all with it, and another may begin at once."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(
+        f"import os; os.write(os.open({str(tmp_path / 'starts')!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), b'.')")
+    run = tmp_path / "run"
+    with nothing_left() as environment:
+        job = subprocess.Popen([sys.executable, "-m", "minidist", "train", "-n2", "--elastic=2:2", "--spares=1", *TINY,
+                                "--steps=100000", f"--data={book}", f"--out={run}", "--quiet"],
+                               env={**environment, "PYTHONPATH": str(tmp_path / "start")}, stderr=subprocess.PIPE)
+        while not ((run / elastic.RECORD).exists() and "stepped" in (run / elastic.RECORD).read_text()):
+            assert job.poll() is None, job.stderr.read()
+            time.sleep(0.01)
+        job.kill()
+        job.wait()
+        with run_folder(run):
+            pass
+    job.stderr.close()
+    assert (tmp_path / "starts").read_text() == "."
 
 
 @pytest.mark.soak

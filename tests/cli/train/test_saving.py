@@ -1,16 +1,22 @@
-"""A run that is told to stop by SIGTERM saves and ends with status 75, under any launcher."""
+"""A run that is told to stop by SIGTERM saves and ends with status 75, under any launcher; a disk that is slow."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import SOON
 from jobs import free_port, slurm, torchrun
 
+from minidist.cli import main
+from minidist.cli.train.saving import Saver
+from minidist.survive import checkpoint
 from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
 
 MINIDIST = [sys.executable, "-m", "minidist"]
@@ -128,3 +134,30 @@ def test_a_second_signal_ends_it_at_once(book: Path, tmp_path: Path) -> None:
     _, error = run.communicate(timeout=20)
     assert run.returncode == 143 and "was told to stop by SIGTERM; its 2 ranks were ended" in error
     assert os.listdir(tmp_path) == ["start"]
+
+
+def test_a_save_that_is_due_while_another_is_written_is_put_off(book: Path, tmp_path: Path, capfd: Any,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of one rank writes the save of step 1 until step 5. No step waits, and one line tells of it."""
+    run, on_disk, goes_on, drafts = tmp_path / "run", checkpoint.write_shard, threading.Event(), []
+
+    def write(file: Path, *rest: Any) -> Any:
+        drafts.append(len(list(run.glob(".minidist-*"))))
+        if file.name == checkpoint.shard_name(1):
+            goes_on.wait(SOON)
+        return on_disk(file, *rest)
+
+    def due(saver: Saver, step: int) -> bool:
+        if step == 5:
+            goes_on.set()
+        return True
+
+    monkeypatch.setattr(checkpoint, "write_shard", write)
+    monkeypatch.setattr(Saver, "due", due)
+    assert main(["train", "-n2", "--transport=threads", "--quiet", *TINY, "--steps=8", "--save-every=1", "--save-async",
+                 f"--data={book}", f"--out={run}"]) == 0
+    steps = json.loads((run / "metrics.json").read_text())["checkpoint"]["steps"]
+    assert (steps[0], steps[-1]) == (1, 8) and not {2, 3, 4} & {*steps}
+    assert {*drafts} == {1}
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("minidist train: the save after step 2 is put off: the disk still writes that of step 1; ")

@@ -27,6 +27,7 @@ def looks(monkeypatch):
             return looks.frozen({pid})
 
     look.patience = lambda seconds: setattr(looks, "patience", seconds)
+    look.wait = lambda: looks.next() - now[0]
     return look
 
 
@@ -37,6 +38,15 @@ def test_frozen_if_stopped_for_the_patience_unless_we_did_not_run_either(looks):
     assert [looks(0.4, letter) for letter in "TTTTTTS"] == [set()] * 4 + [{7}] * 2 + [set()]
     looks.patience(0.1)
     assert [looks(0.4, letter) for letter in "TT"] == [set(), {7}], "two looks at least"
+
+
+def test_the_next_look_comes_when_the_patience_with_a_stop_ends(looks):
+    """And not up to LOOK seconds later: the others wait for that rank."""
+    looks.patience(1.0)
+    told = []
+    for letter in "STTTTS":
+        told.append((looks(looks.wait(), letter), round(looks.wait(), 3)))
+    assert told == [(set(), 0.4), (set(), 0.4), (set(), 0.4), (set(), 0.2), ({7}, 0.4), (set(), 0.4)]
 
 
 def test_what_a_debugger_holds_is_not_frozen(looks):
