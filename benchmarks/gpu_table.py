@@ -147,7 +147,8 @@ def record(args: argparse.Namespace, found: dict[str, Any]) -> None:
         except ValueError:      # a command that was stopped while it wrote
             path.unlink()
             continue
-        path.write_text(json.dumps({**held, "run": run}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps({**held, "run": run}, indent=1, ensure_ascii=False).replace(args.out, "$OUT")
+        path.write_text(text + "\n", encoding="utf-8")         # no path of this machine
     result = {**run, "state": args.state, "seconds": args.seconds, "figures": figures(folder)}
     (folder / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -151,6 +151,15 @@ def test_missing_packages_and_tools_are_named():
     assert "device  some GPU" in gpu_table.shown(GPU)
 
 
+def test_a_result_names_no_path_of_this_machine(tmp_path):
+    (tmp_path / "step").mkdir()
+    path = tmp_path / "step" / "step.json"
+    path.write_text(json.dumps({"command": f"minidist bench step --json {path}"}))
+    args = {"out": str(tmp_path), "section": "step", "rehearsal": False, "commands": "", "state": "done", "seconds": 1}
+    gpu_table.record(SimpleNamespace(**args), GPU)
+    assert json.loads(path.read_text())["command"] == "minidist bench step --json $OUT/step/step.json"
+
+
 def test_figures_of_each_kind(tmp_path):
     row = {"name": "minidist", "step_seconds": 0.025, "tokens_per_second": 327680.0, "utilisation": 0.4,
            "of_floor": 0.5}
