@@ -18,27 +18,33 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
 
 
 def _draw_times(path: Path, result: dict[str, Any]) -> None:
-    """Two panels: each contender of the kernels that move bytes, as a fraction of a copy; all under the roofs."""
+    """Each contender of the kernels that move bytes, as a fraction of a copy, where there are any; all under the roofs."""
     rows = [row for row in result["rows"] if row["seconds"]]
     moving = [row for row in rows if row["held"] == "copy"]
     kernels = list(dict.fromkeys(row["kernel"] for row in moving))
-    figure = new_figure(15.0, max(5.0, 1.6 + 0.27 * len(kernels)))
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    for row in moving:
-        colour, marker = _look(row, rows)
-        left.plot(row["fraction"], kernels.index(row["kernel"]), marker, color=colour, markersize=7)
-    left.axvline(AIM, color=INK, linewidth=1, linestyle=":")
-    left.annotate("85 %", (AIM, 1.005), xycoords=("data", "axes fraction"), ha="center", fontsize=9, color=INK)
-    left.set_yticks(range(len(kernels)), kernels)
-    left.set_ylim(len(kernels) - 0.4, -0.6)
-    left.set_xlim(left=0)
-    left.set_title("fraction of a copy's bandwidth", loc="left", pad=16)
-    left.grid(alpha=0.25)
-    _roofs(right, rows, result["ceilings"])
-    _legend(right)
+    figure = new_figure(15.0 if moving else 9.0, max(5.4, 1.6 + 0.27 * len(kernels)))
+    panels = figure.subplots(1, 2, width_ratios=(1, 1.25)) if moving else [figure.subplots()]
+    if moving:
+        _fractions(panels[0], moving, kernels, rows)
+    _roofs(panels[-1], rows, result["ceilings"])
+    _legend(panels[-1])
     figure.suptitle(f"{result['gpu']['name']}: kernels at the sizes of a step of GPT-2 124M", x=0.01, ha="left",
                     fontweight="bold")
     figure.savefig(path, dpi=130)
+
+
+def _fractions(ax: Any, moving: list[dict[str, Any]], kernels: list[str], rows: list[dict[str, Any]]) -> None:
+    """Kernels down, and along each of them its contenders by their fraction of a copy's bandwidth."""
+    for row in moving:
+        colour, marker = _look(row, rows)
+        ax.plot(row["fraction"], kernels.index(row["kernel"]), marker, color=colour, markersize=7)
+    ax.axvline(AIM, color=INK, linewidth=1, linestyle=":")
+    ax.annotate("85 %", (AIM, 1.005), xycoords=("data", "axes fraction"), ha="center", fontsize=9, color=INK)
+    ax.set_yticks(range(len(kernels)), kernels)
+    ax.set_ylim(len(kernels) - 0.4, -0.6)
+    ax.set_xlim(left=0)
+    ax.set_title("fraction of a copy's bandwidth", loc="left", pad=16)
+    ax.grid(alpha=0.25)
 
 
 def _roofs(ax: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
@@ -64,6 +70,8 @@ def _roofs(ax: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> Non
     ax.margins(y=0.15)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    if lowest:                          # room for the names
+        ax.set_ylim(bottom=ax.get_ylim()[0] / 200)
     ax.set_xlabel("operations a byte (least bytes)")
     ax.set_ylabel("TFLOP/s")
     ax.set_title("under the measured roofs", loc="left", pad=16)

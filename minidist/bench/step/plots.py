@@ -29,7 +29,7 @@ def draw_device(path: Path, result: dict[str, Any]) -> None:
     _bars(parts, {part["name"]: part["seconds"] * 1e3 for part in result["parts"]}, "the floor's parts, ms", "#9aa5b1")
     held = next(row["memory"] for row in rows if row["memory"])
     _bars(memory, {name: nbytes / 2 ** 20 for name, nbytes in held.items() if nbytes and name != "total"},
-          f"minidist's peak by category, MiB (total {held['total'] / 2 ** 20:,.0f})", MEMORY)
+          f"minidist's peak, MiB; total {held['total'] / 2 ** 20:,.0f}", MEMORY)
     for panel in (speed, parts, memory):
         panel.invert_yaxis()
         panel.margins(x=0.3)
