@@ -18,7 +18,7 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
 
 
 def _draw_times(path: Path, result: dict[str, Any]) -> None:
-    """Each contender of the kernels that move bytes, as a fraction of a copy, where there are any; all under the roofs."""
+    """Contenders of the kernels that move bytes, as fractions of a copy, where there are any; all under the roofs."""
     rows = [row for row in result["rows"] if row["seconds"]]
     moving = [row for row in rows if row["held"] == "copy"]
     kernels = list(dict.fromkeys(row["kernel"] for row in moving))
@@ -97,7 +97,7 @@ def _legend(ax: Any) -> None:
     shown = [("first rung", RUNGS[0], "o"), ("last rung", RUNGS[-1], "o"),
              *((name, colour, marker) for name, (colour, marker) in PEERS.items())]
     handles = [Line2D([], [], color=colour, marker=marker, linestyle="", label=name) for name, colour, marker in shown]
-    ax.legend(handles=handles, frameon=False, fontsize=9, loc="upper left",
+    ax.legend(handles=handles, frameon=False, fontsize=9, loc="lower right",
               bbox_to_anchor=(0.0, 0.94))
 
 
