@@ -97,8 +97,7 @@ def _legend(ax: Any) -> None:
     shown = [("first rung", RUNGS[0], "o"), ("last rung", RUNGS[-1], "o"),
              *((name, colour, marker) for name, (colour, marker) in PEERS.items())]
     handles = [Line2D([], [], color=colour, marker=marker, linestyle="", label=name) for name, colour, marker in shown]
-    ax.legend(handles=handles, frameon=False, fontsize=9, loc="lower right",
-              bbox_to_anchor=(0.0, 0.94))
+    ax.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
 
 
 def _draw_counts(path: Path, result: dict[str, Any]) -> None:
