@@ -93,7 +93,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Arr
     _check(q, k, v, causal, blocks)
     y, log_total = xp.zeros_like(q), xp.full(q.shape[:3], -np.inf, np.float32)
     if q.size and k.size:
-        rules = Rules(*q.shape[:3], q.shape[3], k.shape[1], k.shape[2], causal, blocks)
+        rules = _apart_rules(q, k, causal, blocks)
         _forward(_version("attention", version, rules, q), (q, k, v, y, log_total), rules)
     return y, log_total
 
@@ -124,7 +124,7 @@ def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array,
                          f"they need q's shape {q.shape}, and {q.shape[:3]}")
     dq, dk, dv = (xp.zeros_like(x) for x in (q, k, v))
     if q.size and k.size:
-        rules = Rules(*q.shape[:3], q.shape[3], k.shape[1], k.shape[2], causal, blocks)
+        rules = _apart_rules(q, k, causal, blocks)
         _backward(_version("attention_gradient", version, rules, q), (q, k, v, y, log_total, dy), (dq, dk, dv), rules)
     return dq, dk, dv
 
@@ -243,6 +243,11 @@ def _version(name: str, version: int | None, rules: Rules, q: Array) -> int:
         raise KernelError(f"attention version {version} takes heads of at most {WIDTHS[-1]} columns, "
                           f"not {rules.width}; take version 1")
     return version or _fastest(q, rules.width)
+
+
+def _apart_rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> Rules:
+    b, heads, t, d = q.shape
+    return Rules(b, heads, t, d, k.shape[1], k.shape[2], causal, blocks)
 
 
 def _packed_rules(qkv: Array, heads: int) -> Rules:

@@ -251,7 +251,7 @@ def _(node: Node, dy: Array) -> Array:
     heads = node.options["heads"]
     if node.kept is None:
         qkv, y, dy = (array_module(dy).ascontiguousarray(x) for x in (node.qkv, node.y, dy))
-        return launcher("attention_packed_gradient")(qkv, y, node.log_total, dy, heads)     # type: ignore[no-any-return]
+        return launcher("attention_packed_gradient")(qkv, y, node.log_total, dy, heads)
     qkv = widen(node.qkv)
     dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
     _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, node.kept,
