@@ -124,9 +124,7 @@ __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, cons
     unsigned from_q[columns / 16][4];
     int key = all.tile_from(first, 0);
     k_tiles[1].template fill_async<128>(q + all.of_query(head, 0), first, queries, 0, width, all.step(), whole, thread);
-    k_tiles[0].template fill_async<128>(keys_of_head, key, keys, 0, width, all.step(), whole, thread);
-    v_tiles[0].template fill_async<128>(values_of_head, key, keys, 0, width, all.step(), whole, thread);
-    cp_async_commit();
+    fetch_keys(k_tiles[0], v_tiles[0], keys_of_head, values_of_head, key, all, whole, thread);
     cp_async_wait<0>();
     __syncthreads();
 #pragma unroll
@@ -136,11 +134,7 @@ __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, cons
     for (int stage = 0; key < keys; stage ^= 1) {
         const Tile<T, side, columns>&k_tile = k_tiles[stage], &v_tile = v_tiles[stage];
         const int next = all.tile_from(first, key + side);
-        if (next < keys) {
-            k_tiles[stage ^ 1].template fill_async<128>(keys_of_head, next, keys, 0, width, all.step(), whole, thread);
-            v_tiles[stage ^ 1].template fill_async<128>(values_of_head, next, keys, 0, width, all.step(), whole, thread);
-        }
-        cp_async_commit();
+        fetch_keys(k_tiles[stage ^ 1], v_tiles[stage ^ 1], keys_of_head, values_of_head, next, all, whole, thread);
         cp_async_wait<1>();                                      // this stage's tiles are here
         __syncthreads();                                         // before others' numbers are read
         float p[side / 8][4] = {};                               // scores, then exp(score - top)

@@ -20,7 +20,7 @@ struct Attention {
         if (causal && key > query + rows - 1) return false;
         return blocks == nullptr || blocks[query / mask_side * ((keys + mask_side - 1) / mask_side) + key / mask_side];
     }
-    // Whether a pair in a tile of 64 by 64 may not see each other: elsewhere nobody has to ask.
+    // Whether some query of a tile of 64 by 64 does not see some key of it. All other tiles need no mask.
     __device__ __forceinline__ bool is_edge(int query, int key) const {
         return query + mask_side > queries || key + mask_side > keys || (causal && key + mask_side > query + 1);
     }
@@ -98,6 +98,17 @@ __device__ __forceinline__ float dot(const float* a, const float* b, int columns
 // versions put the factor into the scale, so that exp costs one multiplication and one instruction of the function unit.
 constexpr int side = 64;
 constexpr float log2_e = 1.4426950408889634f;
+
+// Begin to fetch a tile of keys and the tile of their values, from row `key` on, if there is such a row.
+template <typename T, int columns>
+__device__ __forceinline__ void fetch_keys(Tile<T, side, columns>& k_tile, Tile<T, side, columns>& v_tile, const T* k,
+                                           const T* v, int key, const Attention& all, bool whole, int thread) {
+    if (key < all.keys) {
+        k_tile.template fill_async<128>(k, key, all.keys, 0, all.width, all.step(), whole, thread);
+        v_tile.template fill_async<128>(v, key, all.keys, 0, all.width, all.step(), whole, thread);
+    }
+    cp_async_commit();
+}
 
 // Where a tile has an edge: of a lane's numbers of 16 rows, at (row, column) and on, those of a query and a key that do
 // not see each other become `hidden`. Rows are queries, or keys.
