@@ -155,6 +155,13 @@ def test_arrays_here_and_there_are_refused(cupy):
         launch(SOURCE, KERNEL, grid=1, block=32, args=(X, cupy.asarray(X), 3, 4))
 
 
+def test_arrays_of_a_table_here_and_there_are_refused(cupy, tmp_path):
+    path = tmp_path / "table.cu"
+    path.write_text("__global__ void of_all(const float* const* arrays) {}\n")
+    with pytest.raises(KernelError, match="several devices"):
+        launch(Source(path, ["of_all"]), "of_all", grid=1, block=1, args=(Table([X, cupy.asarray(X)]),))
+
+
 OPS = {
     "softmax": (ops.softmax, ["softmax", "softmax_gradient"]),
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_device, there
+from minidist.kernels import norm as family
 from minidist.kernels import on_cpu
 from minidist.kernels.norm import (
     VERSIONS,
@@ -99,6 +100,19 @@ def test_sums_have_the_same_bits_in_any_order_of_threads(version):
     for other in results[1:]:
         for mine, first in zip(other, results[0], strict=True):
             np.testing.assert_array_equal(mine, first)
+
+
+@needs_compiler
+def test_a_block_takes_several_rows(monkeypatch):
+    """Version 3 backward: the next row is fetched while one is computed, and sums of warps have two places in turn."""
+    monkeypatch.setattr(family, "PARTS_OF_ROWS", 2)
+    x, w, _, dy = drawn(7, 264, np.float32, 0)          # three warps
+    _, scale = rms_norm(x, w)
+    want = rms_norm_gradient(x, w, dy, scale, version=1)
+    with on_cpu.watch(seed=1):
+        got = rms_norm_gradient(x, w, dy, scale, version=3)
+    for ours, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-6)
 
 
 @needs_compiler

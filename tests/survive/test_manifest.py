@@ -37,6 +37,14 @@ def test_a_manifest_of_a_format_before_is_read(kind: int, tmp_path: Path) -> Non
         read_manifest(tmp_path)
 
 
+def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"text": "abc"}, [])
+    path = tmp_path / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
+    with pytest.raises(CheckpointError, match="its digest is another"):
+        read_manifest(tmp_path)
+
+
 def test_reading_makes_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That took 19 of 22 ms, on each rank that goes on from a checkpoint."""
     write_manifest(tmp_path, {"text": "é"}, [])
