@@ -53,7 +53,7 @@ FIRST_STEPS = 60        # of the first undisturbed run
 LATEST = 120.0, 20.0    # seconds that a training may take to end after the storm: these, and for each second of it
 RESTARTS = 10**6
 SAVE_SECONDS = 0.3      # from one checkpoint to the next, about
-PATIENCE = 1.0          # as of train: no rank is stopped here but by the storm
+PATIENCE = 0.3          # as of train; short: no rank is stopped here but by the storm
 WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
 
 

@@ -33,7 +33,7 @@ from minidist.launch.membership import Membership, adopt, limit_blas_threads
 REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
 AGREE_LIMIT = 60.0      # seconds that rank 0 waits until all ranks know the step to stop after
 LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
-HEARSAY = 0.3           # most seconds until the monitor says which rank was lost, when a connection has failed
+HEARSAY = 0.15          # most seconds until the monitor says which rank was lost, when a connection has failed
 SAY_AGAIN = 0.2         # seconds from one time that rank 0 says how many steps are made to the next
 ANSWER_LIMIT = 10.0     # seconds for the launcher's record
 

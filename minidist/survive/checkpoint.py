@@ -24,7 +24,7 @@ Source:  Li et al. 2024, "ByteCheckpoint" (2407.20143), resharding on load; Eise
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import device_of, dtype_name, to_device, to_host
 from minidist.errors import CheckpointError
 from minidist.files import scratch
-from minidist.observe.records import share_records
+from minidist.observe.records import gather_records, hand_out_record, share_records
 from minidist.optim import Optimizer
 from minidist.parallel.hybrid.scheme_state import is_schemes
 from minidist.parallel.hybrid.state_map import (
@@ -56,7 +56,7 @@ from minidist.parallel.hybrid.state_map import (
 )
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive.manifest import publish, read_manifest, shard_name, write_manifest
-from minidist.survive.shard_file import ShardReader, ShardWriter
+from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter
 
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
@@ -98,33 +98,36 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
     """
     places = state_places(strategy, optimizer)
     mine = share_out(places, group)
-    write_checkpoint(folder, about | {"optimizer": type(optimizer).__name__}, [places[index] for index in mine],
-                     chosen(state_arrays(strategy, optimizer, changes=False), mine),
-                     small_state(strategy, optimizer), group)
+    arrays = chosen(state_arrays(strategy, optimizer, changes=False), mine)
+    write_checkpoint(folder, about | {"optimizer": type(optimizer).__name__},
+                     layout_of([places[index] for index in mine]), arrays, small_state(strategy, optimizer), group)
 
 
-def write_checkpoint(folder: Path, about: dict[str, Any], places: list[Place], arrays: Iterable[Any],
+def write_checkpoint(folder: Path, about: dict[str, Any], layout: ShardLayout, arrays: Iterable[Any],
                      small: dict[str, Any], group: Group) -> None:
     """Write the shards of all ranks, then the manifest. Every rank calls it with what it writes, and its small state.
 
+    Cost:    under `control`, a broadcast, two gathers and a broadcast: only rank 0 needs to know what all have written.
     Raises:  as save.
     """
+    def finish(told: list[Any]) -> str:
+        try:
+            state = merged_state([small for _, small in told])
+            write_manifest(draft, about | {"state": state, "ranks": group.size}, [shard for shard, _ in told])
+            publish(draft, folder)
+        except OSError as error:
+            return f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
+        return ""
+
     with ExitStack() as stack:
         draft = _common_draft(stack, folder, group)
         problem, described = "", None
         try:
-            described = write_shard(draft / shard_name(group.rank), places, arrays)
+            described = write_shard(draft / shard_name(group.rank), layout, arrays)
         except OSError as error:
             problem = f"rank {group.rank} cannot write {error.filename or draft}: {error.strerror}"
-        told = _agreed(group, problem, [described, small], folder)
-        if group.rank == 0:
-            try:
-                state = merged_state([small for _, small in told])
-                write_manifest(draft, about | {"state": state, "ranks": group.size}, [shard for shard, _ in told])
-                publish(draft, folder)
-            except OSError as error:
-                problem = f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
-        _agreed(group, problem, None, folder)
+        if problem := _verdict(group, problem, [described, small], finish):
+            raise CheckpointError(_not_saved(folder, problem))
 
 
 def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -> dict[str, Any]:
@@ -157,22 +160,28 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         set_small_state(strategy, optimizer, state, group.rank)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
-    told = share_records(group, [problem, sorted({place.key for place in places if place.size})])
-    if problems := [text for text, _ in told if text]:
-        raise CheckpointError(problems[0])
-    if unknown := sorted(key for key in there.difference(*(keys for _, keys in told)) if not is_schemes(key)):
-        raise CheckpointError(f"{folder}: has {unknown[0]} and {len(unknown) - 1} other tensors that this training has "
-                              f"not; it is of another model")
+
+    def unknown(taken: list[list[str]]) -> str:
+        left = sorted(key for key in there.difference(*taken) if not is_schemes(key))
+        return (f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training has not; it is of "
+                f"another model") if left else ""
+
+    if problem := _verdict(group, problem, sorted({place.key for place in places if place.size}), unknown):
+        raise CheckpointError(problem)
     strategy.state_replaced()
     return about
 
 
 # ----------------------------------------------------------------------------------------------------------- one rank
 
-def write_shard(file: Path, places: list[Place], arrays: Iterable[Any]) -> dict[str, Any]:
+def layout_of(places: list[Place]) -> ShardLayout:
+    """Of the file of a rank that writes these."""
+    return ShardLayout([(place.key, place.dtype, place.shape, stripes_of(place.runs), place.size) for place in places])
+
+
+def write_shard(file: Path, layout: ShardLayout, arrays: Iterable[Any]) -> dict[str, Any]:
     """Write one rank's file; returns its part of the manifest. Raises: OSError."""
-    writer = ShardWriter(file, [(place.key, place.dtype, place.shape, stripes_of(place.runs), place.size)
-                                for place in places])
+    writer = ShardWriter(file, layout)
     try:
         for index, array in enumerate(arrays):
             writer.write(index, to_host(array))
@@ -256,7 +265,10 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
             draft = str(inside)
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
-    return Path(_agreed(group, problem, draft, folder)[0])
+    draft, problem = hand_out_record(group, [draft, problem])
+    if problem:
+        raise CheckpointError(_not_saved(folder, problem))
+    return Path(draft)
 
 
 def _apart(folder: Path, ranks: int) -> str:
@@ -267,10 +279,13 @@ def _apart(folder: Path, ranks: int) -> str:
             "steps")
 
 
-def _agreed(group: Group, problem: str, value: Any, folder: Path) -> list[Any]:
-    """The values of all ranks. Raises: CheckpointError on every rank if one of them has a problem."""
-    told = share_records(group, [problem, value])
-    for text, _ in told:
-        if text:
-            raise CheckpointError(f"{folder} was not saved: {text}; checkpoints before it stay")
-    return [value for _, value in told]
+def _not_saved(folder: Path, problem: str) -> str:
+    return f"{folder} was not saved: {problem}; checkpoints before it stay"
+
+
+def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]], str]) -> str:
+    """On every rank the first rank's problem; if none has one, what rank 0 says to the values of all ranks."""
+    told = gather_records(group, [problem, value])
+    if told is not None:
+        problem = next((text for text, _ in told if text), "") or judge([value for _, value in told])
+    return str(hand_out_record(group, problem))

@@ -45,7 +45,7 @@ from minidist.errors import CheckpointError, CommError
 from minidist.optim import Optimizer
 from minidist.parallel.hybrid.state_map import small_state, state_arrays, state_places
 from minidist.parallel.step.strategy import Strategy
-from minidist.survive.checkpoint import chosen, share_out, write_checkpoint
+from minidist.survive.checkpoint import chosen, layout_of, share_out, write_checkpoint
 
 _LOOK = 0.1         # seconds between looks, while the training waits for a save, whether the job still stands
 _LINE = 64          # bytes on which each copy begins
@@ -130,7 +130,7 @@ class AsyncSaver:
         places = state_places(strategy, optimizer)
         self._mine = share_out(places, group)
         self._places = [places[index] for index in self._mine]
-        self._copies = self._room()
+        self._layout, self._copies = layout_of(self._places), self._room()
         self._last: PendingSave | None = None
         self._told = False      # that a save had to wait
         self._saves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -189,7 +189,7 @@ class AsyncSaver:
         error: BaseException | None = None
         try:
             with account.use(self._memory), self._group.ledger.aside("save"):
-                write_checkpoint(save.folder, about, self._places, self._copies, small, self._group)
+                write_checkpoint(save.folder, about, self._layout, self._copies, small, self._group)
         except CheckpointError as failed:       # on all ranks
             error = failed
             if self._group.rank == 0:

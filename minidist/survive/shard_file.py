@@ -105,29 +105,37 @@ class DirectFile:
             self._direct = direct
 
 
-class ShardWriter:
-    """Writes one file, an array at a time.
+class ShardLayout:
+    """What is where in a file; the same for every save of a rank.
 
-    Args:    arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many numbers).
-    Raises:  OSError if the disk is full or fails.
+    Args:       arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many numbers).
+    Attributes: header: the bytes before the arrays; nbytes: of the file; entries: of the arrays, without checksums.
     """
 
-    def __init__(self, file: Path, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]) -> None:
+    def __init__(self, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]) -> None:
         tensors: dict[str, Any] = {}
-        self.entries, end = [], 0
+        entries, end = list[Entry](), 0
         for key, kind, shape, stripes, size in arrays:
             whole = len(stripes) == 1 and size == int(np.prod(shape, dtype=np.int64))
             nbytes = size * kind.itemsize
             tensors[key if key not in tensors else f"{key}@{end}"] = {
                 "dtype": DTYPES[dtype_name(kind)], "shape": [*shape] if whole else [size],
                 "data_offsets": [end, end + nbytes]}
-            self.entries.append(Entry(key, dtype_name(kind), [*shape], stripes, end, nbytes, []))
+            entries.append(Entry(key, dtype_name(kind), [*shape], stripes, end, nbytes, []))
             end += nbytes
         self.header = header_bytes(tensors)
         self.nbytes = len(self.header) + end
+        self.entries = [entry._replace(offset=entry.offset + len(self.header)) for entry in entries]
+
+
+class ShardWriter:
+    """Writes one file, an array at a time. Raises: OSError if the disk is full or fails."""
+
+    def __init__(self, file: Path, layout: ShardLayout) -> None:
+        self.layout, self.entries = layout, [entry._replace(checksums=[]) for entry in layout.entries]
         self._file = DirectFile(file)
         try:
-            self._file.write(self.header)
+            self._file.write(layout.header)
         except BaseException:
             self.abandon()
             raise
@@ -150,9 +158,9 @@ class ShardWriter:
 
     def described(self) -> dict[str, Any]:
         """For the manifest."""
-        entries = [entry._replace(offset=entry.offset + len(self.header)) for entry in self.entries]
-        return {"nbytes": self.nbytes, "header": [len(self.header), zlib.crc32(self.header)],
-                "arrays": [entry._asdict() for entry in entries]}
+        header = self.layout.header
+        return {"nbytes": self.layout.nbytes, "header": [len(header), zlib.crc32(header)],
+                "arrays": [entry._asdict() for entry in self.entries]}
 
 
 class ShardReader:

@@ -133,16 +133,16 @@ class Storm:
         self._note(fault | {"until": time.time()})
 
     def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
-        """Kill it; its ranks end by themselves; start it again."""
+        """Kill it, and start it again, as a supervisor does; its ranks end by themselves meanwhile."""
         self.job.kill()
         self.job.wait()
+        self._begun = time.time()
+        self.job = self._start(True)
         deadline = time.monotonic() + END
         while not all(map(has_ended, pids)) and time.monotonic() < deadline:
             time.sleep(_LOOK)
         left = [pid for pid in pids if not has_ended(pid)]
         kill_all(left)
-        self._begun = time.time()
-        self.job = self._start(True)
         self._note(fault | {"until": time.time(), "left": len(left)})
 
     def _note(self, fault: Event) -> None:

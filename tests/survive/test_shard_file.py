@@ -20,7 +20,7 @@ import minidist as md
 from minidist.parallel.hybrid.state_map import stripes_of
 from minidist.survive import shard_file
 from minidist.survive.manifest import read_manifest
-from minidist.survive.shard_file import ShardReader, ShardWriter
+from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter
 
 CHANGES = {"width": 24, "heads": 3}
 
@@ -89,8 +89,8 @@ def test_any_copies_of_any_array(numbers: int, dtype: Any, edges: list[int], blo
     file = tmp_path_factory.mktemp("shard") / "a.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "BLOCK", block)
-        writer = ShardWriter(file, [(name, array.dtype, [len(array)], stripes_of(run), len(array))
-                                    for name, array, run in zip("ab", arrays, runs, strict=True)])
+        writer = ShardWriter(file, ShardLayout([(name, array.dtype, [len(array)], stripes_of(run), len(array))
+                                                for name, array, run in zip("ab", arrays, runs, strict=True)]))
         for index, array in enumerate(arrays):
             writer.write(index, array)
         writer.close()

@@ -61,7 +61,9 @@ class ProcessLooks:
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
 
     def next(self, every: float = LOOK) -> float:
-        """When to look again, by time.monotonic: after so many seconds, or when a stop has lasted the patience."""
+        """When to look again, by time.monotonic: after so many seconds, or when a stop has lasted the patience. Who has
+        less patience looks more often."""
+        every = min(every, self.patience)
         waited = [since + self.patience for pid, (_, since) in self._since.items() if pid not in self._frozen]
         return min([self._last + every, *waited])
 
