@@ -52,8 +52,8 @@ TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
 FIRST_STEPS = 60        # of the first undisturbed run
 LATEST = 120.0, 20.0    # seconds that a training may take to end after the storm: these, and for each second of it
 RESTARTS = 10**6
-SAVE_SECONDS = 0.3      # from one checkpoint to the next, about
-PATIENCE = 0.3          # as of train; short: no rank is stopped here but by the storm
+SAVE_SECONDS = 0.25     # from one checkpoint to the next, about
+PATIENCE = 0.2          # as of train; short: no rank is stopped here but by the storm
 WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
 
 
