@@ -14,7 +14,7 @@ import minidist as md
 from minidist.comm.ledger import Ledger
 from minidist.device import account
 from minidist.observe import timeline as timeline_module
-from minidist.observe.records import gather_records
+from minidist.observe.records import gather_records, hand_out_record
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
 from minidist.observe.why import typical_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -191,6 +191,16 @@ def test_records_of_any_length() -> None:
     for rank, record in enumerate(gathered[0]):
         assert record["rank"] == rank and list(record["values"]) == list(range(rank)) and record["text"] == "é" * rank
         np.testing.assert_array_equal(record["array"], np.arange(rank))
+
+
+def test_a_record_of_rank_0_is_on_every_rank() -> None:
+    """Outside every memory account; what the others pass counts for nothing."""
+    def job(world: Any) -> Any:
+        with account.use(account.MemoryAccount(limit=100)) as memory:
+            told = hand_out_record(world, ["why", {"rank": world.rank, "bytes": bytes(1000)}])
+            return [told, memory.peak["total"]]
+
+    assert md.run(job, size=3) == [[["why", {"rank": 0, "bytes": bytes(1000)}], 0]] * 3
 
 
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
