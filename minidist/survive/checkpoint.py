@@ -284,7 +284,10 @@ def _not_saved(folder: Path, problem: str) -> str:
 
 
 def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]], str]) -> str:
-    """On every rank the first rank's problem; if none has one, what rank 0 says to the values of all ranks."""
+    """What is wrong, the same text on every rank; "" if nothing is.
+
+    It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the values of all ranks.
+    """
     told = gather_records(group, [problem, value])
     if told is not None:
         problem = next((text for text, _ in told if text), "") or judge([value for _, value in told])

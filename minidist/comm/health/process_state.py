@@ -25,6 +25,7 @@ from pathlib import Path
 from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
+SHORTEST_LOOK = 0.1     # the same where the patience is less than LOOK
 PATIENCE = 1.7  # seconds that a process may be stopped: so long after the first look that saw it so comes another one
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 _LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
@@ -61,9 +62,10 @@ class ProcessLooks:
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
 
     def next(self, every: float = LOOK) -> float:
-        """When to look again, by time.monotonic: after so many seconds, or when a stop has lasted the patience. Who has
-        less patience looks more often."""
-        every = min(every, self.patience)
+        """When to look again, by time.monotonic: after `every` seconds, or after the patience if that is shorter. A
+        process that is stopped is looked at again when its stop has lasted the patience.
+        """
+        every = min(every, max(self.patience, SHORTEST_LOOK))
         waited = [since + self.patience for pid, (_, since) in self._since.items() if pid not in self._frozen]
         return min([self._last + every, *waited])
 

@@ -49,6 +49,16 @@ def test_the_next_look_comes_when_the_patience_with_a_stop_ends(looks):
     assert told == [(set(), 0.4), (set(), 0.4), (set(), 0.4), (set(), 0.2), ({7}, 0.4), (set(), 0.4)]
 
 
+def test_who_has_little_patience_looks_more_often(looks):
+    """But not without a pause."""
+    waits = []
+    for patience in (1.7, 0.2, 0.001):
+        looks.patience(patience)
+        looks(0.1, "S")
+        waits.append(round(looks.wait(), 3))
+    assert waits == [0.4, 0.2, 0.1]
+
+
 def test_what_a_debugger_holds_is_not_frozen(looks):
     """It is stopped (t), and may stop a second time by SIGSTOP."""
     libc = ctypes.CDLL(None)
