@@ -5,13 +5,17 @@ or memory bandwidth show it. Measured are
 
     matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n)), where small ones
                                                   lose nothing by their size
+    stack    stacks of products, as attention's   the same, and some time a matrix
     pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
+    gaps     passes over views with gaps          the same, and some time for each innermost loop
     step     training steps of small models       what Python, the tape and modules take for one result of an op; the
-                                                  bandwidth of a step's passes, whose arrays are seldom in the cache
-                                                  already; by how much its products differ from those measured alone
+                                                  bandwidth of a step's passes, whose arrays are new or were just
+                                                  written; by how much its products differ from those measured alone,
+                                                  and what a byte of their matrices takes that left the cache
 
 A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time);
+of steps the median over rounds, because trainings are disturbed as much.
 The fit is weighted least squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
 """
 
@@ -45,19 +49,26 @@ PRODUCTS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (76
             (96, 80, 96), (32, 192, 768), (192, 32, 768), (16, 256, 1024), (64, 256, 1024), (96, 320, 1280),
             (512, 256, 1024), (512, 1024, 256), (1024, 64, 1024), (1024, 1024, 64))
 """m, k, n: cubes, and a transformer's."""
+STACKS = ((32, 64, 64, 64), (32, 64, 32, 64), (16, 128, 64, 64), (16, 64, 128, 64))
+"""Matrices, m, k, n: of attention, whose heads lie beside each other in memory."""
 PASSES = tuple(1 << shift for shift in range(8, 23, 2))
 """Elements of float32 arrays: 1 KiB to 16 MiB."""
+GAPS = ((4096, 16), (4096, 32), (1024, 64), (512, 128))
+"""Rows, and elements of each: the half of a head that rotary positions turn, heads, blocks."""
 BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and written, of the six passes
 Figure = tuple[str, str, tuple[int, ...]]
 FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
+                         *(("stack", "float32", size) for size in STACKS),
                          *(("pass", "float32", (elements,)) for elements in PASSES),
+                         *(("gaps", "float32", size) for size in GAPS),
                          *(("step", "float32", size) for size in (
                              (32, 16, 2, 1), (32, 16, 8, 8), (128, 64, 8, 1), (128, 64, 16, 8), (192, 32, 8, 8),
-                             (256, 128, 1, 1), (256, 128, 8, 4), (384, 128, 4, 1), (512, 64, 4, 2)))]
+                             (256, 128, 1, 1), (256, 128, 8, 1), (256, 128, 8, 8), (256, 64, 8, 2), (384, 128, 4, 1),
+                             (384, 64, 8, 4), (512, 64, 4, 2)))]
 """A step: model width, tokens of a sequence, sequences, passes that they are divided into. The first are almost nothing
 but Python and launches, the last has arrays beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
-DEAREST = 4.0               # a step's passes are no more than this dearer than plain ones: beyond, something disturbed
+DEAREST = 4.0               # a step's bytes are no more than this dearer or cheaper than those of plain passes
 PRODUCTS_BY = (0.8, 1.2)    # as long as measured alone: a step's operands may still be in the cache
 CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
 TURNS = 8                   # until the fit of the steps changes no more
@@ -82,7 +93,8 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
                 for kind, dtype, size in FIGURES:
                     seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
                     figures.setdefault((kind, dtype, size), []).append(seconds)
-        fitted.append(fit(count, {figure: min(times) for figure, times in figures.items()}))
+        fitted.append(fit(count, {figure: statistics.median(times) if figure[0] == "step" else min(times)
+                                  for figure, times in figures.items()}))
     return fitted
 
 
@@ -95,8 +107,31 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
     peaks, half, small, worst = _fit_products(products, launch)
     cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst),
                            small_bytes=small)
+    cost = replace(cost, matrix=_each(cost, seconds, "stack", _stack_kernel),
+                   loop=_each(cost, seconds, "gaps", _gaps_kernel))
     steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
     return _fit_steps(cost, steps) if steps else cost
+
+
+def _each(cost: ComputationCost, seconds: Mapping[Figure, float], kind: str,
+          kernel: Callable[[Sequence[int]], Kernel]) -> float:
+    """What each matrix of a stack, or each inner loop of a pass, takes beside the seconds that `cost` has for all."""
+    rates = Rates.of(device_of([cost], 1, 1, {}))
+    measured = [(size, time) for (of, _, size), time in seconds.items() if of == kind]
+    if not measured:
+        return 0.0
+    columns = np.array([[size[0] / time] for size, time in measured])
+    left = np.array([1 - rates.seconds(kernel(size)) / time for size, time in measured])
+    return float(bounded_least_squares(columns, left, np.zeros(1), np.full(1, np.inf))[0])
+
+
+def _stack_kernel(size: Sequence[int]) -> Kernel:
+    count, m, k, n = size
+    return Kernel("matmul", "float32", 2.0 * count * m * k * n, 4.0 * count * (m * k + k * n + m * n), tuple(size))
+
+
+def _gaps_kernel(size: Sequence[int]) -> Kernel:
+    return Kernel("memory", "float32", 0, BYTES_A_PASS * size[0] * size[1], (size[0],))
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
@@ -107,19 +142,20 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
     """
     measured, kernels = np.array(list(steps.values())), [kernels_of(size) for size in steps]
     plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
-    low, high = np.array([0.0, *plain, PRODUCTS_BY[0]]), np.array([np.inf, *DEAREST * plain, PRODUCTS_BY[1]])
+    low = np.array([0.0, *plain / DEAREST, PRODUCTS_BY[0], 0.0])
+    high = np.array([np.inf, *DEAREST * plain, PRODUCTS_BY[1], DEAREST * plain[1]])
     best = None
     for limit in CACHES:
         found = cost
         for _ in range(TURNS):
             rows = np.array([_step_row(each, cost, found, limit) for each in kernels]) / measured[:, None]
-            sums = 1 - rows[:, 4]
-            numbers = bounded_least_squares(rows[:, :4], sums, low, high)
-            python, cached, streamed, by = numbers.tolist()
+            sums = 1 - rows[:, 5]
+            numbers = bounded_least_squares(rows[:, :5], sums, low, high)
+            python, cached, streamed, by, cold = numbers.tolist()
             found = replace(cost, python=python, bandwidth=1 / streamed, cache_bytes=float(limit),
                             cache_factor=max(1.0, streamed / cached),
-                            peaks={dtype: peak / by for dtype, peak in cost.peaks.items()})
-        error = float(((rows[:, :4] @ numbers - sums) ** 2).sum())
+                            peaks={dtype: peak / by for dtype, peak in cost.peaks.items()}, cold=cold)
+        error = float(((rows[:, :5] @ numbers - sums) ** 2).sum())
         if best is None or error < best[0]:
             best = error, found
     assert best is not None
@@ -128,16 +164,19 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
 
 def _step_row(kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost,
               limit: int) -> list[float]:
-    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of products; of launches, and
-    by which products take longer because of the bandwidth."""
+    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of products, and their bytes;
+    seconds of all that does not depend on a kernel's size, and by which products are bound by the bandwidth."""
     memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
     products = [(kernel, times) for kernel, times in kernels if kernel.kind == "matmul"]
     cached = sum(nbytes * times for nbytes, times in memory if nbytes <= limit)
-    alone, now, bound = (Rates.of(device_of([each], 1, 1, {})).segment(products) for each in (
-        replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found))
+    alone, now, bound = (
+        Rates.of(device_of([replace(each, launch=0.0, matrix=0.0, cold=0.0)], 1, 1, {})).segment(products)
+        for each in (replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found))
+    endless = replace(cost, bandwidth=np.inf, peaks=dict.fromkeys(cost.peaks, np.inf), python=0.0)
     return [sum(times for kernel, times in kernels if kernel.kind == "python"), cached,
             sum(nbytes * times for nbytes, times in memory) - cached, alone,
-            cost.launch * sum(times for _, times in memory) + bound - now]
+            sum(kernel.nbytes * times for kernel, times in products),
+            Rates.of(device_of([endless], 1, 1, {})).segment(kernels) + bound - now]
 
 
 def bounded_least_squares(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -166,7 +205,7 @@ def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
 
 def _model(size: tuple[int, ...]) -> GPTConfig:
     width, context, *_ = size
-    return GPTConfig(vocabulary=64, context=context, layers=2, width=width, heads=2)
+    return GPTConfig(vocabulary=512, context=context, layers=2, width=width, heads=4, positions="rotary")
 
 
 def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float, float, float]:
@@ -225,7 +264,9 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
     """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as long on every rank."""
     if kind == "step":
         return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
-    work = _product(dtype, *size) if kind == "matmul" else _passes(dtype, *size)
+    makers: dict[str, Callable[..., Callable[[], Any]]] = {"matmul": _product, "stack": _stack, "pass": _passes,
+                                                           "gaps": _passes}
+    work = makers[kind](dtype, *size)
     work()
     now = time.perf_counter()
     seconds: list[float] = []
@@ -235,15 +276,26 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
         for _ in range(INNER):
             work()
         now = time.perf_counter()
-        seconds.append((now - start) / INNER / (1 if kind == "matmul" else 6))
+        seconds.append((now - start) / INNER / (1 if kind in ("matmul", "stack") else 6))
     return [statistics.median(seconds)]
 
 
 def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
     """A product of the next of several pairs, as each layer has operands of its own; results stay for as long."""
-    nbytes = (m * k + k * n + m * n) * np.dtype(dtype).itemsize
+    return _in_turn((m * k + k * n + m * n) * np.dtype(dtype).itemsize,
+                    lambda: (np.ones((m, k), dtype), np.ones((k, n), dtype)))
+
+
+def _stack(dtype: str, count: int, m: int, k: int, n: int) -> Callable[[], Any]:
+    """The products of a stack, where the rows of its matrices lie beside each other, and the second is turned."""
+    return _in_turn(count * (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
+                    lambda: (np.ones((m, count, k), dtype).transpose(1, 0, 2),
+                             np.ones((n, count, k), dtype).transpose(1, 2, 0)))
+
+
+def _in_turn(nbytes: int, pair: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Callable[[], Any]:
     count = max(2, min(MOST_PAIRS, MOST_BYTES // nbytes))
-    pairs = itertools.cycle([(np.ones((m, k), dtype), np.ones((k, n), dtype)) for _ in range(count)])
+    pairs = itertools.cycle([pair() for _ in range(count)])
     results: deque[Any] = deque(maxlen=count)
 
     def work() -> None:
@@ -253,23 +305,27 @@ def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
     return work
 
 
-def _passes(dtype: str, elements: int) -> Callable[[], Any]:
-    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element."""
-    a, b = np.full(elements, 0.5, dtype), np.ones(elements, dtype)
+def _passes(dtype: str, rows: int, elements: int | None = None) -> Callable[[], Any]:
+    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element. With rows, each reads a view of them
+    with gaps between."""
+    shape = rows if elements is None else (rows, 2 * elements)
+    a, b = (np.full(shape, value, dtype)[..., :elements] for value in (0.5, 1.0))
 
     def work() -> None:
         total = a + b
         total = total - b
-        total = total * 0.5
-        np.exp(total).sum()
-        total.copy()
+        total = a * 0.5
+        np.exp(a)
+        a.sum()
+        a.copy()
 
     return work
 
 
 def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
     """Seconds of each step of a small model, but for the first ones."""
-    trainer, tokens = Trainer(Plan(accumulate=size[3]), _model(size), world), np.zeros((size[2], size[1]), np.int64)
+    trainer = Trainer(Plan(accumulate=size[3]), _model(size), world)
+    tokens = np.arange(size[2] * size[1]).reshape(size[2], size[1]) * 7 % trainer.model.config.vocabulary
     seconds = []
     for _ in range(8):
         start = time.perf_counter()

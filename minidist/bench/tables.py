@@ -137,14 +137,16 @@ def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
 def _show_computation(costs: Iterable[dict[str, Any]], console: Console) -> None:
     """A row for each number of ranks that computed at once."""
     table = new_table("what computation costs a rank", "ranks at once", "float32 GFLOP/s", "float64 GFLOP/s", "half",
-                      "launch µs", "python µs", "GB/s", "in cache", "cache KiB", "worst misfit", left=0)
+                      "launch µs", "loop ns", "matrix µs", "python µs", "GB/s", "in cache", "cache KiB", "worst misfit",
+                      left=0)
     for cost in costs:
         table.add_row(str(cost["ranks"]), *(f"{cost['peaks'][dtype] / 1e9:.1f}" for dtype in ("float32", "float64")),
-                      f"{cost['half']:.0f}", f"{cost['launch'] * 1e6:.2f}", f"{cost['python'] * 1e6:.1f}",
-                      f"{cost['bandwidth'] / 1e9:.2f}",
+                      f"{cost['half']:.0f}", f"{cost['launch'] * 1e6:.2f}", f"{cost['loop'] * 1e9:.1f}",
+                      f"{cost['matrix'] * 1e6:.2f}", f"{cost['python'] * 1e6:.1f}", f"{cost['bandwidth'] / 1e9:.2f}",
                       f"x {cost['cache_factor']:.1f}", f"{cost['cache_bytes'] / 1024:.0f}", f"{cost['misfit']:.0%}")
     console.print(table)
     notes(console, ["half: a matrix product whose sides are three times as long reaches half of the rate",
+                    "loop: each start of NumPy's innermost loop, in a view with gaps; matrix: each one of a stack",
                     "python: of a training step, for one result of an op"])
 
 

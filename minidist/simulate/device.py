@@ -24,6 +24,9 @@ class Efficiency:
     cache_factor: float = 1.0       # which is so much faster than the memory
     small_bytes: float = 0.0        # products of matrices of no more bytes together lose nothing by their size
     python: float = 0.0             # seconds of Python for one result of an op; a GPU's host runs ahead of it
+    loop: float = 0.0               # seconds until NumPy's innermost loop has started; a view with gaps takes many
+    cold: float = 0.0               # seconds a byte that a step's products find outside the cache, beside the product
+    matrix: float = 0.0             # seconds of each matrix of a stack, beside its product; a GPU runs them at once
 
 
 DEFAULT = Efficiency()

@@ -69,7 +69,8 @@ def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machi
     efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
                             launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
                             cache_factor=cost.cache_factor, small_bytes=cost.small_bytes,
-                            python=cost.python * turns)
+                            python=cost.python * turns, loop=cost.loop * turns, matrix=cost.matrix * turns,
+                            cold=cost.cold * turns)
     peaks = {name: peak / turns for name, peak in cost.peaks.items()}
     return Device(str(machine.get("processor", "this processor")), peaks, memory_bytes() // ranks,
                   cost.bandwidth / turns, kind="cpu", efficiency=efficiency)

@@ -1,7 +1,8 @@
 """Chapter 24 · Seconds of a kernel: matrix products by size, everything else by the bytes it reads and writes.
 
     matmul, attention   launch + max(FLOPs / (peak · share · size factor), bytes / (bandwidth · share), shortest)
-    memory              launch + max(bytes / (bandwidth · share), shortest)
+                        + cold · bytes of a matmul, + matrix · matrices of a stack
+    memory              launch + max(bytes / (bandwidth · share), shortest) + loop · inner loops, of a view with gaps
     host                bytes / (the device's part of the host's bandwidth · share): what offloading computes there
     launch              launch
     python              python
@@ -82,7 +83,10 @@ class Rates:
             small = kernel.nbytes <= rates.small_bytes * kernel.size[0] if rates.small_bytes else False
             slower = 1.0 if small else 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
             busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
-        elif kernel.kind != "memory":
+            busy += rates.cold * kernel.nbytes + (rates.matrix * kernel.size[0] if kernel.size[0] > 1 else 0.0)
+        elif kernel.kind == "memory":
+            busy += rates.loop * kernel.size[0] if kernel.size else 0.0
+        else:
             raise ConfigError(f"a kernel is matmul, attention, memory, host, launch or python, not {kernel.kind!r}")
         return self.slowdown * (rates.launch + busy)
 

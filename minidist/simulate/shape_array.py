@@ -191,13 +191,13 @@ class ShapeArray(Operators):
         else:
             target = self._view(*strides.view_of(self.shape, self.strides, parts))
         strides.broadcast([target.shape, getattr(value, "shape", ())])
+        operands = [(target.shape, target.strides)]
         if isinstance(value, ShapeArray):
             if value.owner is target.owner and value._offset == target._offset and value.strides == target.strides:
                 return                          # x[i] += y puts its own view back
-            read = value.nbytes
-        else:
-            read = 0
-        self.module.kernel("memory", self.dtype, 0, read + target.nbytes)
+            operands.append((value.shape, value.strides))
+        read = value.nbytes if isinstance(value, ShapeArray) else 0
+        self.module.memory_pass(target.shape, self.dtype, read + target.nbytes, operands)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -212,7 +212,8 @@ class ShapeArray(Operators):
         if not copy and kind == self.dtype:
             return self
         result = self.like(self.shape, kind)
-        self.module.kernel("memory", kind, 0, self.nbytes + result.nbytes)
+        self.module.memory_pass(self.shape, kind, self.nbytes + result.nbytes,
+                                [(x.shape, x.strides) for x in (self, result)])
         return result
 
     def get(self, **_: Any) -> None:

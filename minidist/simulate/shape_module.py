@@ -74,6 +74,14 @@ class Shapes:
         if tape is not None and not tape.paused:
             tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
 
+    def memory_pass(self, shape: Shape, dtype: np.dtype, nbytes: float,
+                    operands: Iterable[tuple[Shape, Shape]]) -> None:
+        """Tell of a pass over operands of (shape, strides), broadcast to `shape`; on a host in how many inner loops."""
+        loops = 1
+        if self.device == "cpu":
+            loops = strides.inner_loops(shape, tuple(strides.stretched(shape, *operand) for operand in operands))
+        self.kernel("memory", dtype, 0, nbytes, (loops,) if loops > 1 else ())
+
     # ------------------------------------------------------------------------------------------------------ new
 
     def empty(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> ShapeArray:
@@ -128,7 +136,8 @@ class Shapes:
         shape = strides.broadcast([x.shape for x in arrays])
         kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
         result = ShapeArray(shape, kind, self) if out is None else out
-        self.kernel("memory", kind, 0, sum(x.nbytes for x in arrays) + result.nbytes)
+        self.memory_pass(shape, kind, sum(x.nbytes for x in arrays) + result.nbytes,
+                         [(x.shape, x.strides) for x in (arrays if out is None else [*arrays, out])])
         return result
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any) -> Any:
@@ -163,7 +172,11 @@ class Shapes:
     def _reduced(self, name: str, x: ShapeArray, axis: Any, keepdims: bool, dtype: Any = None, out: Any = None) -> Any:
         dims = _dims(axis, x.ndim)
         shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keepdims or d not in dims)
-        return self._made(shape, np.dtype(dtype) if dtype is not None else _summed(name, x.dtype), x)
+        result = ShapeArray(shape, np.dtype(dtype) if dtype is not None else _summed(name, x.dtype), self)
+        whole = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+        self.memory_pass(x.shape, result.dtype, x.nbytes + result.nbytes,
+                         [(x.shape, x.strides), (whole, strides.in_order(whole, result.itemsize))])
+        return result
 
     def sum(self, x: ShapeArray, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
         return self._reduced("sum", x, axis, keepdims, dtype)
@@ -216,10 +229,7 @@ class Shapes:
 
     def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
         shape, x = _shape(shape), x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
-        lead = len(shape) - x.ndim
-        steps = tuple(0 if d < lead or x.shape[d - lead] == 1 != n else x.strides[d - lead]
-                      for d, n in enumerate(shape))
-        return x._view(shape, steps, writeable=False)       # type: ignore[no-any-return]
+        return x._view(shape, strides.stretched(shape, x.shape, x.strides), writeable=False)    # type: ignore[no-any-return]
 
     def moveaxis(self, x: Any, source: Any, target: Any) -> Any:
         ends = [_dims(ends, x.ndim) for ends in (source, target)]

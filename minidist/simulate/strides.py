@@ -1,7 +1,9 @@
 """Shapes, strides and indices, as NumPy's: where the elements of a view lie. Strides and offsets are in bytes."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,36 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
     if all(shape == first for shape in shapes):
         return first
     return np.broadcast_shapes(*shapes)
+
+
+def stretched(shape: Shape, old: Shape, strides: Shape) -> Shape:
+    """The strides of an array of shape `old` where it is broadcast to `shape`: 0 along the dims that it repeats in."""
+    lead = len(shape) - len(old)
+    return tuple(0 if dim < lead or old[dim - lead] == 1 != length else strides[dim - lead]
+                 for dim, length in enumerate(shape))
+
+
+@lru_cache(maxsize=1 << 16)
+def inner_loops(shape: Shape, strides: Sequence[Shape]) -> int:
+    """How often NumPy starts its innermost loop in a pass over operands of this shape and of these strides.
+
+    Dims that lie behind each other in every operand are one loop; so an array without gaps takes one start.
+    """
+    dims: list[int] = []                # the innermost first
+    for dim in reversed([dim for dim, length in enumerate(shape) if length > 1]):
+        place = len(dims)
+        for at in reversed(range(len(dims))):
+            pairs = [(abs(steps[dims[at]]), abs(steps[dim])) for steps in strides if steps[dims[at]] and steps[dim]]
+            if not all(inner > outer for inner, outer in pairs):
+                break
+            place = at if pairs else place
+        dims.insert(place, dim)
+    length = shape[dims[0]] if dims else 1
+    for inner, dim in itertools.pairwise(dims):
+        if any(steps[dim] != steps[inner] * shape[inner] for steps in strides):
+            break
+        length *= shape[dim]
+    return max(1, math.prod(shape) // length)
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:

@@ -18,7 +18,7 @@ class Kernel(NamedTuple):
     dtype: str                      # in which it computes
     flops: float                    # additions and multiplications of its products
     nbytes: float                   # read and written
-    size: tuple[int, ...] = ()      # of a matmul: (matrices, m, k, n)
+    size: tuple[int, ...] = ()      # of a matmul: (matrices, m, k, n); of a pass on a host: (inner loops,) if several
 
 
 Segment = tuple[tuple[Kernel, int], ...]

@@ -6,11 +6,23 @@ import numpy as np
 import pytest
 
 from minidist.bench import computation
-from minidist.bench.computation import BYTES_A_PASS, FIGURES, bounded_least_squares, fit, kernels_of, measure
+from minidist.bench.computation import (
+    BYTES_A_PASS,
+    FIGURES,
+    GAPS,
+    STACKS,
+    _gaps_kernel,
+    _stack_kernel,
+    bounded_least_squares,
+    fit,
+    kernels_of,
+    measure,
+)
 from minidist.simulate.here import device_of
 from minidist.simulate.rates import Rates
 
-PLAIN = [figure for figure in FIGURES if figure[0] != "step"]
+PLAIN = [figure for figure in FIGURES if figure[0] in ("matmul", "pass")]
+KERNELS = {"stack": _stack_kernel, "gaps": _gaps_kernel}
 STEPS = [figure for figure in FIGURES if figure[0] == "step"]
 
 
@@ -30,6 +42,16 @@ def test_a_fit_finds_the_numbers_that_made_the_seconds():
     assert (cost.half, cost.launch, cost.bandwidth) == pytest.approx((12.0, 2e-6, 5e9), rel=1e-6)
     assert (cost.cache_bytes, cost.cache_factor) == pytest.approx((BYTES_A_PASS * (1 << 16), 4.0), rel=1e-6)
     assert cost.misfit < 1e-6
+
+
+def test_a_fit_finds_what_a_matrix_of_a_stack_and_an_inner_loop_take():
+    seconds = {figure: made(*figure) for figure in PLAIN}
+    truth = replace(fit(1, seconds), matrix=0.3e-6, loop=20e-9)
+    rates = Rates.of(device_of([truth], 1, 1, {}))
+    seconds |= {(kind, dtype, size): rates.seconds(KERNELS[kind](size))
+                for kind, dtype, size in FIGURES if kind in KERNELS}
+    cost = fit(1, seconds)
+    assert (cost.matrix, cost.loop) == pytest.approx((0.3e-6, 20e-9))
 
 
 def test_products_that_lose_nothing_by_their_size_are_told_from_others():
@@ -71,7 +93,8 @@ def test_a_disturbed_figure_shows_in_the_misfit():
     assert cost.launch == pytest.approx(2e-6, rel=0.05)
 
 
-@pytest.mark.parametrize("figure", [FIGURES[2], PLAIN[-5], STEPS[0]])
+@pytest.mark.parametrize("figure", [FIGURES[2], PLAIN[-5], ("stack", "float32", STACKS[-1]),
+                                    ("gaps", "float32", GAPS[0]), STEPS[0]])
 def test_a_figure_is_measured(figure):
     kind, dtype, size = figure
     seconds, = measure(kind, dtype, size)

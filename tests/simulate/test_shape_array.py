@@ -91,6 +91,34 @@ def test_reshaped_refuses_what_numpy_copies() -> None:
         strides.completed((4, -1), 6)
 
 
+@given(st.integers(0, 10_000), st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+@settings(max_examples=200)
+def test_a_pass_has_as_many_inner_loops_as_numpys(seed: int, sizes: list[int]) -> None:
+    """NumPy's own iterator gives one piece for each start of its innermost loop."""
+    draw = random.Random(seed)
+    turned = draw.sample(range(len(sizes)), len(sizes))
+    wide = np.empty([n + draw.choice([0, 0, 1]) for n in np.take(sizes, turned)], np.float32)
+    view = wide[tuple(slice(n) for n in np.take(sizes, turned))].transpose(np.argsort(turned))
+    other = np.broadcast_to(np.empty([draw.choice([n, n, 1]) for n in sizes], np.float32), sizes)
+    pieces = sum(1 for _ in np.nditer([view, other], flags=["external_loop"]))
+    assert strides.inner_loops(tuple(sizes), (view.strides, other.strides)) == pieces
+
+
+def test_passes_of_a_host_tell_their_inner_loops() -> None:
+    xp = module("cpu")
+    with recording.begun(Recording("cpu")) as tape:
+        x, bias = xp.empty((6, 8), np.float32), xp.empty((8,), np.float32)
+        _ = x * 2.0, x[:3] + x[3:], x.reshape(-1).sum()
+        assert {kernel.size for kernel in kernels(tape)} == {()}
+        _ = x + bias, x.sum(axis=0), x.sum(axis=-1), x.max(axis=0, keepdims=True)
+        assert {kernel.size for kernel in kernels(tape)} == {(6,)}
+        _ = x[:, :4] * 2.0, x[:, 4:].copy()
+        x[:, 4:] = x[:, :4]
+        assert {kernel.size for kernel in kernels(tape)} == {(6,)}
+        _ = x.T.copy()
+        assert {kernel.size for kernel in kernels(tape)} == {(8,)}
+
+
 def test_the_account_counts_a_buffer_once() -> None:
     memory, x = account.MemoryAccount(), module("cuda").empty((4, 6), np.float32)
     memory.hold(x[1:], "activations")

@@ -82,6 +82,9 @@ class ComputationCost:
     misfit: float               # the worst |fitted / measured - 1|
     python: float = 0.0         # seconds of Python for one result of an op, in a step
     small_bytes: float = 0.0    # products of matrices of no more bytes together lose nothing by their size
+    loop: float = 0.0           # seconds until NumPy's innermost loop has started, which views with gaps do often
+    cold: float = 0.0           # seconds a byte that a step's products find outside the cache, beside the product
+    matrix: float = 0.0         # seconds of each matrix of a stack, beside its product
 
 
 @dataclass(frozen=True)
