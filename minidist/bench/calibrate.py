@@ -77,7 +77,7 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
                 progress: Callable[[str], None]) -> list[Fitted]:
     """Measure and fit each link class of this host at each number of ranks."""
     fitted: list[Fitted] = []
-    for count in ranks:
+    for count in dict.fromkeys(ranks):
         jobs: list[Job] = []
         with closed_at_the_end(jobs):
             for link in links:

@@ -63,6 +63,16 @@ def test_what_offloading_computes_goes_by_the_hosts_memory():
         Rates.of(Cluster.parse("tpu-v4:4").device).seconds(One("host", nbytes=1.0))
 
 
+def test_what_a_host_pays_beside_flops_and_bytes():
+    """Each start of an inner loop, each matrix of a stack, and each byte of a product that left the cache."""
+    plain = Rates(H100.device, Efficiency())
+    rates = Rates(H100.device, Efficiency(loop=1e-8, matrix=2e-6, cold=1e-10))
+    one, stack = cube(256), One("matmul", "bfloat16", 2 * 256 ** 3, 6 * 256 ** 2, (8, 128, 128, 128))
+    whole, gaps = One("memory", nbytes=1e6), One("memory", nbytes=1e6, size=(50,))
+    beside = [seconds(kernel, rates) - seconds(kernel, plain) for kernel in (one, stack, whole, gaps)]
+    assert beside == pytest.approx([6 * 256 ** 2 * 1e-10, 6 * 256 ** 2 * 1e-10 + 16e-6, 0.0, 50e-8])
+
+
 def test_a_dtype_without_a_rate_is_refused():
     with pytest.raises(ConfigError, match="V100.*no rate for bfloat16; take --precision fp32 or fp16"):
         Rates.of(Cluster.parse("v100:1x8").device).seconds(cube(64))
