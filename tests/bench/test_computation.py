@@ -77,12 +77,13 @@ def test_steps_tell_python_and_how_much_dearer_their_passes_are():
     seconds = {figure: made(*figure) for figure in PLAIN}
     plain = fit(1, seconds)
     truth = replace(plain, python=15e-6, bandwidth=plain.bandwidth / 2, cache_bytes=1 << 19,
-                    peaks={"float32": 120e9, "float64": 48e9})
+                    peaks={"float32": 120e9, "float64": 48e9}, cold=5e-11)
     rates = Rates.of(device_of([truth], 1, 1, {}))
     cost = fit(1, {**seconds, **{figure: rates.segment(kernels_of(figure[2])) for figure in STEPS}})
     assert (cost.python, cost.bandwidth) == pytest.approx((15e-6, truth.bandwidth), rel=0.02)
     assert (cost.cache_bytes, cost.cache_factor) == (1 << 19, pytest.approx(truth.cache_factor, rel=0.02))
     assert cost.peaks == pytest.approx(truth.peaks, rel=0.02)
+    assert cost.cold == pytest.approx(5e-11, rel=0.05)
 
 
 def test_a_disturbed_figure_shows_in_the_misfit():
