@@ -5,18 +5,20 @@ tape, flight recorder), and its ranks do not enter it at the same moment; where 
 must also get a core again. computation.py measures ranks that have a core each and wait for no other; in training
 they also take turns on cores, caches and memory. So small models train over each link, with all its ranks:
 
-    tp      tensor parallelism: a call every few kernels
-    dp      data parallelism: many kernels between few calls
-    pairs   from four ranks on: tensor parallelism of two, the rest data parallelism. A call of two of the ranks need
-            not wait until all of them had a core
+    tp         tensor parallelism: a call every few kernels
+    sequence   the same with sequence parallelism: twice the calls
+    dp         data parallelism: many kernels between few calls
+    pairs      from four ranks on: tensor and sequence parallelism of two, the rest data parallelism. A call of two of
+               the ranks need not wait until all of them had a core
 
     seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its calls, each `call`
                         seconds if all ranks meet, `pair` if two do, between the two if more do
 
-As many steps as numbers. Seconds of a step are those of the slowest rank: median over steps, minimum over rounds (a
-disturbance only adds time).
+Ranks that meet often wait for the slower one each time, which is most of `call`; so it is that of passes as long as
+training has. Seconds of a step are those of the slowest rank: median over steps, and over rounds.
 """
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,24 +36,28 @@ from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.here import here
 from minidist.simulate.simulate import simulate
 
-KINDS = ("tp", "dp", "pairs")
+KINDS = ("tp", "sequence", "dp", "pairs")
 STEPS, WARM_UP = 10, 2
-SEQUENCES = 2                   # of a step with tp; with dp, of each rank
+SEQUENCES = 2                   # of a pass with tp; with dp, of each rank
+PASSES = 2                      # of a step with tp
 SLOWER = 1.25                   # the slowdown beside 1 at which a step is predicted, to see what it changes
 
 
 def kinds(ranks: int) -> tuple[str, ...]:
     """The steps that so many ranks take."""
-    return KINDS if ranks >= 4 and ranks % 2 == 0 else KINDS[:2]
+    return KINDS if ranks >= 4 and ranks % 2 == 0 else KINDS[:-1]
 
 
 def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
-    """Plan, model and sequences of a step. With tp every rank has a head, 128 columns and 32 tokens of a sequence."""
+    """Plan, model and sequences of a step. With tp every rank has 128 columns and a head or two."""
     if kind == "dp":
-        return Plan(dp=ranks), GPTConfig(vocabulary=256, context=128, layers=2, width=256, heads=4), SEQUENCES * ranks
-    tp = ranks if kind == "tp" else 2
-    return (Plan(dp=ranks // tp, tp=tp, sequence_parallel=True),
-            GPTConfig(vocabulary=64 * tp, context=32 * tp, layers=2, width=128 * tp, heads=tp), SEQUENCES * ranks // tp)
+        plan, columns, sequences = Plan(dp=ranks), 2, SEQUENCES * ranks
+    else:
+        tp = 2 if kind == "pairs" else ranks
+        plan = Plan(dp=ranks // tp, tp=tp, accumulate=PASSES, sequence_parallel=kind != "tp")
+        columns, sequences = tp, SEQUENCES * PASSES * plan.dp
+    return plan, GPTConfig(vocabulary=128 * columns, context=128 // columns * columns, layers=2, width=128 * columns,
+                           heads=columns if columns > 2 else 4, positions="rotary"), sequences
 
 
 def step_seconds(kind: str, world: Group) -> list[float]:
@@ -73,7 +79,7 @@ def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: 
     """
     if not profile.computation:
         return link
-    measured = np.array([min(seconds[kind]) for kind in kinds(link.ranks)])
+    measured = np.array([statistics.median(seconds[kind]) for kind in kinds(link.ranks)])
     rows = [_predicted(kind, link, 1.0, profile) for kind in kinds(link.ranks)]
     slower = [_predicted(kind, link, SLOWER, profile)[0] for kind in kinds(link.ranks)]
     plain = np.array([row[0] for row in rows])
@@ -81,7 +87,7 @@ def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: 
                                                                                                strict=True)])
     if link.ranks == 2:
         columns[:, 0] += columns[:, 1]          # all ranks are a pair
-    columns = np.delete(columns, 1, axis=1) if len(measured) == 2 else columns
+    columns = columns if KINDS[-1] in kinds(link.ranks) else np.delete(columns, 1, axis=1)
     least, most = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
     call, *pair, more = bounded_least_squares(columns / measured[:, None], 1 - plain / measured, least, most).tolist()
     return replace(link, call=call, pair=pair[0] if pair else call, slowdown=1 + more)

@@ -15,6 +15,7 @@ SOAK = pytest.mark.soak
 
 @pytest.mark.parametrize(("ranks", "call", "pair", "slowdown"), [
     (2, 1e-4, 1e-4, 1.3), pytest.param(2, 2e-4, 2e-4, 1.0, marks=SOAK), pytest.param(2, 0.0, 0.0, 1.2, marks=SOAK),
+    pytest.param(3, 1e-4, 1e-4, 1.1, marks=SOAK),
     pytest.param(4, 3e-4, 1e-4, 1.3, marks=SOAK), pytest.param(4, 0.0, 0.0, 1.0, marks=SOAK)])
 def test_what_was_planted_is_found(ranks: int, call: float, pair: float, slowdown: float) -> None:
     link = LinkCost("shm", ranks, 2e-5, 5e-6, 2e-10, 1e-10, 0.1)
