@@ -68,7 +68,7 @@ FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "flo
 """A step: model width, tokens of a sequence, sequences, passes that they are divided into. The first are almost nothing
 but Python and launches, the last has arrays beyond the cache."""
 BUDGET = 0.03               # seconds that the repetitions of one figure take
-DEAREST = 4.0               # a step's bytes are no more than this dearer than those of plain passes, or cheaper in cache
+DEAREST = 4.0               # a step's bytes are no more than this dearer than plain passes', or cheaper in the cache
 PRODUCTS_BY = (0.8, 1.2)    # as long as measured alone: a step's operands may still be in the cache
 CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
 TURNS = 8                   # until the fit of the steps changes no more
