@@ -107,8 +107,8 @@ def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
     peaks, half, small, worst = _fit_products(products, launch)
     cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst),
                            small_bytes=small)
-    cost = replace(cost, matrix=_each(cost, seconds, "stack", _stack_kernel),
-                   loop=_each(cost, seconds, "gaps", _gaps_kernel))
+    cost = replace(cost, matrix=_each(cost, seconds, "stack", stack_kernel),
+                   loop=_each(cost, seconds, "gaps", gaps_kernel))
     steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
     return _fit_steps(cost, steps) if steps else cost
 
@@ -125,18 +125,21 @@ def _each(cost: ComputationCost, seconds: Mapping[Figure, float], kind: str,
     return float(bounded_least_squares(columns, left, np.zeros(1), np.full(1, np.inf))[0])
 
 
-def _stack_kernel(size: Sequence[int]) -> Kernel:
+def stack_kernel(size: Sequence[int]) -> Kernel:
+    """A stack of products as the simulator sees it; size: matrices, m, k, n."""
     count, m, k, n = size
     return Kernel("matmul", "float32", 2.0 * count * m * k * n, 4.0 * count * (m * k + k * n + m * n), tuple(size))
 
 
-def _gaps_kernel(size: Sequence[int]) -> Kernel:
+def gaps_kernel(size: Sequence[int]) -> Kernel:
+    """A pass over rows with gaps between them; size: rows, elements of each."""
     return Kernel("memory", "float32", 0, BYTES_A_PASS * size[0] * size[1], (size[0],))
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
     """The same with the numbers that come closest to the steps: Python's seconds, those of a byte in cache and beyond,
-    which arrays are in it, and by how much a step's products differ from those measured alone.
+    which arrays are in it, by how much a step's products differ from those measured alone, and what a byte of their
+    matrices takes beside.
 
     Thin products are bound by the bandwidth too, so what products take is computed again with each new bandwidth.
     """

@@ -84,7 +84,7 @@ def stretched(shape: Shape, old: Shape, strides: Shape) -> Shape:
 
 
 @lru_cache(maxsize=1 << 16)
-def inner_loops(shape: Shape, strides: Sequence[Shape]) -> int:
+def inner_loops(shape: Shape, strides: tuple[Shape, ...]) -> int:
     """How often NumPy starts its innermost loop in a pass over operands of this shape and of these strides.
 
     Dims that lie behind each other in every operand are one loop; so an array without gaps takes one start.

@@ -11,18 +11,18 @@ from minidist.bench.computation import (
     FIGURES,
     GAPS,
     STACKS,
-    _gaps_kernel,
-    _stack_kernel,
     bounded_least_squares,
     fit,
+    gaps_kernel,
     kernels_of,
     measure,
+    stack_kernel,
 )
 from minidist.simulate.here import device_of
 from minidist.simulate.rates import Rates
 
 PLAIN = [figure for figure in FIGURES if figure[0] in ("matmul", "pass")]
-KERNELS = {"stack": _stack_kernel, "gaps": _gaps_kernel}
+KERNELS = {"stack": stack_kernel, "gaps": gaps_kernel}
 STEPS = [figure for figure in FIGURES if figure[0] == "step"]
 
 
