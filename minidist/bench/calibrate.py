@@ -15,7 +15,8 @@ previous one. Measured are
 
 and, over each link of this host,
 
-    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these figures (call_cost.py)
+    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these figures (call_cost.py),
+                                            beside steps of ranks that train alone
 
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
 Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.bench import call_cost
+from minidist.bench import call_cost, computation
 from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
 from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
@@ -51,7 +52,8 @@ Measure = Callable[..., list[float]]
 
 
 class Fitted(NamedTuple):
-    """The costs of a link, the samples they were fitted to, and seconds of each small model's step in each round."""
+    """The costs of a link, the samples they were fitted to, and the step of each small model in each round
+    (_training_steps)."""
 
     cost: LinkCost
     samples: list[Sample]
@@ -85,14 +87,30 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
                 jobs.append(start_job(link, count))
             asks: dict[str, Measure] = {job.name: partial(slowest, job) for job in jobs}
             found = _fit_all(asks, count, sizes, rounds, progress)
-            kinds = call_cost.kinds(count)
-            steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
-            for round_number in range(rounds):
-                progress(f"{count} ranks, round {round_number + 1} of {rounds}: training steps")
-                for (link, ask), kind in itertools.product(asks.items(), kinds):
-                    steps[link][kind].append(statistics.median(ask(kind=kind, nbytes=0, repeats=0)))
+            jobs.append(computation.start_job(count))
+            steps = _training_steps(asks, partial(slowest, jobs[-1]), count, rounds, progress)
             fitted += [each._replace(steps=steps[each.cost.link]) for each in found]
     return fitted
+
+
+def _training_steps(asks: Mapping[str, Measure], ask_alone: Measure, ranks: int, rounds: int,
+                    progress: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+    """Of each link and kind, in each round: the step, in units of the mean of the steps alone before and after it."""
+    kinds = call_cost.kinds(ranks)
+    steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
+
+    def alone() -> float:
+        seconds, = ask_alone(kind="step", dtype="float32", size=call_cost.ALONE)
+        return seconds
+
+    before = alone()
+    for round_number in range(rounds):
+        progress(f"{ranks} ranks, round {round_number + 1} of {rounds}: training steps")
+        for (link, ask), kind in itertools.product(asks.items(), kinds):
+            seconds, after = statistics.median(ask(kind=kind, nbytes=0, repeats=0)), alone()
+            steps[link][kind].append(2 * seconds / (before + after))
+            before = after
+    return steps
 
 
 def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]) -> list[Fitted]:

@@ -16,6 +16,10 @@ they also take turns on cores, caches and memory. So small models train over eac
 
 Ranks that meet often wait for the slower one each time, which is most of `call`; so it is that of passes as long as
 training has. Seconds of a step are those of the slowest rank: median over steps, and over rounds.
+
+A virtual machine has another speed a minute later, and messages, steps and kernels are measured minutes apart. So
+before and after each step ranks train alone, each the same model as in dp, as many at once as there are cores. A step
+counts in units of these; what one takes without disturbance is what chapter 24 predicts.
 """
 
 import statistics
@@ -25,7 +29,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from minidist.bench.computation import bounded_least_squares
+from minidist.bench.computation import bounded_least_squares, kernels_of
 from minidist.comm.cost.link_model import LinkCost, Profile
 from minidist.comm.group import Group
 from minidist.nn import GPTConfig
@@ -33,7 +37,8 @@ from minidist.observe.events import Start
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.group_ranks import group_ranks
-from minidist.simulate.here import here
+from minidist.simulate.here import cores_here, device_of, here
+from minidist.simulate.rates import Rates
 from minidist.simulate.simulate import simulate
 
 KINDS = ("tp", "sequence", "dp", "pairs")
@@ -41,6 +46,8 @@ STEPS, WARM_UP = 10, 2
 SEQUENCES = 2                   # of a pass with tp; with dp, of each rank
 PASSES = 2                      # of a step with tp
 SLOWER = 1.25                   # the slowdown beside 1 at which a step is predicted, to see what it changes
+LEAST = 0.8                     # slowdown: below 1 where kernels were predicted longer than they are
+ALONE = (256, 128, SEQUENCES, 1)        # width, context, sequences and passes of what each rank trains alone
 
 
 def kinds(ranks: int) -> tuple[str, ...]:
@@ -63,7 +70,7 @@ def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
 def step_seconds(kind: str, world: Group) -> list[float]:
     """Seconds of each step on this rank, but for the first ones. Every rank calls it."""
     plan, config, sequences = small_step(kind, world.size)
-    trainer, tokens = Trainer(plan, config, world), np.zeros((sequences // plan.dp, config.context), np.int64)
+    trainer, tokens = Trainer(plan, config, world), np.zeros((sequences, config.context), np.int64)
     seconds = []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
@@ -72,14 +79,16 @@ def step_seconds(kind: str, world: Group) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: Profile) -> LinkCost:
+def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Profile) -> LinkCost:
     """The link with the cost of a call and the slowdown; unchanged if computation was never measured.
 
-    Args:    seconds: of the small step of each kind, in each round. profile: has the link, and computation.
+    Args:    steps: the small step of each kind, in each round, in units of the step alone. profile: has the link, and
+             computation.
     """
     if not profile.computation:
         return link
-    measured = np.array([statistics.median(seconds[kind]) for kind in kinds(link.ranks)])
+    alone = alone_seconds(link.ranks, profile)
+    measured = np.array([alone * statistics.median(steps[kind]) for kind in kinds(link.ranks)])
     rows = [_predicted(kind, link, 1.0, profile) for kind in kinds(link.ranks)]
     slower = [_predicted(kind, link, SLOWER, profile)[0] for kind in kinds(link.ranks)]
     plain = np.array([row[0] for row in rows])
@@ -89,8 +98,16 @@ def with_steps(link: LinkCost, seconds: Mapping[str, Sequence[float]], profile: 
         columns[:, 0] += columns[:, 1]          # all ranks are a pair
     columns = columns if KINDS[-1] in kinds(link.ranks) else np.delete(columns, 1, axis=1)
     least, most = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
+    least[-1] = LEAST - 1
     call, *pair, more = bounded_least_squares(columns / measured[:, None], 1 - plain / measured, least, most).tolist()
     return replace(link, call=call, pair=pair[0] if pair else call, slowdown=1 + more)
+
+
+def alone_seconds(ranks: int, profile: Profile) -> float:
+    """Seconds of the step that each rank trains alone, while as many do as have a core each."""
+    cores = cores_here()
+    device = device_of(profile.computation, min(ranks, cores), cores, profile.machine)
+    return Rates.of(device).segment(kernels_of(ALONE))
 
 
 def _predicted(kind: str, link: LinkCost, slowdown: float, profile: Profile) -> tuple[float, list[float]]:

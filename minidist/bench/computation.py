@@ -20,7 +20,6 @@ The fit is weighted least squares on the relative error. Chapter 24 prices kerne
 """
 
 import itertools
-import os
 import statistics
 import time
 from collections import deque
@@ -39,7 +38,7 @@ from minidist.nn import GPTConfig
 from minidist.observe.events import Busy
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.here import device_of
+from minidist.simulate.here import cores_here, device_of
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import Rates
 from minidist.simulate.trace import Kernel
@@ -82,11 +81,11 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
 
     Where there are more ranks than cores, they take turns: that needs no measurement (simulate/here.py).
     """
-    fitted, cores = [], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for count in sorted({1, *(min(count, cores) for count in ranks)}):
+    fitted = []
+    for count in sorted({1, *(min(count, cores_here()) for count in ranks)}):
         jobs: list[Job] = []
         with closed_at_the_end(jobs):
-            jobs.append(start_workers(MODULE, "computation", count, by="rank"))
+            jobs.append(start_job(count))
             figures: dict[Figure, list[float]] = {}
             for number in range(rounds):
                 progress(f"{count} ranks compute, round {number + 1} of {rounds}")
@@ -96,6 +95,11 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
         fitted.append(fit(count, {figure: statistics.median(times) if figure[0] == "step" else min(times)
                                   for figure, times in figures.items()}))
     return fitted
+
+
+def start_job(ranks: int) -> Job:
+    """Start ranks that compute, each by itself: as many of these as there are cores."""
+    return start_workers(MODULE, "computation", min(ranks, cores_here()), by="rank")
 
 
 def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:

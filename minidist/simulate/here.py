@@ -52,11 +52,13 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
         raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
                           f"--only {transport},computation -n {ranks}`")
     cores = cores or cores_here()
-    device = device_of(profile.computation, ranks, cores, profile.machine, 1.0 if link is None else link.slowdown)
+    slowdown = 1.0 if link is None else link.slowdown
+    device = device_of(profile.computation, ranks, cores, profile.machine, slowdown)
+    alone = device_of(profile.computation, 1, cores, profile.machine, min(1.0, slowdown))
     topology = Topology(ranks, _wire(transport, link))
     return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
                    call=0.0 if link is None else link.call, pair=0.0 if link is None else link.pair,
-                   alone=device_of(profile.computation, 1, cores, profile.machine) if ranks > 1 else None)
+                   alone=alone if ranks > 1 else None)
 
 
 def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],

@@ -60,7 +60,7 @@ class LinkCost:
     crowd: float = 0.0
     call: float = 0.0           # what a call of a training step takes beside its messages; only `here` counts it
     pair: float = 0.0           # the same of a call of two of the ranks: it need not wait until all had a core
-    slowdown: float = 1.0       # by which kernels take longer where so many ranks train; only `here` counts it
+    slowdown: float = 1.0       # by which kernels take longer where so many ranks train, or shorter; only for `here`
 
     def seconds(self, work: LinkWork) -> float:
         """What the model says that this work takes."""
