@@ -56,8 +56,9 @@ def by_openmpi(cluster: Cluster, places: Places, program: list[str], environment
     agent = ["--mca", "plm_rsh_agent" if " 4." in version else "plm_ssh_agent", cluster.ssh]
     more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     first, *_ = places
-    return [start(cluster.on(first, mpirun, "--host", hosts_word(places), "-n", str(sum(places.values())),
-                             *agent, sys.executable, *program), environment, **more)]
+    # the hosts share this machine's cores, which may be fewer than ranks: Open MPI binds no two to one
+    return [start(cluster.on(first, mpirun, "--bind-to", "none", "--host", hosts_word(places), "-n",
+                             str(sum(places.values())), *agent, sys.executable, *program), environment, **more)]
 
 
 def by_torchrun(cluster: Cluster, places: Places, program: list[str], environment: Environment) -> list["Popen[str]"]:
