@@ -27,6 +27,7 @@ from minidist.simulate.trace import RankTrace
 INNER = ("tp", "cp", "ep")
 """Axes whose calls stand inside a layer; those of the others follow from its bytes (estimate.py)."""
 PHASES = ("forward", "backward")
+NARROW = GPTConfig(vocabulary=512, context=64, layers=2, width=512, heads=8)
 
 
 class Cut(NamedTuple):
@@ -171,9 +172,13 @@ class Cells:
         return self._run_plan(plan, stages * layers, stages, rank=(stages - 1) * tp)
 
     def update_seconds(self, *, offload: str = "none") -> float:
-        """Of the optimizer, for one weight: an element-wise pass over what it keeps; with `offload` on the host."""
+        """Of the optimizer, for one weight: an element-wise pass over what it keeps; with `offload` on the host.
+
+        A host makes it block by block, and all blocks are alike: there a narrow model has the same seconds a weight.
+        """
         plan = Plan(precision=self._precision, offload=offload)
-        traces = [self._run_plan(plan, layers, 1, 2) for layers in (1, 2)]
+        config = self.config if offload == "none" else NARROW
+        traces = [self._run_plan(plan, layers, 1, 2, config=config) for layers in (1, 2)]
         spent = [sum(self.rates.segment(trace.segments[event.work])     # type: ignore[call-overload, misc]
                      for event in trace.events[trace.steps[1]:]
                      if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]
@@ -197,8 +202,10 @@ class Cells:
                     checkpoint_blocks="all" if again else "none")
         return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
 
-    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1, rank: int = 0) -> RankTrace:
-        return _run_once(plan, replace(self.config, layers=layers), rank, rows, steps, self._kind, self._optimizer)
+    def _run_plan(self, plan: Plan, layers: int, rows: int, steps: int = 1, rank: int = 0,
+                  config: GPTConfig | None = None) -> RankTrace:
+        return _run_once(plan, replace(config or self.config, layers=layers), rank, rows, steps, self._kind,
+                         self._optimizer)
 
 
 def working(trace: RankTrace) -> int:

@@ -25,3 +25,12 @@ def test_what_a_layer_keeps_to_be_computed_again_is_shared_by_all_expert_axes(cu
     found, expected = shared._kept(wide), alone._kept(wide)
     assert found[1] - found[0] == expected[1] - expected[0] > 0
     assert len(shared._keeps) == 1
+
+
+def test_a_host_updates_a_weight_of_any_model_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a narrow model stands for all of them: the blocks of 46.7 billion weights take minutes to run."""
+    config = GPTConfig(vocabulary=1000, context=64, layers=2, width=768, heads=12, norm="rms", activation="silu")
+    narrow = Cells(config, CLUSTER, Rates.of(CLUSTER.device)).update_seconds(offload="optimizer")
+    monkeypatch.setattr("minidist.plan.cells.NARROW", config)
+    own = Cells(config, CLUSTER, Rates.of(CLUSTER.device)).update_seconds(offload="optimizer")
+    assert narrow == pytest.approx(own, rel=1e-3) and narrow != own
