@@ -38,6 +38,8 @@ def watched(before: Callable[..., Any]) -> Iterator[None]:
         return made
 
     saved = [(os, name, getattr(os, name)) for name in CALLS] + [(pathlib.Path, "open", pathlib.Path.open)]
+    accessor = getattr(pathlib, "_normal_accessor", None)   # in Python 3.10 a Path took its calls from os before this
+    saved += [(accessor, name, getattr(accessor, name)) for name in set(CALLS) - {"open"} if hasattr(accessor, name)]
     for owner, name, call in saved:
         setattr(owner, name, watching(name, call))
     try:
