@@ -7,6 +7,7 @@
 
 import os
 import platform
+import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,8 +72,12 @@ def machine_parts(system: Path = SYSTEM) -> MachineParts:
 
 def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
     """By /sys; where there is none, one socket with as many cores as the system counts."""
-    threads = sorted(int(folder.name[3:]) for folder in (system / "cpu").glob("cpu[0-9]*")
-                     if (folder / "topology").is_dir())
+    try:
+        names = os.listdir(system / "cpu")
+    except OSError:
+        names = []
+    threads = sorted(int(name[3:]) for name in names
+                     if re.fullmatch("cpu[0-9]+", name) and (system / "cpu" / name / "topology").is_dir())
     if not threads:
         counted = tuple(ProcessorCore((thread,), ()) for thread in range(os.cpu_count() or 1))
         return (ProcessorSocket(0, counted, (), 0),)

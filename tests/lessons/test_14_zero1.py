@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from filling import assert_named, graded, right
+from matplotlib.image import imread
 from minidist.lessons import find, zero_figures, zero_lab
 
 import minidist as md
@@ -60,4 +62,8 @@ def test_the_papers_chart_has_the_papers_numbers(tmp_path: Path) -> None:
     held = [state_bytes(figure.PAPER["parameters"], MIXED, zero=zero, ranks=64)["total"] / 1e9 for zero in range(4)]
     assert [f"{each:.1f}" for each in held] == ["120.0", "31.4", "16.6", "1.9"]
     figure._paper(tmp_path)
-    assert (tmp_path / "paper.png").read_bytes() == find("14").part("paper.png").read_bytes()
+    drawn, shipped = tmp_path / "paper.png", find("14").part("paper.png")
+    if f"version{matplotlib.__version__}," in shipped.read_bytes()[:300].decode("latin-1"):
+        assert drawn.read_bytes() == shipped.read_bytes()
+    else:       # another matplotlib sets letters a little differently: by 0.012
+        assert abs(imread(drawn) - imread(shipped)).mean() < 0.02
