@@ -19,7 +19,7 @@ training has. Seconds of a step are those of the slowest rank: median over steps
 
 A virtual machine has another speed a minute later, and messages, steps and kernels are measured minutes apart. So
 before and after each step ranks train alone, each the same model as in dp, as many at once as there are cores. A step
-counts in units of these; what one takes without disturbance is what chapter 24 predicts.
+counts in units of these, and a unit is as long as chapter 24 predicts.
 """
 
 import statistics
