@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the choice").add_argument
     add("--objective", choices=OBJECTIVES, default="time", help="what is to be least (default: time)")
     add("--confirm", type=int, default=0, metavar="K", help="run the best K through the simulator too (default: 0)")
-    add("--run", type=positive, metavar="K", help="with --here: train with the best K and a random one, and compare")
+    add("--run", type=positive, metavar="K", help="with --here: simulate the best K, train with these and a random one")
     add = parser.add_argument_group("the result").add_argument
     add("--top", type=positive, default=5, metavar="K", help="how many plans are shown (default: 5)")
     add("--explain", action="store_true", help="why the best one wins, what binds it, and what the notes advise")
@@ -69,21 +69,23 @@ def run(args: argparse.Namespace) -> int:
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
     config, console = config_of(args), Console(highlight=False)
-    with progress("ranking the plans" + (f", and simulating the best {args.confirm}" if args.confirm else "")):
+    rates, confirm = Rates.of(cluster.device, profile) if profile else None, max(args.confirm, args.run or 0)
+    with progress("ranking the plans" + (f", and simulating the best {confirm}" if confirm else "")):
         ranking = plan_for(config, cluster, batch=args.batch, objective=args.objective, optimizer=args.optimizer,
                            precision=args.precision or ("fp32" if args.here else "bf16"),
-                           rates=Rates.of(cluster.device, profile), confirm=args.confirm)
+                           rates=rates, confirm=confirm)
     report.print_ranking(console, ranking, args.top, model_words(args))
     found: dict[str, Any] = {"cluster": cluster.spec, "batch": args.batch, "config": config.as_dict(),
                              "objective": args.objective, "enumerated": ranking.enumerated, "fit": len(ranking),
                              "plans": [choice.as_json() for choice in ranking.top(args.top)]}
-    found |= _asked(args, ranking, prices, console)
+    found |= _asked(args, ranking, prices, rates, console)
     if args.json:
         write_json(args.json, found)
     return 0
 
 
-def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: Console) -> dict[str, Any]:
+def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, rates: Rates | None,
+           console: Console) -> dict[str, Any]:
     """What was asked for beyond the ranking: printed, and as JSON."""
     from minidist.cli import plan_report as report
 
@@ -107,7 +109,7 @@ def _asked(args: argparse.Namespace, ranking: Ranking, prices: Prices, console: 
         from minidist.plan.trial import try_plans
 
         with progress("training") as show:
-            trials = try_plans(ranking, args.run, optimizer=args.optimizer, show=show)
+            trials = try_plans(ranking, args.run, optimizer=args.optimizer, rates=rates, show=show)
         report.print_trials(console, trials)
         found["trials"] = [trial.as_json() for trial in trials]
     return found

@@ -18,6 +18,8 @@ import numpy as np
 from minidist.errors import ConfigError
 from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
 from minidist.progress import SILENT, Progress
+from minidist.simulate.rates import Rates
+from minidist.simulate.simulate import simulate
 
 ROUNDS, STEPS = 4, 12
 TIMEOUT = 600.0         # seconds of one run
@@ -25,7 +27,9 @@ TIMEOUT = 600.0         # seconds of one run
 
 @dataclass(frozen=True)
 class Trial:
-    """Attributes: predicted, measured: seconds of a step; spread: by which two halves of the rounds differ."""
+    """Attributes: predicted: seconds of a step by the replay; measured: by the runs; spread: by which two halves of the
+    rounds differ.
+    """
 
     choice: Choice
     random: bool
@@ -40,8 +44,12 @@ class Trial:
 
 
 def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS, steps: int = STEPS,
-              show: Progress = SILENT) -> list[Trial]:
-    """Train with the best `count` plans and a random one, in turn. Raises: ConfigError if a run fails: its words."""
+              rates: Rates | None = None, show: Progress = SILENT) -> list[Trial]:
+    """Train with the best `count` plans and a random one, in turn.
+
+    Args:    rates: seconds of kernels, for plans that the ranking did not confirm (default: of the cluster's device).
+    Raises:  ConfigError if a run fails: its words.
+    """
     best = ranking.top(count)
     choices = [*best, _random(ranking, len(best))] if len(ranking) > len(best) else best
     seen: list[list[float]] = [[] for _ in choices]
@@ -50,10 +58,16 @@ def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds:
             show.at(number * len(choices) + place, rounds * len(choices), f"round {number + 1}: training under "
                                                                           f"{' '.join(plan_words(choice.plan))}")
             found.append(run_once(ranking, choice, optimizer, steps))
-    return [Trial(choice, place >= len(best),
-                  choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds, median(found),
+    return [Trial(choice, place >= len(best), _replayed(ranking, choice, optimizer, rates), median(found),
                   abs(median(found[::2]) / median(found[1::2] or found) - 1))
             for place, (choice, found) in enumerate(zip(choices, seen, strict=True))]
+
+
+def _replayed(ranking: Ranking, choice: Choice, optimizer: str, rates: Rates | None) -> float:
+    """Seconds of a step by the replay; where ranks share cores, the fast path that ranks plans is too short."""
+    found = choice.confirmed or simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch,
+                                         order=choice.order, rates=rates, optimizer=optimizer)
+    return found.step_seconds
 
 
 def _random(ranking: Ranking, first: int) -> Choice:
