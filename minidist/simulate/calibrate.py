@@ -18,6 +18,7 @@ Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
 
 import csv
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,9 @@ def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] 
     Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the config of a name.
     Raises:  ConfigError with the line and what is wrong there.
     """
+    if re.search(r":\d+(x\d+)*$", cluster):
+        raise ConfigError(f"cluster {cluster}: each run says how many devices it had; write the name alone, "
+                          f"{cluster.rpartition(':')[0]}")
     try:
         with open(path, encoding="utf-8", newline="") as file:
             lines = [(number, line) for number, line in enumerate(file, 1) if line.strip() and line.lstrip()[0] != "#"]

@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,12 @@ def test_mistakes_in_a_file_name_the_line(tmp_path, text, message):
         read_runs(path, "a100-80g")
     with pytest.raises(ConfigError, match="No such file"):
         read_runs(tmp_path / "none.csv", "a100-80g")
+
+
+@pytest.mark.parametrize("size", ["1x8", "64", "8x8x8"])
+def test_a_cluster_with_its_size_is_told_that_runs_say_it(size: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cluster a100-80g:{size}: each run says .* write the name alone, a100-80g$"):
+        read_runs(tmp_path / "runs.csv", f"a100-80g:{size}")
 
 
 def test_the_simulator_predicts_and_its_constants_are_found_again(tmp_path):
