@@ -11,7 +11,9 @@ The monitor is the other end (monitor.py). A daemon thread listens; the transpor
 import contextlib
 import dataclasses
 import errno
+import math
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -269,7 +271,10 @@ class MonitorClient:
             message = f"minidist: rank {self.world_rank} was still busy {self.grace:g} s after {why}; ended"
             self._end_timer = threading.Timer(self.grace, end_process, [message])
             self._end_timer.daemon = True
-            self._end_timer.start()
+            try:
+                self._end_timer.start()
+            except RuntimeError:                # Python 3.12 starts no thread while it ends: then a signal ends it
+                signal.alarm(math.ceil(self.grace))
 
 
 def listens(address: tuple[str, int]) -> bool:
