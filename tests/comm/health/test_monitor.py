@@ -400,3 +400,18 @@ def test_a_process_that_has_ended_is_heard_to_the_end_first():
                                              ("localhost", "localhost"), ("a-name", "")])
 def test_only_a_name_that_differs_between_machines_is_listened_for_at_all_addresses(host, place):
     assert acceptor.where_to_listen(host) == place
+
+
+def test_a_process_that_starts_no_thread_any_more_has_a_signal_keep_its_time(monkeypatch):
+    """As Python 3.12 at its own end: the failure is told all the same."""
+    def refuse(timer):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    alarms = []
+    monkeypatch.setattr("minidist.comm.health.monitor_client.signal.alarm", alarms.append)
+    with job(2, grace=2.5) as (_, links):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Timer, "start", refuse)
+            assert links[1].report(ValueError("boom")) is True
+        assert set(alarms) == {3}                          # of rank 0, too, which hears of it in this process
+        assert links[0].wait_for_loss(5.0).world_rank == 1
