@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minidist.cli import main
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.settings import mixture_of
+from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig, MixtureConfig
+from minidist.parallel.hybrid.plan import Plan
 from minidist.plan import trial
 from minidist.plan.ranking import Choice, Ranking, plan_for, plan_words
 from minidist.plan.trial import try_plans
@@ -67,6 +71,26 @@ def test_a_run_that_fails_is_told_in_its_own_words(started: list[list[str]], mon
     monkeypatch.setattr("minidist.plan.trial.plan_words", lambda plan: ["--broken"])
     with pytest.raises(ConfigError, match="no such option"):
         try_plans(plan_for(CONFIG, "h100:1x2", batch=4), 1)
+
+
+def test_the_command_simulates_what_it_runs(started: list[list[str]], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ranks that share this machine: --run K confirms the best K, and holds the replay against the runs."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    rates = [ComputationCost(ranks, {"float32": 1e11 / ranks, "float64": 5e10}, 10.0, 1e-6, 1e10, 1e6, 3.0, 0.2)
+             for ranks in (1, 2)]
+    link = LinkCost("shm", 2, 2e-5, 5e-6, 2e-10, 0.0, 0.1, call=3e-4)
+    save_profile(Profile([link], {}, tuple(rates)), profile_path())
+    words = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "64", "--vocab", "512", "--batch", "4"]
+    assert main(["plan", "--here", "-n", "2", *words, "--run", "2", "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    best, second, drawn = found["trials"]
+    for trial, plan in zip((best, second), found["plans"], strict=False):
+        assert trial["predicted"] == plan["confirmed_seconds"] and trial["plan"] == plan["plan"]
+    config = GPTConfig(vocabulary=512, context=64, layers=2, width=32, heads=2, positions="rotary")
+    for trial in (best, drawn):
+        plan = Plan(**trial["plan"])
+        assert trial["predicted"] == pytest.approx(simulate(plan, config, "here:2", batch=4).step_seconds)
 
 
 def draw_plans(seed: int, ranks: int) -> list[tuple[Ranking, Choice]]:
