@@ -14,8 +14,9 @@ notes:   N2 §10.1, N3 §4, N4 §2
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import exp, inf, log
+
+import numpy as np
 
 from minidist.comm.cost.link_model import LinkCost, LinkWork
 
@@ -69,21 +70,32 @@ def break_even(faster: Callable[[float], bool]) -> float:
     return exp(low)
 
 
-def predicted_break_even(plain: LocalStep, scheme: LocalStep, ranks: int, alpha: float) -> float:
-    """The break-even of a scheme by the model."""
-    return break_even(lambda speed: scheme.over(shaped(ranks, alpha, speed)) < plain.over(shaped(ranks, alpha, speed)))
+def predicted_gain(plain: LocalStep, scheme: LocalStep, ranks: int, alpha: float) -> Callable[[float], float]:
+    """Seconds that a scheme saves in a step, by the model, as a function of the bandwidth."""
+    def gain(bandwidth: float) -> float:
+        link = shaped(ranks, alpha, bandwidth)
+        return plain.over(link) - scheme.over(link)
+    return gain
 
 
-def measured_break_even(gains: Mapping[float, float]) -> float | None:
-    """Where the gain of compression changes its sign, from the highest such bandwidths; None if it does nowhere.
+def measured_break_even(cells: Mapping[float, tuple[float, float]], gain: Callable[[float], float]) -> float | None:
+    """The bandwidth between the measured ones at which both take as long; None if it lies beyond them.
 
-    Args:    gains: bandwidth -> measured seconds of a plain step minus those of a compressed one, which the model has
-             as a straight line over 1/bandwidth.
+    Single cells are too noisy: a step 5 % longer moves the break-even by 40 % where the two times cross at a small
+    angle. So all cells together move the model's gain, by more or less encoding and by more or less bytes: by the line
+    a + b / bandwidth of least squares, errors counted as parts of the longer step.
+
+    Args:    cells: bandwidth -> measured seconds of a plain step and of a compressed one; gain: predicted_gain's.
     """
-    for (low, gain), (high, less) in reversed(list(pairwise(sorted(gains.items())))):
-        if gain > 0 >= less:
-            return 1 / (1 / high + (1 / low - 1 / high) * -less / (gain - less))
-    return None
+    if len(cells) < 2:
+        return None
+    speeds, times = np.array(list(cells)), np.array(list(cells.values()))
+    weights = 1 / times.max(axis=1)
+    off = times[:, 0] - times[:, 1] - [gain(speed) for speed in speeds]
+    line = np.stack([np.ones(len(speeds)), 1 / speeds], axis=1)
+    constant, slope = np.linalg.lstsq(line * weights[:, None], off * weights)[0]
+    edge = break_even(lambda speed: bool(gain(speed) + constant + slope / speed > 0))
+    return edge if speeds.min() <= edge <= speeds.max() else None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The adviser's measurements: steps over a link that takes no time, and with --check over each link.
 
-Of all steps of a way over a link the shortest counts: other programs, and the ranks themselves where they share cores,
-only lengthen a step, each time by something else.
+Of all steps of a way over a link a short one counts, below which a tenth of them stay: other programs, and the ranks
+themselves where they share cores, lengthen most steps, each by something else, and the very shortest is luck. Steps
+over a link of no time and over each link take turns, so a machine that grows slower grows slower for all of them.
 """
 
 import statistics
@@ -9,47 +10,73 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist.bench.compress.advise import (
     AdviceCell,
     LocalStep,
     bandwidth_for,
+    break_even,
     bytes_ratio,
     measured_break_even,
-    predicted_break_even,
+    predicted_gain,
     score,
     shaped,
     speed_ratio,
 )
 from minidist.bench.compress.kept import KeptMeasurements
-from minidist.bench.compress.time_to_loss import Links, RankJob, measured_steps
+from minidist.bench.compress.time_to_loss import Links, RankJob, add_turn
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
 TURNS = 5               # steps of a round over the link of no time
+LOW = 0.1               # the part of the steps that is shorter than the one that counts
 CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
 WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
 
-def local_steps(ranks: RankJob, ways: Sequence[SendingWay], rounds: int, progress: Callable[[str], None],
-                kept: KeptMeasurements, job: str = "") -> dict[str, LocalStep]:
-    """The shortest step of each way over a link that takes no time; ways take turns.
+class AdviceTimes(NamedTuple):
+    """What the rounds have measured, by way.
 
-    Args:    job: of the ranks, in the kept names.
+    Attributes: local: steps over a link that takes no time; over: seconds of the steps over each link, of --check
     """
-    found: dict[str, list[LocalStep]] = {way.text: [] for way in ways}
 
-    def turn(way: SendingWay, number: int) -> list[dict[str, Any]]:
+    local: dict[str, list[LocalStep]]
+    over: dict[str, list[list[float]]]
+
+    def local_step(self, way: str) -> LocalStep:
+        """The step that counts, with the bytes and messages of the mean one: some schemes send what they find."""
+        steps = sorted(self.local[way], key=lambda step: step.seconds)
+        return replace(steps[int(LOW * len(steps))], nbytes=statistics.mean(step.nbytes for step in steps),
+                       messages=statistics.mean(step.messages for step in steps))
+
+    def seconds(self, way: str, link: int) -> float:
+        """The step that counts over a link."""
+        steps = sorted(self.over[way][link])
+        return steps[int(LOW * len(steps))]
+
+
+def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
+                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "") -> AdviceTimes:
+    """Each way in each round: steps over a link that takes no time, then over each of `links`.
+
+    Args:    links: with no bandwidths, steps over them are not measured; job: of the ranks, in the kept names.
+    """
+    found = AdviceTimes({way.text: [] for way in ways}, {way.text: [[] for _ in links.bandwidths] for way in ways})
+
+    def local_turn(way: SendingWay, number: int) -> list[dict[str, Any]]:
         progress(f"round {number} of {rounds}: {way.text}, a link of no time")
         ranks.ask(what="open", way=way.text, timed=True)
         return [asdict(_local_step(ranks.ask(what="steps", steps=1))) for _ in range(TURNS)]
 
     for number in range(1, rounds + 1):
         for way in ways:
-            steps = kept.once(f"{job}{way.text} over a link of no time, round {number}", partial(turn, way, number))
-            found[way.text] += [LocalStep(**step) for step in steps]
-    return {way: min(steps, key=lambda step: step.seconds) for way, steps in found.items()}
+            steps = kept.once(f"{job}{way.text} over a link of no time, round {number}",
+                              partial(local_turn, way, number))
+            found.local[way.text] += [LocalStep(**step) for step in steps]
+            if links.bandwidths:
+                add_turn(ranks, way, links, found.over[way.text], (number, rounds), progress, kept, job)
+    return found
 
 
 def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
@@ -72,13 +99,14 @@ def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, 
 
     Args:    ways: the first is `none`; kept: what was measured before.
     """
-    local = local_steps(ranks, ways, rounds, progress, kept, f"{size} ranks: ")
+    times = measure_rounds(ranks, ways, links if check else Links(links.alpha, []), rounds, progress, kept,
+                           f"{size} ranks: ")
+    local = {way.text: times.local_step(way.text) for way in ways}
     cells = advice(local, size, links)
-    measured = measured_steps(ranks, ways, links, rounds, progress, kept, f"{size} ranks: ", min) if check else None
-    if measured is not None:
+    if check:
         places = {bandwidth: index for index, bandwidth in enumerate(links.bandwidths)}
-        cells = [replace(cell, measured=(measured[PLAIN][places[cell.bandwidth]],
-                                         measured[cell.scheme][places[cell.bandwidth]])) for cell in cells]
+        cells = [replace(cell, measured=(times.seconds(PLAIN, places[cell.bandwidth]),
+                                         times.seconds(cell.scheme, places[cell.bandwidth]))) for cell in cells]
     return {"ranks": size, "rows": [_row(way.text, cells, local, size, links) for way in ways if way.text != PLAIN],
             "score": score(cells), "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds}}
 
@@ -87,11 +115,12 @@ def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ran
          links: Links) -> dict[str, Any]:
     """One scheme: its cells, and its break-even bandwidth by the model and as measured."""
     mine = [cell for cell in cells if cell.scheme == way]
-    gains = {cell.bandwidth: cell.measured[0] - cell.measured[1] for cell in mine if cell.measured is not None}
-    edge = predicted_break_even(local[PLAIN], local[way], ranks, links.alpha)
+    measured = {cell.bandwidth: cell.measured for cell in mine if cell.measured is not None}
+    gain = predicted_gain(local[PLAIN], local[way], ranks, links.alpha)
+    edge = break_even(lambda speed: gain(speed) > 0)
     return {"way": way, "nbytes": local[way].nbytes, "seconds": local[way].seconds,
             "break_even": edge if isfinite(edge) else None, "always": not isfinite(edge),
-            "measured_break_even": measured_break_even(gains),
+            "measured_break_even": measured_break_even(measured, gain),
             "cells": [{"bandwidth": cell.bandwidth, "predicted": cell.predicted, "measured": cell.measured,
                        "compress": cell.compress, "right": cell.right} for cell in mine]}
 

@@ -141,10 +141,10 @@ def _advise(args: argparse.Namespace, model: Model, ways: list[SendingWay], size
             found.append(check.advise(jobs[0], size, ways, links, rounds=args.rounds, check=args.check,
                                       progress=time_to_loss.after(f"{size} ranks", progress), kept=kept))
             if size == max(sizes):
-                local = check.local_steps(jobs[0], [ways[0], way_of("1-bit", steps)], args.rounds, progress, kept,
-                                          "claims: ")
-                plain, compressed = local.values()
-                claims = check.claims(plain, compressed, size, links)
+                one_bit = way_of("1-bit", steps)
+                times = check.measure_rounds(jobs[0], [ways[0], one_bit], Links(links.alpha, []), args.rounds, progress,
+                                             kept, "claims: ")
+                claims = check.claims(times.local_step(PLAIN), times.local_step(one_bit.text), size, links)
         progress.keep(f"{size} ranks: done")
     return {"advice": found, "claims": claims}
 

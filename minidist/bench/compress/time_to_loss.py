@@ -94,26 +94,29 @@ def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[f
             more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
 
 
-def measured_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
-                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "",
-                   one_of: Callable[[list[float]], float] = statistics.median) -> dict[str, list[float]]:
-    """A step of each way over each link; ways take turns.
+def add_turn(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]], number: tuple[int, int],
+             progress: Callable[[str], None], kept: KeptMeasurements, job: str = "") -> None:
+    """A turn of one way, measured or kept, added to `times`.
 
-    Args:    job: of the ranks, in the kept names; one_of: which of the measured steps.
+    Args:    number: of the round, and of all rounds; job: of the ranks, in the kept names.
     """
-    times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
-
-    def turn(way: SendingWay, number: int) -> list[list[float]]:
+    def turn() -> list[list[float]]:
         found: list[list[float]] = [[] for _ in links.bandwidths]
-        time_steps(ranks, way, links, found, after(f"round {number} of {rounds}", progress))
+        time_steps(ranks, way, links, found, after(f"round {number[0]} of {number[1]}", progress))
         return found
 
+    for all_rounds, one in zip(times, kept.once(f"{job}steps of {way.text}, round {number[0]}", turn), strict=True):
+        all_rounds += one
+
+
+def median_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
+                 progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, list[float]]:
+    """The median step of each way over each link; ways take turns."""
+    times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
     for number in range(1, rounds + 1):
         for way in ways:
-            found = kept.once(f"{job}steps of {way.text}, round {number}", partial(turn, way, number))
-            for all_rounds, one in zip(times[way.text], found, strict=True):
-                all_rounds += one
-    return {way: [one_of(found) for found in of_it] for way, of_it in times.items()}
+            add_turn(ranks, way, links, times[way.text], (number, rounds), progress, kept)
+    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
 
 
 def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
@@ -139,7 +142,7 @@ def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: 
             keep(f"{way.text}: loss {losses[way.text]:.4f} after {steps} steps")
     plain = curves[PLAIN]
     goal = (1 + SLACK) * plain[-1][1] if target is None else target
-    median = measured_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept)
+    median = median_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept)
     rows = [{"loss": losses[way.text], **_row(way, curves[way.text], sent[way.text], median, links, goal)}
             for way in ways if not way.follows_link]
     for way in ways:

@@ -14,7 +14,7 @@ from minidist.bench.compress.advise import (
     break_even,
     bytes_ratio,
     measured_break_even,
-    predicted_break_even,
+    predicted_gain,
     score,
     shaped,
     speed_ratio,
@@ -37,17 +37,41 @@ def test_a_bucket_leaves_when_it_is_ready_and_the_port_is_free():
 def test_break_even_is_where_both_take_as_long():
     """1 s and 1.2 s of computing, 3 MB and 1 MB: equal where 2 MB take 0.2 s."""
     plain, scheme = LocalStep(1.0, 3e6, 0, [0.9], [1]), LocalStep(1.2, 1e6, 0, [1.1], [1])
-    edge = predicted_break_even(plain, scheme, 2, 0.0)
+    def edge_of(scheme):
+        gain = predicted_gain(plain, scheme, 2, 0.0)
+        return break_even(lambda speed: gain(speed) > 0)
+
+    edge = edge_of(scheme)
     assert edge == pytest.approx(1e7)
     assert plain.over(shaped(2, 0.0, edge)) == pytest.approx(scheme.over(shaped(2, 0.0, edge)))
-    assert predicted_break_even(plain, replace(scheme, nbytes=4e6), 2, 0.0) == 0.0
-    assert predicted_break_even(plain, replace(scheme, seconds=0.9), 2, 0.0) == inf
+    assert edge_of(replace(scheme, nbytes=4e6)) == 0.0
+    assert edge_of(replace(scheme, seconds=0.9)) == inf
     assert break_even(lambda speed: speed < 123.0e4) == pytest.approx(1.23e6)
 
 
-def test_measured_break_even_is_a_line_over_the_seconds_of_a_byte():
-    assert measured_break_even({speed: 2e6 / speed - 0.2 for speed in (1e6, 5e6, 2e7, 1e8)}) == pytest.approx(1e7)
-    assert measured_break_even({1e6: 1.0, 1e7: 0.5}) is None and measured_break_even({}) is None
+def test_measured_break_even_moves_the_model_by_a_line():
+    """2 MB saved for 0.2 s of encoding, where the model has 1 MB for 0.1 s, and where it has them right."""
+    cells = {speed: (1.0 + 3e6 / speed, 1.2 + 1e6 / speed) for speed in (1e6, 5e6, 2e7, 1e8)}
+    for gain in (lambda speed: 1e6 / speed - 0.1, lambda speed: 2e6 / speed - 0.2):
+        assert measured_break_even(cells, gain) == pytest.approx(1e7)
+    assert measured_break_even({5e6: cells[5e6], 1e6: cells[1e6]}, gain) is None, "it lies beyond the links"
+    assert measured_break_even({1e6: (2.0, 1.0), 1e7: (1.5, 1.0)}, gain) is None
+    assert measured_break_even({}, gain) is None
+
+
+def test_one_disturbed_cell_hardly_moves_a_measured_break_even():
+    """A tenth more on the plain step beside the break-even of 10 MB/s: a line through its neighbours is 65 % off."""
+    cells = {speed: (1.0 + 3e6 / speed, 1.2 + 1e6 / speed) for speed in bandwidths(ALL)}
+    plain, scheme = cells[1.25e7]
+    found = measured_break_even({**cells, 1.25e7: (1.1 * plain, scheme)}, lambda speed: 2e6 / speed - 0.2)
+    assert found == pytest.approx(1e7, rel=0.12)
+
+
+def test_the_step_that_counts_is_a_short_one_with_the_mean_bytes():
+    local = [LocalStep(0.1 + 0.01 * number, 100.0 * number, number, [0.05], [1]) for number in range(20)]
+    times = check.AdviceTimes({"threshold": local[::-1]}, {"threshold": [[step.seconds for step in local]]})
+    assert times.local_step("threshold") == LocalStep(pytest.approx(0.12), 950.0, 9.5, [0.05], [1])
+    assert times.seconds("threshold", 0) == pytest.approx(0.12)
 
 
 def test_cells_that_are_close_do_not_count():
