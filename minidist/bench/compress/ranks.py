@@ -15,9 +15,11 @@ from minidist.bench.step.ranks import Model
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import Delayed, delayed
 from minidist.data import text
+from minidist.device.backend import Array
 from minidist.launch.membership import limit_blas_threads
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.recorder import Silent
+from minidist.parallel.step.step import Batch
 
 MODULE = "minidist.bench.compress.ranks"
 SEED = 0
@@ -37,17 +39,18 @@ class Training:
     """A training over a link whose speed changes. Every rank of the group makes one and asks it the same.
 
     Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole training.
-             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss by the way.
+             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss by the way,
+             evenly spread.
     """
 
     def __init__(self, group: Group, model: Model, *, steps: int, lr: float, source: str = "python",
-                 rows: int = 64) -> None:
+                 rows: int = 240) -> None:
         assert isinstance(group.transport, Delayed)
         self.group, self.link, self.model, self.steps, self.lr = group, group.transport, model, steps, lr
         self.text = text.load(source)
         inputs, targets = text.windows(self.text.validation, context=model.context)
-        some, whole = (min(count, len(inputs)) // group.size * group.size for count in (rows, len(inputs)))
-        self.validation = {False: (inputs[:some], targets[:some]), True: (inputs[:whole], targets[:whole])}
+        self.validation = {whole: self._rows(inputs, targets, 1 if whole else max(1, len(inputs) // rows))
+                           for whole in (False, True)}
         self.moments = Moments()
         self.trainer: Trainer | None = None
 
@@ -93,6 +96,12 @@ class Training:
         if self.trainer is not None:
             self.trainer.close()
             self.trainer = None
+
+    def _rows(self, inputs: Array, targets: Array, stride: int) -> Batch:
+        """Every `stride`-th row, as many as divide among the ranks."""
+        inputs, targets = inputs[::stride], targets[::stride]
+        count = len(inputs) // self.group.size * self.group.size
+        return inputs[:count], targets[:count]
 
     def _go(self, steps: int) -> list[float]:
         assert self.trainer is not None

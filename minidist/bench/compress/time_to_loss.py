@@ -2,7 +2,7 @@
 
     curve       each way is trained once over a link that takes no time: the link changes no number of a training
     steps       until the loss of some rows of the validation text first is at most the target, in steps of `every`
-    last loss   of the whole validation text, because some rows tell two ways apart to some per cent only
+    last loss   of the whole validation text, of which the rows of a curve are a third, evenly spread
     step        measured over each link, the median; of local steps the mean over a period
     time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
 
