@@ -45,12 +45,11 @@ import numpy as np
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.compress.outer import OUTERS, Fragment, Outer, cut_fragments
-from minidist.parallel.compress.two_phase import Phased
+from minidist.parallel.compress.outer import OUTERS, AllSums, Fragment, Outer, cut_fragments
 from minidist.parallel.step.flat import join, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -141,7 +140,7 @@ class LocalSteps(Strategy):
         self.common = account.current().hold(self.own.copy(), "parameters")
         self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
         self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
-        self.scheme.attach([fragment.run for fragment in self.fragments])
+        self.scheme.attach([stretch.run for fragment in self.fragments for stretch in fragment.stretches])
         self.scalars = group.split(0, axis=group.axis)      # losses do not queue behind outer gradients
         self.met = self.merged = self.rows = 0
         self.recent = deque[tuple[int, float, float]](maxlen=RECENT)
@@ -178,15 +177,20 @@ class LocalSteps(Strategy):
             self._merge(self.fragments[0])
 
     def _send(self, fragment: Fragment, share: float) -> None:
-        """The outer gradient sets out. Cost: one all-reduce of the fragment, as the scheme does it."""
-        room = account.current().hold(fragment.data - fragment.own, "communication")
-        room *= share
+        """The outer gradient sets out. Cost: one all-reduce of each stretch of the fragment, as the scheme does it."""
         self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
         for other in self.fragments:
-            if isinstance(other.pending, Phased):
+            if other.pending is not None:
                 other.pending.advance()     # its second phase belongs to its own step of the scheme
         self.scheme.begin_step()
-        fragment.pending, fragment.room = self.scheme.start_all_reduce(fragment.number, room), room
+        room = account.current().hold(array_module(fragment.own).empty_like(fragment.own), "communication")
+        sums = []
+        for where, _, number in fragment.stretches:
+            part = room[where]
+            array_module(part).subtract(fragment.data[where], fragment.own[where], out=part)
+            part *= share
+            sums.append(self.scheme.start_all_reduce(number, part))
+        fragment.pending, fragment.room = AllSums(sums), room
 
     def _take_outer_step(self, fragment: Fragment) -> None:
         """Wait for the sum of the outer gradients; the outer step on the common weights of the fragment."""
@@ -247,8 +251,14 @@ class LocalSteps(Strategy):
 
     def traffic(self, passes: int) -> list[Collective]:
         """The collectives of `every` steps, whatever the number of passes."""
-        return [Collective("all_reduce", fragment.data.nbytes, self.group, sent=self.scheme.sent_bytes(fragment.run))
+        return [Collective("all_reduce", fragment.data.nbytes, self.group, sent=self._sent_bytes(fragment))
                 for fragment in self.fragments]
+
+    def _sent_bytes(self, fragment: Fragment) -> int | None:
+        """As Scheme.sent_bytes, of all its stretches."""
+        sent = [self.scheme.sent_bytes(stretch.run) for stretch in fragment.stretches]
+        known = [each for each in sent if each is not None]
+        return None if len(known) < len(sent) else -1 if min(known) < 0 else sum(known)
 
     def sends(self, first: int, last: int) -> list[int]:
         """How often each fragment has set out in the steps after step `first` up to step `last`."""

@@ -8,8 +8,10 @@ from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
+from minidist.comm.limits import STRETCH_BYTES
 from minidist.device.backend import Array
 from minidist.optim import SGD
+from minidist.parallel.compress.two_phase import Phased
 from minidist.parallel.step.scheme import GradientRun
 
 
@@ -29,26 +31,60 @@ OUTERS = {"sgd": Outer(1.0), "nesterov": Outer(0.7, 0.9, nesterov=True)}
 """Outer optimizers by name, as published: local SGD's and DiLoCo's."""
 
 
+class Stretch(NamedTuple):
+    """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and under which number."""
+
+    where: slice
+    run: GradientRun
+    number: int
+
+
+class AllSums(Phased):
+    """The sums of a fragment's stretches on their way."""
+
+    def __init__(self, sums: Sequence[Pending]) -> None:
+        self.sums = sums
+
+    def advance(self) -> None:
+        for each in self.sums:
+            if isinstance(each, Phased):
+                each.advance()
+
+    def wait(self) -> None:
+        for each in self.sums:
+            each.wait()
+
+    def done(self) -> bool:
+        return all(each.done() for each in self.sums)
+
+
 class Fragment:
     """A slice of the vector of all weights. The outer optimizer's tensor: it has data, a gradient and a name.
 
-    Attributes: name, number; data: the common weights; grad: their outer gradient, while the outer step reads it.
+    Attributes: name; data: the common weights; grad: their outer gradient, while the outer step reads it.
                 own: this rank's weights; pending, room: the outer gradient on its way, and where it lies.
-                run: what a scheme knows of it.
+                stretches: at most 4 MiB each: one is encoded while the one before is on the link.
     """
 
-    def __init__(self, number: int, own: Array, common: Array, run: GradientRun) -> None:
-        self.name, self.number, self.own, self.data, self.run = f"fragment {number}", number, own, common, run
+    def __init__(self, number: int, own: Array, common: Array, stretches: Sequence[Stretch]) -> None:
+        self.name, self.own, self.data, self.stretches = f"fragment {number}", own, common, stretches
         self.grad: Array | None = None
-        self.pending: Pending | None = None
+        self.pending: AllSums | None = None
         self.room: Array | None = None
 
 
 def cut_fragments(count: int, own: Array, common: Array, weights: Sequence[Parameter], group: Group) -> list[Fragment]:
     """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one element."""
-    return [Fragment(number, own[start:stop], common[start:stop],
-                     GradientRun(tuple(_spans(weights, start, stop)), group, "all_reduce"))
-            for number, (start, stop) in enumerate(pairwise(bounds(len(own), count)))]
+    fragments, first = list[Fragment](), 0
+    for number, (start, stop) in enumerate(pairwise(bounds(len(own), count))):
+        cuts = max(1, -(-(stop - start) * own.itemsize // STRETCH_BYTES))
+        stretches = list[Stretch]()
+        for low, high in pairwise(bounds(stop - start, cuts)):
+            run = GradientRun(tuple(_spans(weights, start + low, start + high)), group, "all_reduce")
+            stretches.append(Stretch(slice(low, high), run, first + len(stretches)))
+        fragments.append(Fragment(number, own[start:stop], common[start:stop], stretches))
+        first += cuts
+    return fragments
 
 
 def _spans(weights: Sequence[Parameter], start: int, stop: int) -> Iterator[tuple[Parameter, range]]:

@@ -166,7 +166,9 @@ class TwoPhase(Chained):
     def draw(self, kind: str, index: int, number: int) -> RandomStream:
         """The random numbers for a chunk of this step."""
         run, step = self.runs[index], self.counters["steps"]
-        return RandomStream(f"{run.spans[0][0].name}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0)
+        parameter, inside = run.spans[0]
+        begin = f"[{inside.start}]" if inside.start else ""         # a large parameter may lie in several buckets
+        return RandomStream(f"{parameter.name}{begin}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0)
 
 
 class _Exchange(Phased):
