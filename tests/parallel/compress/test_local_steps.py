@@ -12,6 +12,7 @@ from training import difference, global_batch, tiny, train, train_tiny
 import minidist as md
 from minidist.errors import CheckpointError, ConfigError, MismatchError, PlanError
 from minidist.optim import AdamW
+from minidist.parallel.compress import outer as outer_module
 from minidist.parallel.compress.local_steps import LocalSteps, plain_diloco
 from minidist.parallel.compress.outer import OUTERS, Outer
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -134,6 +135,30 @@ def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("options", [{"local_steps": 2}, {"local_steps": 2, "outer_compress": "4bit"},
+                                     {"local_steps": 4, "fragments": 2, "delay": 1, "mix": 0.5}])
+def test_a_meeting_in_stretches(size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 bytes instead of 4 MiB: the same sums, what a code loses apart; the bytes of each stretch's formula."""
+    whole = run(size, steps=6, sequences=8, **options)
+    monkeypatch.setattr(outer_module, "STRETCH_BYTES", 1000)
+    ranks = run(size, steps=6, sequences=8, **options)
+    assert len({rank["digest"] for rank in ranks}) == 1
+    assert {rank["memory"]["communication"]["now"] for rank in ranks} == {0}
+    sent = sum(sum(rank["sent"]["dp"].values()) for rank in ranks)
+    if "outer_compress" not in options:
+        assert difference(ranks[0]["weights"], whole[0]["weights"]) < BOUND
+        assert sent == sum(sum(rank["sent"]["dp"].values()) for rank in whole)
+    else:
+        vector = vector_of(new_model())
+        chunks = [len(chunk) for stretch in np.array_split(vector, -(-vector.nbytes // 1000))
+                  for chunk in np.array_split(stretch, size)]
+        assert sent == 3 * 2 * (size - 1) * sum(4 * -(-m // 128) + -(-m // 2) for m in chunks)
+        exact = run(size, steps=6, sequences=8, local_steps=2)[0]["weights"]
+        lost, before = (difference(found[0]["weights"], exact) for found in (ranks, whole))
+        assert 0 < lost < 2 * before
+
+
 @pytest.mark.soak
 def test_four_bits_of_the_way_are_nearly_the_way() -> None:
     """The outer step is that of the whole outer gradient to a part of its largest entry: 1/14, in two phases, times
@@ -210,14 +235,20 @@ def test_common_weights_that_differ_are_seen() -> None:
 
 RESTARTS = [{"local_steps": 3}, {"local_steps": 4, "fragments": 2, "delay": 2, "mix": 0.25},
             {"local_steps": 3, "outer": "sgd"}, {"local_steps": 2, "outer_compress": "bf16:feedback=yes"},
-            {"local_steps": 4, "fragments": 4, "delay": 3, "outer_compress": "4bit:rounding=stochastic"}]
+            {"local_steps": 4, "fragments": 4, "delay": 3, "outer_compress": "4bit:rounding=stochastic"},
+            {"local_steps": 2, "outer_compress": "4bit:rounding=nearest,feedback=yes", "stretch": 1000},
+            {"local_steps": 2, "outer_compress": "4bit:rounding=stochastic", "stretch": 1000}]
 
 
 @pytest.mark.parametrize(("options", "asynchronous_save"), [
     *((options, number % 2 == 1) for number, options in enumerate(RESTARTS)),
     *(pytest.param(options, number % 2 == 0, marks=pytest.mark.soak) for number, options in enumerate(RESTARTS))])
-def test_goes_on_with_the_same_bits(options: dict[str, Any], asynchronous_save: bool, tmp_path: Path) -> None:
-    """Saved between two meetings, with a fragment on its way."""
+def test_goes_on_with_the_same_bits(options: dict[str, Any], asynchronous_save: bool, tmp_path: Path,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved between two meetings, with a fragment on its way; stretch: bytes that travel by themselves."""
+    options = dict(options)
+    monkeypatch.setattr(outer_module, "STRETCH_BYTES", options.pop("stretch", outer_module.STRETCH_BYTES))
+
     def rank(world: Any, *, until: int, save: int = 0, load: bool = False) -> tuple[list[float], str, str]:
         trainer = Trainer(Plan(dp=3, **options), tiny(), world, seed=3, lr=1e-2)
         if load:
