@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from minidist.kernels.quantise import GROUP, quantise_reference, restore_reference
 
+from minidist.parallel.compress import quantise
 from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.compress.quantise import KERNEL_BLOCK, LARGEST, Quantiser, book_of
 from minidist.parallel.compress.two_phase import RandomStream
@@ -58,6 +59,22 @@ def test_stochastic_rounding_takes_a_neighbour(bits: int, book: str, values: np.
     gap = 1 / LARGEST[bits] if book == "linear" else 2 * widest(book_of(bits)) + 2 ** -11
     bound = gap * largest_of_blocks(values, 8) * (1 + 1e-6) + 1e-30
     assert (np.abs(there_and_back(codec(bits, 8, book, "stochastic"), values) - values) <= bound).all()
+
+
+@every_codec
+@given(count=st.integers(0, 90), block=st.sampled_from([2, 6, 16, 40]), length=st.sampled_from([1, 16, 33]),
+       rounding=st.sampled_from(["nearest", "stochastic"]), kind=st.sampled_from(["float32", "float64"]))
+def test_stretches_are_the_bytes_of_the_whole(bits: int, book: str, count: int, block: int, length: int, rounding: str,
+                                              kind: str) -> None:
+    values = np.random.default_rng(count).normal(size=count).astype(kind)
+    values[count // 2:count // 2 + 1] = np.inf
+    whole = codec(bits, block, book, rounding)
+    payload = whole.encode(values, STREAM)
+    numbers = whole.decode(payload, count, values.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantise, "STRETCH", length)
+        assert np.array_equal(whole.encode(values, STREAM), payload)
+        np.testing.assert_array_equal(whole.decode(payload, count, values.dtype), numbers)
 
 
 @every_codec
