@@ -148,8 +148,9 @@ def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: 
     for way in ways:
         if way.follows_link:
             rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress, kept))
-    for row in rows:            # the adaptive ratio's trainings end at the target
-        row["above_plain"] = row["loss"] / losses[PLAIN] - 1 if row["way"] in curves else None
+    for row in rows:            # the adaptive ratio's trainings end at the target, if they reach it
+        whole = row["way"] in curves or row["cells"][-1]["steps"] is None
+        row["above_plain"] = row["loss"] / losses[PLAIN] - 1 if whole else None
     return {"target": goal, "rows": rows,
             "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress, kept)
                         for way, bandwidth in _cells(ways, rows, links, through)]}
