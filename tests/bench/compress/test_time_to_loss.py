@@ -24,9 +24,9 @@ def test_the_first_step_at_the_target():
     assert [steps_to(curve, target) for target in (3.5, 2.0, 1.95, 1.0)] == [10, 20, 40, None]
 
 
-def measured(*names: str, kept: KeptMeasurements | None = None) -> tuple[dict, ShapedRanks]:
-    """100 steps, the loss at every fifth, over 100 Mbit/s and 1 Gbit/s."""
-    ranks = ShapedRanks(STEPS, LOSSES)
+def measured(*names: str, kept: KeptMeasurements | None = None, **losses: float) -> tuple[dict, ShapedRanks]:
+    """100 steps, the loss at every fifth, over 100 Mbit/s and 1 Gbit/s. losses: other ones than LOSSES."""
+    ranks = ShapedRanks(STEPS, {**LOSSES, **losses})
     links = Links(50e-6, bandwidths("100Mbit,1Gbit"))
     ways = [way_of(name, 100) for name in names]
     return measure(ranks, ways, links, steps=100, every=5, rounds=2, target=None, through=1.25e7,
@@ -64,6 +64,13 @@ def test_adaptive_is_run_over_each_link():
     assert [cell["steps"] for cell in row["cells"]] == [100, 100]
     assert row["cells"][0]["seconds"] == pytest.approx(100 * PLAIN_STEP.over(shaped(2, 50e-6, 1.25e7)))
     assert [cell["way"] for cell in result["through"]] == ["none"]
+    assert row["above_plain"] is None       # it ends at the target, with another number of steps
+
+
+def test_adaptive_that_never_is_at_the_target_has_a_last_loss():
+    row = measured("none", "adaptive", adaptive=0.005)[0]["rows"][1]
+    assert [cell["steps"] for cell in row["cells"]] == [None, None]
+    assert row["above_plain"] == pytest.approx(3.5 / 3.0 - 1)
 
 
 @pytest.mark.parametrize(("words", "said"), [
