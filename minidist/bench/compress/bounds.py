@@ -77,5 +77,13 @@ def bounds_of_advice(advice: list[dict[str, Any]]) -> list[AskedBound]:
             if row["break_even"] and row["measured_break_even"]:
                 off = row["break_even"] / row["measured_break_even"] - 1
                 found.append(AskedBound(f"the break-even of {row['way']} on {each['ranks']} ranks is right to "
-                                        f"{EDGE:.0%}", f"{off:+.0%}", abs(off) <= EDGE))
+                                        f"{EDGE:.0%}", f"{off:+.0%}{_repeated(row)}", abs(off) <= EDGE))
     return found
+
+
+def _repeated(row: dict[str, Any]) -> str:
+    """How well the measured break-even repeats: by every other round beside the others."""
+    if len(row["by_halves"]) < 2 or None in row["by_halves"]:
+        return ""
+    low, high = sorted(row["by_halves"])
+    return f"; as measured by two halves of the rounds {high / low - 1:.0%} apart"

@@ -1,7 +1,8 @@
 """The adviser's measurements: steps over a link that takes no time, and with --check over each link.
 
-Of all steps of a way over a link a short one counts, below which a tenth of them stay: other programs, and the ranks
-themselves where they share cores, lengthen most steps, each by something else, and the very shortest is luck. Steps
+Each round makes the same steps of a training. Of each of them a short one counts, below which a tenth of the rounds
+stay, and the mean of these is the step: other programs, and the ranks themselves where they share cores, lengthen most
+steps, each by something else; the very shortest is luck; and some schemes send more in one step than in the next. Steps
 over a link of no time and over each link take turns, so a machine that grows slower grows slower for all of them.
 """
 
@@ -11,6 +12,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from minidist.bench.compress.advise import (
     AdviceCell,
@@ -25,12 +28,13 @@ from minidist.bench.compress.advise import (
     speed_ratio,
 )
 from minidist.bench.compress.kept import KeptMeasurements
-from minidist.bench.compress.time_to_loss import Links, RankJob, add_turn
+from minidist.bench.compress.time_to_loss import Links, RankJob, turn
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
 TURNS = 5               # steps of a round over the link of no time
-LOW = 0.1               # the part of the steps that is shorter than the one that counts
+LOW = 0.1               # the part of the rounds whose step is shorter than the one that counts
+ALL_ROUNDS, HALF, OTHER_HALF = slice(None), slice(0, None, 2), slice(1, None, 2)
 CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
 WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 
@@ -38,22 +42,28 @@ WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
 class AdviceTimes(NamedTuple):
     """What the rounds have measured, by way.
 
-    Attributes: local: steps over a link that takes no time; over: seconds of the steps over each link, of --check
+    Attributes: local: of each round, the steps over a link that takes no time
+                over: of each link and round, the seconds of the steps over it, of --check
     """
 
-    local: dict[str, list[LocalStep]]
-    over: dict[str, list[list[float]]]
+    local: dict[str, list[list[LocalStep]]]
+    over: dict[str, list[list[list[float]]]]
 
     def local_step(self, way: str) -> LocalStep:
-        """The step that counts, with the bytes and messages of the mean one: some schemes send what they find."""
-        steps = sorted(self.local[way], key=lambda step: step.seconds)
-        return replace(steps[int(LOW * len(steps))], nbytes=statistics.mean(step.nbytes for step in steps),
-                       messages=statistics.mean(step.messages for step in steps))
+        """The step that counts; bytes and messages of the mean one."""
+        steps = [step for steps in self.local[way] for step in steps]
+        nbytes, messages = (statistics.mean(getattr(step, name) for step in steps) for name in ("nbytes", "messages"))
+        return replace(min(steps, key=lambda step: step.seconds), nbytes=nbytes, messages=messages,
+                       seconds=_short([[step.seconds for step in steps] for steps in self.local[way]]))
 
-    def seconds(self, way: str, link: int) -> float:
+    def seconds(self, way: str, link: int, rounds: slice = ALL_ROUNDS) -> float:
         """The step that counts over a link."""
-        steps = sorted(self.over[way][link])
-        return steps[int(LOW * len(steps))]
+        return _short(self.over[way][link][rounds])
+
+
+def _short(rounds: Sequence[Sequence[float]]) -> float:
+    """The mean over the steps of a round; of each step the time below which LOW of the rounds stay."""
+    return statistics.mean(float(np.quantile(times, LOW)) for times in zip(*rounds, strict=False))
 
 
 def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
@@ -73,9 +83,11 @@ def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rou
         for way in ways:
             steps = kept.once(f"{job}{way.text} over a link of no time, round {number}",
                               partial(local_turn, way, number))
-            found.local[way.text] += [LocalStep(**step) for step in steps]
+            found.local[way.text].append([LocalStep(**step) for step in steps])
             if links.bandwidths:
-                add_turn(ranks, way, links, found.over[way.text], (number, rounds), progress, kept, job)
+                times = turn(ranks, way, links, (number, rounds), progress, kept, job)
+                for of_link, seconds in zip(found.over[way.text], times, strict=True):
+                    of_link.append(seconds)
     return found
 
 
@@ -104,25 +116,32 @@ def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, 
     local = {way.text: times.local_step(way.text) for way in ways}
     cells = advice(local, size, links)
     if check:
-        places = {bandwidth: index for index, bandwidth in enumerate(links.bandwidths)}
-        cells = [replace(cell, measured=(times.seconds(PLAIN, places[cell.bandwidth]),
-                                         times.seconds(cell.scheme, places[cell.bandwidth]))) for cell in cells]
-    return {"ranks": size, "rows": [_row(way.text, cells, local, size, links) for way in ways if way.text != PLAIN],
-            "score": score(cells), "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds}}
+        cells = [replace(cell, measured=_measured(times, cell.scheme, links)[cell.bandwidth]) for cell in cells]
+    return {"ranks": size, "score": score(cells),
+            "rows": [_row(way.text, cells, local, size, links, times) for way in ways if way.text != PLAIN],
+            "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds}}
 
 
-def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ranks: int,
-         links: Links) -> dict[str, Any]:
-    """One scheme: its cells, and its break-even bandwidth by the model and as measured."""
-    mine = [cell for cell in cells if cell.scheme == way]
-    measured = {cell.bandwidth: cell.measured for cell in mine if cell.measured is not None}
+def _measured(times: AdviceTimes, way: str, links: Links,
+              rounds: slice = ALL_ROUNDS) -> dict[float, tuple[float, float]]:
+    """Bandwidth -> seconds of a plain step, and of this way's."""
+    return {bandwidth: (times.seconds(PLAIN, link, rounds), times.seconds(way, link, rounds))
+            for link, bandwidth in enumerate(links.bandwidths)}
+
+
+def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ranks: int, links: Links,
+         times: AdviceTimes) -> dict[str, Any]:
+    """One scheme: its cells, and its break-even bandwidth by the model and as measured, by all rounds and by halves."""
     gain = predicted_gain(local[PLAIN], local[way], ranks, links.alpha)
     edge = break_even(lambda speed: gain(speed) > 0)
+    checked, rounds = bool(times.over[way]), len(times.local[way])
+    halves = [HALF, OTHER_HALF] if checked and rounds > 1 else []
     return {"way": way, "nbytes": local[way].nbytes, "seconds": local[way].seconds,
             "break_even": edge if isfinite(edge) else None, "always": not isfinite(edge),
-            "measured_break_even": measured_break_even(measured, gain),
+            "measured_break_even": measured_break_even(_measured(times, way, links), gain) if checked else None,
+            "by_halves": [measured_break_even(_measured(times, way, links, half), gain) for half in halves],
             "cells": [{"bandwidth": cell.bandwidth, "predicted": cell.predicted, "measured": cell.measured,
-                       "compress": cell.compress, "right": cell.right} for cell in mine]}
+                       "compress": cell.compress, "right": cell.right} for cell in cells if cell.scheme == way]}
 
 
 def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) -> dict[str, Any]:

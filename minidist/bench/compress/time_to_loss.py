@@ -94,19 +94,19 @@ def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[f
             more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
 
 
-def add_turn(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]], number: tuple[int, int],
-             progress: Callable[[str], None], kept: KeptMeasurements, job: str = "") -> None:
-    """A turn of one way, measured or kept, added to `times`.
+def turn(ranks: RankJob, way: SendingWay, links: Links, number: tuple[int, int], progress: Callable[[str], None],
+         kept: KeptMeasurements, job: str = "") -> list[list[float]]:
+    """A turn of one way, measured or kept: seconds of its steps over each link.
 
     Args:    number: of the round, and of all rounds; job: of the ranks, in the kept names.
     """
-    def turn() -> list[list[float]]:
+    def measured() -> list[list[float]]:
         found: list[list[float]] = [[] for _ in links.bandwidths]
         time_steps(ranks, way, links, found, after(f"round {number[0]} of {number[1]}", progress))
         return found
 
-    for all_rounds, one in zip(times, kept.once(f"{job}steps of {way.text}, round {number[0]}", turn), strict=True):
-        all_rounds += one
+    seconds: list[list[float]] = kept.once(f"{job}steps of {way.text}, round {number[0]}", measured)
+    return seconds
 
 
 def median_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
@@ -115,8 +115,10 @@ def median_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, round
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
     for number in range(1, rounds + 1):
         for way in ways:
-            add_turn(ranks, way, links, times[way.text], (number, rounds), progress, kept)
-    return {way: [statistics.median(found) for found in of_it] for way, of_it in times.items()}
+            found = turn(ranks, way, links, (number, rounds), progress, kept)
+            for all_rounds, one in zip(times[way.text], found, strict=True):
+                all_rounds += one
+    return {way: [statistics.median(seconds) for seconds in of_it] for way, of_it in times.items()}
 
 
 def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:

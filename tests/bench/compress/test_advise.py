@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 from shaped_ranks import PLAIN_STEP, SIGN_STEP, ShapedRanks
 
@@ -67,11 +68,15 @@ def test_one_disturbed_cell_hardly_moves_a_measured_break_even():
     assert found == pytest.approx(1e7, rel=0.12)
 
 
-def test_the_step_that_counts_is_a_short_one_with_the_mean_bytes():
-    local = [LocalStep(0.1 + 0.01 * number, 100.0 * number, number, [0.05], [1]) for number in range(20)]
-    times = check.AdviceTimes({"threshold": local[::-1]}, {"threshold": [[step.seconds for step in local]]})
-    assert times.local_step("threshold") == LocalStep(pytest.approx(0.12), 950.0, 9.5, [0.05], [1])
-    assert times.seconds("threshold", 0) == pytest.approx(0.12)
+def test_the_step_that_counts_is_the_mean_of_short_ones():
+    """Twenty rounds of two steps: the second takes twice as long and sends twice as much in every round."""
+    rounds = [[LocalStep(0.1 + late, 100.0, 1.0, [0.05], [1]), LocalStep(0.2 + late, 200.0, 3.0, [0.05], [1])]
+              for late in np.linspace(0.2, 0, 21)]
+    times = check.AdviceTimes({"threshold": rounds},
+                              {"threshold": [[[step.seconds for step in steps] for steps in rounds]]})
+    assert times.local_step("threshold") == LocalStep(pytest.approx(0.17), 150.0, 2.0, [0.05], [1])
+    assert times.seconds("threshold", 0) == pytest.approx(0.17)
+    assert times.seconds("threshold", 0, check.OTHER_HALF) == pytest.approx(0.178, abs=1e-3)
 
 
 def test_cells_that_are_close_do_not_count():
@@ -91,6 +96,7 @@ def test_advice_over_a_virtual_clock():
     [row] = found["rows"]
     assert found["score"][0] == found["score"][1] >= 6
     assert row["measured_break_even"] == pytest.approx(row["break_even"], rel=0.02)
+    assert row["by_halves"] == pytest.approx([row["measured_break_even"]] * 2)
     for cell in row["cells"]:
         assert cell["predicted"] == pytest.approx(cell["measured"], rel=1e-9)
     assert row["cells"][0]["compress"] and not row["cells"][-1]["compress"]

@@ -49,7 +49,8 @@ def test_a_cell_that_was_run_to_its_end(measured, held):
 
 def advice(right: int, counted: int, predicted: float | None = None, found: float | None = 1.0) -> list[dict[str, Any]]:
     return [{"ranks": 4, "score": (right, counted),
-             "rows": [{"way": "fp16", "cells": [0] * counted, "break_even": predicted, "measured_break_even": found}]}]
+             "rows": [{"way": "fp16", "cells": [0] * counted, "break_even": predicted, "measured_break_even": found,
+                       "by_halves": [0.9, 1.2]}]}]
 
 
 @pytest.mark.parametrize(("right", "counted", "held"), [(19, 20, True), (18, 20, False), (0, 0, None)])
@@ -60,7 +61,9 @@ def test_advice_is_right_in_most_cells(right, counted, held):
 
 @pytest.mark.parametrize(("predicted", "held"), [(1.14, True), (0.86, True), (1.16, False), (0.84, False)])
 def test_a_break_even_is_near(predicted, held):
-    assert bounds_of_advice(advice(20, 20, predicted))[1].held is held
+    bound = bounds_of_advice(advice(20, 20, predicted))[1]
+    assert bound.held is held
+    assert bound.found == f"{predicted - 1:+.0%}; as measured by two halves of the rounds 33% apart"
 
 
 @pytest.mark.parametrize("words", [[], ["--advise"], ["--full", "--advise"]])
