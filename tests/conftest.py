@@ -117,7 +117,7 @@ SAMPLED = {
     "test_a_block_computes_while_four_fifths_of_bytes_are_under_way": 4, "test_a_lost_server_is_named": 3,
     "test_a_pass_too_large_is_told_before_training": 5, "test_a_rank_holds_the_share_of_its_copy": 2,
     "test_a_step_of_bf16_waits_for_nothing": 4, "test_a_step_returns_while_weights_travel_and_a_reader_waits": 2,
-    "test_a_straggler_holds_the_others_up_no_more_than_it_must": 3, "test_accumulated_in_half_precision": 4,
+    "test_a_straggler_holds_the_others_up_no_more_than_it_must": 3,
     "test_activations_are_those_of_the_microbatches_held": 3, "test_ahead_limits_what_is_in_flight": 2,
     "test_an_evaluation_takes_no_more_than_a_step": 4, "test_an_overflow_on_one_rank_is_skipped_by_all": 5,
     "test_blocks_computed_again_send_tokens_twice_more": 2, "test_by_a_kernel": 2, "test_bytes_a_parameter": 4,

@@ -15,6 +15,7 @@ import numpy as np
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, widen
 from minidist.device.device_copies import copy, mark
+from minidist.nn.weights import unround
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.memory.disk import Disk, Loan, Record
@@ -66,7 +67,10 @@ class OnDisk(OffDevice):
         record = self._records[id(flat)]
         if flat.dtype in LOW_PRECISION:
             record.add("master", np.float32, flat.chunk_size)
-            record.write("master", widen(self._read_now(record, "weights")))
+            weights = self._read_now(record, "weights")
+            master = widen(weights)
+            unround(master, weights, flat.chunk_spans())
+            record.write("master", master)
         return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, (flat.chunk_size,)),
                                   nothing(flat.dtype, (flat.chunk_size,)))
 
