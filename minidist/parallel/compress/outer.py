@@ -31,7 +31,7 @@ OUTERS = {"sgd": Outer(1.0), "nesterov": Outer(0.7, 0.9, nesterov=True)}
 """Outer optimizers by name, as published: local SGD's and DiLoCo's."""
 
 
-class Stretch(NamedTuple):
+class FragmentStretch(NamedTuple):
     """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and under which number."""
 
     where: slice
@@ -66,7 +66,7 @@ class Fragment:
                 stretches: at most 4 MiB each: one is encoded while the one before is on the link.
     """
 
-    def __init__(self, number: int, own: Array, common: Array, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, number: int, own: Array, common: Array, stretches: Sequence[FragmentStretch]) -> None:
         self.name, self.own, self.data, self.stretches = f"fragment {number}", own, common, stretches
         self.grad: Array | None = None
         self.pending: AllSums | None = None
@@ -78,10 +78,10 @@ def cut_fragments(count: int, own: Array, common: Array, weights: Sequence[Param
     fragments, first = list[Fragment](), 0
     for number, (start, stop) in enumerate(pairwise(bounds(len(own), count))):
         cuts = max(1, -(-(stop - start) * own.itemsize // STRETCH_BYTES))
-        stretches = list[Stretch]()
+        stretches = list[FragmentStretch]()
         for low, high in pairwise(bounds(stop - start, cuts)):
             run = GradientRun(tuple(_spans(weights, start + low, start + high)), group, "all_reduce")
-            stretches.append(Stretch(slice(low, high), run, first + len(stretches)))
+            stretches.append(FragmentStretch(slice(low, high), run, first + len(stretches)))
         fragments.append(Fragment(number, own[start:stop], common[start:stop], stretches))
         first += cuts
     return fragments
