@@ -10,12 +10,15 @@ from local_steps import new_model, reference, vector_of
 from training import difference, global_batch, tiny, train, train_tiny
 
 import minidist as md
+from minidist.cli.train.seldom_traffic import formula
 from minidist.errors import CheckpointError, ConfigError, MismatchError, PlanError
 from minidist.optim import AdamW
 from minidist.parallel.compress import outer as outer_module
+from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.compress.local_steps import LocalSteps, plain_diloco
 from minidist.parallel.compress.outer import OUTERS, Outer
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step.scheme import GradientRun
 
 BOUND = 1e-10
 LOCAL_SGD = {"outer": "sgd", "outer_lr": 1.0, "optimizer": "sgd", "clip": None}
@@ -157,6 +160,31 @@ def test_a_meeting_in_stretches(size: int, options: dict[str, Any], monkeypatch:
         exact = run(size, steps=6, sequences=8, local_steps=2)[0]["weights"]
         lost, before = (difference(found[0]["weights"], exact) for found in (ranks, whole))
         assert 0 < lost < 2 * before
+
+
+def test_messages_of_stretches_are_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer_module, "STRETCH_BYTES", 1000)
+
+    def rank(world: Any) -> tuple[int, int]:
+        trainer = Trainer(Plan(dp=3, local_steps=2, outer_compress="4bit"), tiny(), world, seed=3)
+        for step in range(4):
+            trainer.step(global_batch(step, 3, tiny()))
+        expected = formula(trainer)["messages"]
+        trainer.close()
+        return expected, sum(row["messages"] for row in world.ledger.rows() if row["axis"] == "dp")
+
+    found = md.run(rank, size=3)
+    assert sum(sent for _, sent in found) == found[0][0] > 2 * 2 * 3 * 2
+
+
+def test_stretches_of_one_parameter_draw_other_numbers() -> None:
+    def rank(world: Any) -> list[str]:
+        parameter, scheme = next(iter(new_model().parameters())), scheme_of("4bit:rounding=stochastic")
+        scheme.attach([GradientRun(((parameter, part),), world, "all_reduce") for part in (range(5), range(5, 9))])
+        return [scheme.draw("worker", index, 0).stream for index in range(2)]
+
+    first, second = md.run(rank, size=1)[0]
+    assert first != second
 
 
 @pytest.mark.soak
