@@ -62,7 +62,7 @@ def test_measured_break_even_moves_the_model_by_a_line():
 
 @pytest.mark.parametrize("disturbed", bandwidths(ALL))
 def test_one_disturbed_cell_hardly_moves_a_measured_break_even(disturbed):
-    """A tenth more on one plain step. By the neighbours of the break-even of 10 MB/s alone, one of these is 65 % off."""
+    """A tenth more on one plain step. By the two neighbours of the break-even alone, one of these is 65 % off."""
     cells = {speed: (1.0 + 3e6 / speed, 1.2 + 1e6 / speed) for speed in bandwidths(ALL)}
     plain, scheme = cells[disturbed]
     found = measured_break_even({**cells, disturbed: (1.1 * plain, scheme)}, lambda speed: 2e6 / speed - 0.2)
