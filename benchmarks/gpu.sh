@@ -108,7 +108,7 @@ section kernels-flat 540 150 "$basic matplotlib" "bench kernels: embedding, expe
 $(kernels flat "embedding permute adam global_norm casts ring_add quantise selection")
 END
 section kernels-products 540 100 "$basic matplotlib" "bench kernels: products and attention" <<END
-$(kernels products "matmul attention")
+$(kernels products "matmul matmul_float8 attention")
 END
 section tests-bench 540 90 "$tested matplotlib" "pytest -m gpu: the benches themselves" <<END
 $(tests bench) {root}/tests/bench $filled

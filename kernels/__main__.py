@@ -2,7 +2,7 @@
 
 import sys
 
-from minidist.kernels.compile import ARCHITECTURES, compile_for, sources
+from minidist.kernels.compile import ARCHITECTURES, architectures, compile_for, sources
 
 from minidist.errors import KernelError
 
@@ -17,9 +17,12 @@ def main(names: list[str]) -> int:
             if names and source.path.stem not in names:
                 continue
             rows: dict[str, list[str]] = {}
-            for usage in (each for architecture in ARCHITECTURES for each in compile_for(source, architecture)):
-                spilled = usage.spill_stores + usage.spill_loads
-                rows.setdefault(usage.kernel, []).append(cell(usage.registers, usage.shared, spilled))
+            for architecture in ARCHITECTURES:
+                for usage in compile_for(source, architecture) if architecture in architectures(source) else ():
+                    spilled = usage.spill_stores + usage.spill_loads
+                    before = len(ARCHITECTURES) - len(architectures(source))        # too old for it: left empty
+                    rows.setdefault(usage.kernel, [cell("-", "-", "-")] * before).append(
+                        cell(usage.registers, usage.shared, spilled))
             for kernel, cells in rows.items():
                 print(f"{kernel:<52}" + "".join(cells))
     except KernelError as error:

@@ -50,6 +50,11 @@ def sources() -> list[Source]:
     return found
 
 
+def architectures(source: Source) -> list[str]:
+    """Those of ARCHITECTURES that run the kernels of a source."""
+    return [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) >= source.since]
+
+
 def one_of_each(source: Source, turn: int) -> list[str]:
     """One instance of each kernel of a source, another one at each turn: "softmax_v1<float>", "softmax_v2<float>", …"""
     instances: dict[str, list[str]] = {}

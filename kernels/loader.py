@@ -40,6 +40,7 @@ _PLAIN = (int, float, bool)         # numbers that need no look
 
 FLOATS = ("float", "__half", "__nv_bfloat16")       # the types that most kernels take
 
+OLDEST = 80         # GPUs that the kernels are written for, by compute capability: sm_80
 MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2 ** 31 - 1, 65535
 MOST_SHARED = 227 * 1024            # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
 
@@ -130,10 +131,14 @@ class Table:
 
 
 class Source:
-    """A .cu file and its kernels in use. Args: path: in this folder; kernels: names, with template arguments."""
+    """A .cu file and its kernels in use.
 
-    def __init__(self, path: str | Path, kernels: Sequence[str]) -> None:
-        self.path = HERE / path
+    Args:    path: in this folder; kernels: names, with template arguments; since: the oldest GPUs that run them, by
+             compute capability: 89 for sm_89.
+    """
+
+    def __init__(self, path: str | Path, kernels: Sequence[str], since: int = OLDEST) -> None:
+        self.path, self.since = HERE / path, since
         self.kernels = tuple(kernels)
         self._parameters: dict[str, list[KernelParameter]] = {}
         self._functions: dict[tuple[str, int], Any] = {}
@@ -181,10 +186,13 @@ class Source:
 
     def function(self, kernel: str) -> Any:
         """CuPy's function of an instance on the current device, compiled at the first use. Raises: KernelError."""
-        from cupy.cuda import compiler, runtime  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
+        from cupy.cuda import Device, compiler, runtime  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         key = kernel, runtime.getDevice()
         if key not in self._functions:
+            if self.since > OLDEST and (found := int(Device(key[1]).compute_capability)) < self.since:
+                raise KernelError(f"{self.path.name}: needs a GPU of sm_{self.since} or newer; device {key[1]} is "
+                                  f"sm_{found}")
             try:
                 self._functions[key] = self.module.get_function(kernel)
             except compiler.CompileException as error:

@@ -9,10 +9,14 @@
 //   B (16, 8)    b[0]: rows 2t, 2t+1, column g           b[1]: rows 2t+8, 2t+9, column g
 //   D (16, 8)    d[0], d[1]: row g, columns 2t, 2t+1     d[2], d[3]: row g+8, columns 2t, 2t+1     (float32)
 //
+// In m16n8k32 it holds four numbers of one byte in a register: where k is 2t, 2t+1 above it is 4t to 4t+3 here, and 16
+// stands for 8. D is the same.
+//
 // product and quotient round as float32 does and keep numbers below 2^-126: CuPy compiles with -ftz=true, under which *
 // and / take such numbers for 0. Where a kernel promises the bits of its reference it multiplies and divides by these.
 //
-// Source: NVIDIA, "PTX ISA", sections on mma, ldmatrix, cp.async, mul and div. All of it runs on sm_80 and newer.
+// Source: NVIDIA, "PTX ISA", sections on mma, ldmatrix, cp.async, mul and div. All of it runs on sm_80 and newer, but for
+// products of bytes: sm_89.
 #pragma once
 #include "common.cuh"
 
@@ -35,6 +39,23 @@ template <typename T> void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], co
             const unsigned left = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
             const unsigned right = all[column * 4 + k % 8 / 2].b[k / 8];
             d[i] += half_of<T>(left, k % 2) * half_of<T>(right, k % 2);
+        }
+    }
+}
+
+// The same for fp8 bytes; `exponent`: how many bits, 4 (e4m3) or 5 (e5m2).
+template <int a_exponent, int b_exponent>
+void mma_16x8x32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    struct Fragments { unsigned a[4], b[2]; } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all[32];
+    cuda_on_cpu::from_all_lanes(all_lanes, &mine, sizeof mine, all, __FILE__, __LINE__);
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    for (int i = 0; i < 4; i++) {
+        const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+        for (int k = 0; k < 32; k++) {
+            const unsigned left = all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)] >> 8 * (k % 4) & 0xff;
+            const unsigned right = all[column * 4 + k % 16 / 4].b[k / 16] >> 8 * (k % 4) & 0xff;
+            d[i] += cuda_on_cpu::decode<a_exponent, 7 - a_exponent, a_exponent == 4>(left)
+                    * cuda_on_cpu::decode<b_exponent, 7 - b_exponent, b_exponent == 4>(right);
         }
     }
 }
@@ -78,6 +99,20 @@ __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const 
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+#define MMA_16X8X32(A, B)                                                                                       \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." A "." B ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <int a_exponent, int b_exponent>
+__device__ __forceinline__ void mma_16x8x32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    static_assert(a_exponent / 2 == 2 && b_exponent / 2 == 2, "fp8 is e4m3 or e5m2");
+    if constexpr (a_exponent == 4 && b_exponent == 4) MMA_16X8X32("e4m3", "e4m3");
+    else if constexpr (a_exponent == 4) MMA_16X8X32("e4m3", "e5m2");
+    else if constexpr (b_exponent == 4) MMA_16X8X32("e5m2", "e4m3");
+    else MMA_16X8X32("e5m2", "e5m2");
+}
+#undef MMA_16X8X32
 
 // Addresses of shared memory as PTX takes them.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {

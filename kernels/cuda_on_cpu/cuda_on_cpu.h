@@ -196,6 +196,12 @@ template <typename T> inline T max(T a, T b) { return a < b ? b : a; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (static_cast<uint64_t>(a) * b) >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);

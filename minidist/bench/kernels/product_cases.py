@@ -6,7 +6,8 @@ import numpy as np
 
 from minidist.bench.kernels.case import MATRIX, Draw, Inputs, KernelCase, wide
 from minidist.bench.step.ranks import Model
-from minidist.kernels import attention, matmul
+from minidist.kernels import attention, casts, matmul
+from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
 BAND = 4            # where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
 
@@ -15,6 +16,13 @@ def _matrices(model: Model, draw: Draw) -> Inputs:
     """A layer's MLP: tokens times the first linear."""
     return {"a": draw.normal(model.batch * model.context, model.width),
             "b": draw.normal(model.width, 4 * model.width)}
+
+
+def _bytes(model: Model, draw: Draw) -> Inputs:
+    """The same in fp8."""
+    one = np.ones(1, np.float32)
+    return {**{name: casts.cast_reference(array, E4M3)[0].view(np.uint8) for name, array in
+               _matrices(model, draw).items()}, "scale_a": one, "scale_b": one}
 
 
 def _heads(model: Model, draw: Draw) -> Inputs:
@@ -74,6 +82,10 @@ CASES = [
     KernelCase("matmul", "matmul", matmul.VERSIONS, _matrices,
                lambda i, v: lambda: (matmul.matmul(i["a"], i["b"], version=v),),
                lambda i, rows: [matmul.matmul_reference(wide(i["a"][rows]), wide(i["b"]))],
+               lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
+    KernelCase("matmul_float8", "matmul_float8", (1,), _bytes,
+               lambda i, v: lambda: (matmul_float8(i["a"], i["b"], (i["scale_a"], i["scale_b"])),),
+               lambda i, rows: [matmul_float8_reference(i["a"][rows], i["b"], (1.0, 1.0))],
                lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
     KernelCase("attention", "attention", attention.VERSIONS, _heads, _attend, _attention_wanted, _operations(2),
                rows=_all_heads, held=MATRIX, flash=True, sampled=4, slack=1.5),

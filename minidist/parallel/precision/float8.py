@@ -12,7 +12,8 @@ Hardware multiplies the bytes; here their values are looked up in a table and mu
 speed is not gained. What backward needs of x is kept as bytes, half of bf16's.
 
 On a GPU kernels/casts.cu rounds, and finds the largest element in the same read; CuPy has no dtype for a byte's values,
-which go into bf16, exactly, for tensor cores to multiply. What was seen stays there, and the host waits for it once a
+which go into bf16, exactly, for tensor cores to multiply: cuBLAS does that faster than kernels/matmul_float8.cu, which
+multiplies the bytes, and which is there to see how. What was seen stays there, and the host waits for it once a
 step, to agree on scales.
 
 Source:  Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; delayed scaling as in NVIDIA's Transformer Engine.
