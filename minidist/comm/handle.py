@@ -19,6 +19,16 @@ class Handle(ABC):
         """Whether wait() would return, or raise, at once. Never blocks."""
 
 
+class Finished(Handle):
+    """A transfer that was complete at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
 class Reported(Handle):
     """A transfer that the ledger's subscribers see: `report()` is called once, when it is complete."""
 

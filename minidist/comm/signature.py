@@ -70,6 +70,7 @@ class BlockHeader(NamedTuple):
     device: str
 
 
+@lru_cache(maxsize=256)
 def pack_block(dtype: "np.dtype", shape: tuple[int, ...], device: str) -> bytes:
     """The last object of a header."""
     return msgpack.packb((dtype_code(dtype), shape, device))  # type: ignore[no-any-return]

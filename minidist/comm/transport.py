@@ -48,6 +48,15 @@ be the sender's own memory). Pieces cover the target once, in order; an empty me
 """
 
 
+class ShortReceive(NamedTuple):
+    """A message of which the receiver knows what it will look like; `into()` is called when it is there."""
+
+    peer: int
+    meta: bytes
+    nbytes: int
+    into: Callable[[], np.ndarray]
+
+
 class Tag(NamedTuple):
     """What keeps streams of messages apart: a group's 64-bit id, and a number within it (unsigned 64-bit both)."""
 
@@ -126,6 +135,16 @@ class Transport(ABC):
     @abstractmethod
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    def swap(self, tag: Tag, sends: Sequence[tuple[int, np.ndarray, bytes]],
+             receives: Sequence[ShortReceive]) -> tuple[list[Handle], list[bool]] | None:
+        """Send short messages and take those that come back, without any ado, where the links to all are idle.
+
+        Args:    sends: (peer, view, meta), as start_send's; receives: at most one from each peer.
+        Returns: the handles of the sends, and which of `receives` have come; the others are yet to be received by
+                 start_recv, one that looks otherwise among them. None: nothing was sent, go on as usual.
+        """
+        return None
 
     @abstractmethod
     def loopback(self) -> "Transport":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm import call_site
-from minidist.comm.calls.buffers import Place, address_of
+from minidist.comm.calls.buffers import Place, PlaceOf, address_of
 from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
@@ -26,7 +26,7 @@ from minidist.comm.handle import Handle, NotedReceive, Reported
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block
-from minidist.comm.transport import Reduce
+from minidist.comm.transport import Reduce, ShortReceive
 from minidist.device import account
 from minidist.errors import CommError, MismatchError
 
@@ -279,6 +279,36 @@ class Call(RunningCall):
         self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
         return arrived[0]
 
+    def swap_blocks(self, parts: Arrays, place: PlaceOf) -> tuple[list[Handle], dict[int, np.ndarray]] | None:
+        """Send part r to rank r and take a block from each, where all is short and comes at once (transport.swap).
+
+        A block is recognised if it looks like the part that goes the other way: so it is where all ranks send alike.
+
+        Returns: the handles of what was sent, and the blocks that came, by rank; the others are still to be received.
+                 None: nothing was sent.
+        """
+        watched = self.ledger.subscribers or self.ledger.times is not None      # somebody asks for single messages
+        if watched or self.device != "cpu" or self.side is not None:
+            return None
+        came: dict[int, np.ndarray] = {}
+
+        def into(rank: int) -> np.ndarray:
+            came[rank] = place(rank)(parts[rank].shape, parts[rank].dtype)
+            return came[rank].reshape(-1)
+
+        metas = {rank: self._meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu") for rank in self.others}
+        swapped = self._transport.swap(
+            self._tag, [(self.world_ranks[rank], parts[rank].reshape(-1), meta) for rank, meta in metas.items()],
+            [ShortReceive(self.world_ranks[rank], meta, parts[rank].nbytes, partial(into, rank))
+             for rank, meta in metas.items()])
+        if swapped is None:
+            return None
+        for rank in metas:
+            peer, nbytes = self.world_ranks[rank], parts[rank].nbytes
+            self.count(nbytes)
+            self._sent_to[peer] = self._sent_to.get(peer, 0) + nbytes
+        return swapped[0], {rank: came[rank] for rank, there in zip(metas, swapped[1], strict=True) if there}
+
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def agree(self) -> None:
@@ -312,7 +342,8 @@ class Call(RunningCall):
                    lent: Arrays = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
-        told = [(self._header.block_in(theirs, rank), shown)
+        header = self._header
+        told = [(header.block_in(theirs, rank), shown)
                 for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))]
         self.device = self.device or next((header.device for header, _ in told if header is not None), None)
         return told

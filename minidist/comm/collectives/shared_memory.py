@@ -136,7 +136,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     long = _is_long(len(labels) + sum(map(len, data)))
     lent = [_lendable(call, part) for part in data] if long and call.lends else []
     shown = call.show(labels, *([] if long else data), lent=lent)
-    told = [shapes_in(theirs, call.size - 1, parts[0].itemsize) for theirs in shown]
+    told = [shapes_in(theirs, call.size - 1, parts[0].itemsize, labels) for theirs in shown]
     longest = max(max(bundle.lengths) if _is_long(bundle.starts[-1]) else 0 for bundle in told)
     try:
         for src in call.others:

@@ -26,6 +26,7 @@ from minidist.device import account
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
+SHORT = 64 << 10            # most bytes of a message that is received with its header, if both are known before
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
 RESENT = 3                  # times that a packet is sent again, unanswered, until its link counts as losing packets
 INFO_BYTES, TIMES_RESENT = 104, 2   # of the kernel's tcp_info: what all have, and the place of tcpi_retransmits
@@ -56,6 +57,8 @@ def _tcp_socket(host: str) -> socket.socket:
 class TcpLink(PolledLink):
     """One connected stream socket. `_buffer[_start:_stop]` has been received and not consumed."""
 
+    short = SHORT
+
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -76,6 +79,13 @@ class TcpLink(PolledLink):
             self._fill(READ_AHEAD, expected=1)
         data = self._buffer[self._start:min(self._start + count, self._stop)]
         return data.tobytes() if len(data) == count else None
+
+    def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
+        count = len(header) + nbytes
+        if self._stop - self._start < count:
+            self._fill(max(count, READ_AHEAD), expected=1)
+        front = self._buffer[self._start:min(self._start + count, self._stop)]
+        return front[len(header):] if len(front) == count and front[:len(header)].tobytes() == header else None
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:

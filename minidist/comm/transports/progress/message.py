@@ -20,6 +20,7 @@ class ByteLink(ABC):
     """
 
     align = 1
+    short = 4 << 10     # most bytes of a payload that whole() looks for
     parting = True      # say goodbye before closing
 
     @abstractmethod
@@ -29,6 +30,14 @@ class ByteLink(ABC):
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
         """The next `count` bytes (at most 8 KiB), not consumed; None while fewer are there."""
+
+    def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
+        """The payload (uint8) of the message at the front, not consumed, if it is all there and has just this header.
+
+        Args:    nbytes: of the payload, at most `short`.
+        """
+        data = self.peek(len(header) + nbytes)
+        return np.frombuffer(data, np.uint8, offset=len(header)) if data and data.startswith(header) else None
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
@@ -179,6 +188,11 @@ class Peer:
         self.awaited = 0                            # waits for it at a board (shm/exchange_board.py)
         self.deaf: str | None = None                # why nothing more can be sent to it
         self.mute: str | None = None                # why nothing more will come from it
+
+    @property
+    def idle(self) -> bool:
+        """Whether no message is on its way, nor asked for: the next that comes begins at the front of the link."""
+        return not (self.outgoing or self.receives or self.unexpected or self.frame or self.deaf or self.mute)
 
     @property
     def reading(self) -> bool:

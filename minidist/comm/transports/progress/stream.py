@@ -14,21 +14,22 @@ stands before one that a receive asks for, within UNEXPECTED_LIMIT.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from minidist.comm.handle import Handle
+from minidist.comm.handle import Finished, Handle
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.transport import Accept, Reduce, Tag
+from minidist.comm.transport import Accept, Reduce, ShortReceive, Tag
 from minidist.comm.transports.progress import frames
-from minidist.comm.transports.progress.engine import Engine
+from minidist.comm.transports.progress.engine import Engine, yield_core
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
+_SENT = Finished()
 _LEFT = "it has left the job (its transport was closed)"
 _LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages, unless its link ends before
 
@@ -47,23 +48,74 @@ class StreamTransport(Engine):
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         to = self._peer(peer)
-        send = Send(self, peer, tag, view, frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align))
+        header, taken = frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align), 0
         with self.lock:
             to.sent += 1
             if not to.outgoing and to.deaf is None:     # nothing stands before it
                 try:
-                    send.sent = to.link.write(send.prefix, send.payload)
+                    taken = to.link.write(header, view.view(np.uint8))
                 except OSError as error:
                     self._deafen(to, f"its connection broke ({error})")
-            send.finished = send.sent == send.nbytes
-            if not send.finished:
-                self.begin()
-                to.outgoing.append(send)
-                while to.outgoing and self._push(to):
-                    pass
-                if to.outgoing:
-                    self._attend(to)
+            if taken == len(header) + view.nbytes:
+                return _SENT
+            send = Send(self, peer, tag, view, header)
+            send.sent = taken
+            self.begin()
+            to.outgoing.append(send)
+            while to.outgoing and self._push(to):
+                pass
+            if to.outgoing:
+                self._attend(to)
         return send
+
+    def swap(self, tag: Tag, sends: Sequence[tuple[int, np.ndarray, bytes]],
+             receives: Sequence[ShortReceive]) -> tuple[list[Handle], list[bool]] | None:
+        peers = [self._peer(receive.peer) for receive in receives]
+        if any(receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)):
+            return None
+        with self.lock:
+            if self._leading or self.waits.error is not None or self.lost or not all(peer.idle for peer in peers):
+                return None
+            self._leading = True        # nobody else reads a link now
+            self._led += 1
+        try:
+            handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
+            return handles, self._take(tag, peers, receives)
+        finally:
+            self._step_down()
+
+    def _take(self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]) -> list[bool]:
+        """Look for these messages for as long as a leader spins; which were there. By the leader."""
+        headers = [frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
+                   for receive, peer in zip(receives, peers, strict=True)]
+        came, idle = [False] * len(receives), 0
+        while idle <= self.spins and self.waits.error is None:
+            idle += 1
+            for i, receive in enumerate(receives):
+                if not came[i] and self._take_one(peers[i], headers[i], receive):
+                    came[i], idle = True, 0
+            if all(came):
+                break
+            yield_core()
+        return came
+
+    def _take_one(self, peer: Peer, header: bytes, receive: ShortReceive) -> bool:
+        try:
+            payload = peer.link.whole(header, receive.nbytes)
+        except (EOFError, OSError) as error:
+            self._end_of(peer, error)
+            return False
+        if payload is None:
+            return False
+        try:
+            target = receive.into()
+        except Exception:               # start_recv's `accept` meets it again, and its wait() raises it
+            return False
+        target.view(np.uint8)[...] = payload
+        peer.link.skip(len(header) + receive.nbytes + -receive.nbytes % peer.link.align)
+        with self.lock:
+            peer.taken += 1
+        return True
 
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         source = self._peer(peer)
@@ -148,10 +200,8 @@ class StreamTransport(Engine):
             moved = frame.take(peer.link)
             if frame.complete:
                 peer.link.skip(-frame.header.nbytes % peer.link.align)
-        except EOFError as end:
-            self._lose(peer, str(end) or "its connection ended without a goodbye")
-        except OSError as error:
-            self._lose(peer, f"its connection broke ({error})")
+        except (EOFError, OSError) as error:
+            self._end_of(peer, error)
         except CommError as error:
             self._lose(peer, f"what came from it cannot be used: {error}")
         else:
@@ -227,6 +277,12 @@ class StreamTransport(Engine):
         peer.deaf = peer.deaf or why
         while peer.outgoing:
             self.finish(peer.outgoing.popleft(), self._lost(peer, peer.deaf))
+
+    def _end_of(self, peer: Peer, error: EOFError | OSError) -> None:
+        """Reading from `peer` has ended so."""
+        ended = isinstance(error, EOFError)
+        self._lose(peer, (str(error) or "its connection ended without a goodbye") if ended
+                   else f"its connection broke ({error})")
 
     def _lose(self, peer: Peer, why: str) -> None:
         """Nothing more will come from `peer`, nor can be sent to it."""
