@@ -148,7 +148,8 @@ SAMPLED = {
     "test_another_number_of_ranks_goes_on": 3,
     # kernels
     "test_an_overflow_anywhere_shows": 2, "test_bias_gelu": 3, "test_bits": 5, "test_blocks_that_see_each_other": 5,
-    "test_bytes_read": 5, "test_each_version_is_the_reference": 3, "test_extreme_scores": 2, "test_swiglu": 3,
+    "test_bytes_read": 5, "test_each_version_is_the_reference": 3, "test_extreme_scores": 2,
+    "test_it_is_the_product": 4, "test_swiglu": 3,
     "test_three_steps_are_the_references": 5, "test_top_k": 3, "test_transposed_as_they_lie": 5,
     # compression and kept activations
     "test_a_meeting_after_each_step_is_ddp": 4, "test_a_plan_compresses": 3,
