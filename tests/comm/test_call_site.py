@@ -22,18 +22,22 @@ def test_the_caller_is_the_line_outside():
 
 
 def test_looking_it_up_is_cheap():
-    """Under 3 µs from four calls inside an entry, as a collective is (the best of several, on a busy machine)."""
-    def deep(n):
-        return deep(n - 1) if n else call_site.caller()
+    """Under 12 times as long as four calls inside an entry, as a collective is, that look nothing up: some 3 µs."""
+    def deep(n, look):
+        return deep(n - 1, look) if n else look()
 
     @call_site.entries
     class Verbs:
         def all_reduce(self):
-            return deep(3)
+            return deep(3, call_site.caller)
+
+        def barrier(self):
+            return deep(3, int)
 
     assert "test_call_site.py:" in Verbs().all_reduce()
-    seconds = min(timeit.repeat(Verbs().all_reduce, number=200, repeat=50, timer=time.thread_time)) / 200
-    assert seconds < 3e-6
+    looked, plain = (min(timeit.repeat(verb, number=200, repeat=50, timer=time.thread_time))
+                     for verb in (Verbs().all_reduce, Verbs().barrier))     # the best of several, on a busy machine
+    assert looked < 12 * plain
 
 
 def test_a_guess_at_the_entrys_depth_changes_no_place():
