@@ -38,10 +38,12 @@ from minidist.errors import CheckpointError
 from minidist.files import scratch
 from minidist.observe.records import gather_records, hand_out_record, share_records
 from minidist.optim import Optimizer
+from minidist.parallel.compress.outer import OF_OUTER
 from minidist.parallel.hybrid.scheme_state import is_schemes
 from minidist.parallel.hybrid.state_map import (
     Place,
     merged_state,
+    of_all,
     of_rank,
     overlap,
     ranks_apart,
@@ -134,7 +136,8 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     """Take over the state of a checkpoint that any plan has written. Every rank calls it, between two steps.
 
     Ranks with a state of their own (local steps) may be more or fewer than those that saved: rank r takes the state of
-    rank r mod P of P, and what further ranks had since the last meeting is left out.
+    rank r mod P of P, and what further ranks had since the last meeting is left out. If those that saved had none, each
+    begins with theirs, and an outer optimizer with no momentum.
 
     Returns: what `save` was given as `about`.
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
@@ -150,13 +153,18 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
                                   f"{type(optimizer).__name__}; take the same optimizer")
-        if bool(apart := ranks_apart(there)) != (strategy.diverged is not None):
-            raise CheckpointError(_apart(folder, apart))
+        apart = ranks_apart(there)
+        if apart and strategy.diverged is None:
+            raise CheckpointError(f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
+                                  f"own; go on with local steps")
         if apart:
             places = [of_rank(place, group.rank % apart) for place in places]
             there -= {key for key in there if taken_by(key) >= group.size}
-        arrays = state_arrays(strategy, optimizer, changes=True, saved=state)
-        read_state(folder, manifest["shards"], zip(places, arrays, strict=True))
+        elif strategy.diverged is not None:
+            places = [of_all(place) for place in places]
+            state["local steps"] = about.get("steps_done", 0)
+        wanted = zip(places, state_arrays(strategy, optimizer, changes=True, saved=state), strict=True)
+        read_state(folder, manifest["shards"], wanted if apart else _without_outer(wanted))
         set_small_state(strategy, optimizer, state, group.rank)
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
@@ -271,12 +279,13 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
     return Path(draft)
 
 
-def _apart(folder: Path, ranks: int) -> str:
-    """Why a checkpoint does not fit whose ranks had a state of their own, or which had none such."""
-    if not ranks:
-        return f"{folder}: was saved without local steps, and so without a state of each rank's own; go on without them"
-    return (f"{folder}: was saved with local steps by {ranks} ranks, each with a state of its own; go on with local "
-            "steps")
+def _without_outer(wanted: Iterable[tuple[Place, Any]]) -> Iterable[tuple[Place, Any]]:
+    """What training without local steps has, too; the outer optimizer begins anew."""
+    for place, array in wanted:
+        if place.kind.startswith(OF_OUTER):
+            array[...] = 0
+        else:
+            yield place, array
 
 
 def _not_saved(folder: Path, problem: str) -> str:

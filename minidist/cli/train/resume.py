@@ -2,7 +2,8 @@
 
 What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are computed may be given anew:
 ranks, transport, device, the plan and its options. A new --plan brings its options anew: those that are not given with
-it are the defaults again. So do -n, --plan and --elastic with the options of an elastic job.
+it are the defaults again. So do -n, --plan and --elastic with the options of an elastic job. A run without local steps
+may go on with --local-steps, and then with another --lr: each rank begins with the weights and the state of all.
 
 A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by itself, with the
 command line that it began with.
@@ -23,6 +24,7 @@ from minidist.launch import Launch, detect
 from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
+from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
 from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
 
 NEVER_KEPT = ("command", "cores", "given", "hosts", "json", "memory_limit", "metrics_port", "out", "patience", "quiet",
@@ -129,7 +131,8 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
     if again:                                               # the same command line names what stays, too
         given -= {name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)} | {"verify"}
         args.given = sorted(given)
-    if wrong := sorted(given - {*MAY_CHANGE}):
+    begins_alone = options.get("local_steps") is None and "local_steps" in given
+    if wrong := sorted(given - {*MAY_CHANGE, *(("local_steps", "lr", *OF_LOCAL_STEPS) if begins_alone else ())}):
         was = options.get(wrong[0])
         was = "off" if was is False else "on" if was is True else "none" if was is None else was
         fail(f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has ({was}); leave the option out, or start "

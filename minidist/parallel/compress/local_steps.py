@@ -49,7 +49,7 @@ from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.compress.outer import OUTERS, AllSums, Fragment, Outer, cut_fragments
+from minidist.parallel.compress.outer import OF_OUTER, OUTERS, AllSums, Fragment, Outer, cut_fragments
 from minidist.parallel.step.flat import join, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -287,7 +287,7 @@ class LocalSteps(Strategy):
             yield "weight", names[id(parameter)], view
         for slot in self.outer.slots:
             for kind, array in slot.state.items():
-                yield f"outer {kind}", slot.name, array
+                yield f"{OF_OUTER}{kind}", slot.name, array
 
 
 def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | None, clip: float | None,

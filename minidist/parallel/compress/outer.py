@@ -31,6 +31,9 @@ OUTERS = {"sgd": Outer(1.0), "nesterov": Outer(0.7, 0.9, nesterov=True)}
 """Outer optimizers by name, as published: local SGD's and DiLoCo's."""
 
 
+OF_OUTER = "outer "     # before the kind of a state array of the outer optimizer, as "outer momentum"
+
+
 class FragmentStretch(NamedTuple):
     """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and under which number."""
 

@@ -149,6 +149,11 @@ def of_rank(place: Place, rank: int) -> Place:
     return place._replace(kind=f"{kind}{own}{rank}") if own else place
 
 
+def of_all(place: Place) -> Place:
+    """The place of all together whose numbers a rank begins with that has had no state of its own so far."""
+    return place._replace(kind=place.kind.partition(OF_RANK)[0])
+
+
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
     kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged

@@ -85,6 +85,23 @@ def test_stopped_and_resumed_it_has_the_same_bits(book: Path, tmp_path: Path, mo
     assert len(json.loads((run / "metrics.json").read_text())["losses"]) == 12
 
 
+def test_a_run_of_ddp_goes_on_with_local_steps(book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is sent from then on is what local steps send; afterwards the run keeps them."""
+    run = tmp_path / "run"
+    before = train(book, run, "-n", "2", "--save-every", "8")
+    assert main(["train", "--resume", str(run), "-n", "3", "--steps", "16", "--quiet", *STREAMING[2:], "--lr", "2e-4"]
+                ) == 0
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["losses"][:8] == before["losses"] and len(metrics["losses"]) == 16
+    sent = sum(sum(rank["sent_bytes"].get("dp", {}).values()) for rank in metrics["ranks"])
+    assert (metrics["resumed_from"], sent) == (8, metrics["formula"]["sent_bytes"])
+    capfd.readouterr()
+    for options, says in ((["--lr", "1e-3"], "--lr: a resumed run keeps what it has (0.0002)"),
+                          (["--outer", "sgd"], "--outer: a resumed run keeps what it has (nesterov)")):
+        assert main(["train", "--resume", str(run), "--steps", "24", *options]) == 2
+        assert says in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "says"), [
     (["--local-steps", "3"], "nothing would come of the last 2; choose 6 or 9"),
     (["--local-steps", "16"], "nothing would come of the last 8; choose 16"),

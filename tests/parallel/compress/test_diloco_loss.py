@@ -1,60 +1,58 @@
-"""DiLoCo beside DDP at equal tokens, trained to the end: some minutes a training."""
+"""DiLoCo beside DDP at equal tokens, trained to the end: 20 minutes."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-import minidist as md
 from minidist.bench.compress.command import FULL
-from minidist.bench.step.ranks import Model
 from minidist.data import text
+from minidist.launch import run
 from minidist.launch.membership import limit_blas_threads
-from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 RANKS, EVERY, PARTS = 4, 25, 4
-STEPS, LR = 3000, 2e-3
-OUTER = (1.0, 0.5), (0.7, 0.9)      # rate and momentum; the second as published
-LIMIT = 3600        # seconds of a training
+STEPS, BEGIN = 3000, 750        # of a training, and after which of them ranks begin to train alone
+LR, INNER = 5e-4, 3.5e-4        # peaks of the learning rate of all together, and of a rank alone
+LIMIT = 3600                    # seconds of a training
 
 
-def losses(model: Model, steps: int, lr: float, **plan: Any) -> dict[int, list[float]]:
-    """Train on four threads. Returns: after some steps the losses of each quarter of the whole validation text."""
-    source = text.load("python")
-    inputs, targets = text.windows(source.validation, context=model.context)
-    size = len(inputs) // PARTS // RANKS * RANKS
-    quarters = [(inputs[at:at + size], targets[at:at + size]) for at in range(0, PARTS * size, size)]
-
-    def job(world: Any) -> dict[int, list[float]]:
-        trainer = Trainer(md.Plan(dp=RANKS, **plan), model.config(), world, seed=0, lr=lr, lr_schedule="cosine",
-                          warmup=steps // 20, steps=steps)
-        found = {}
-        for step in range(steps):
-            trainer.step(text.batch(source.train, step, batch=RANKS * model.batch, context=model.context, seed=0))
-            if (step + 1) % (steps // 4) == 0:
-                found[step + 1] = [trainer.evaluate([quarter]) for quarter in quarters]
-                if world.rank == 0:
-                    print(step + 1, plan, *(f"{loss:.4f}" for loss in found[step + 1]), flush=True)
-        trainer.close()
-        return found
-
+def train(world: Any, saved: Path, lr: float, **plan: Any) -> list[float]:
+    """Train to the end, with local steps from the checkpoint on. Returns: the loss of each quarter of the whole
+    validation text."""
     limit_blas_threads(1, local_size=1)
-    result: dict[int, list[float]] = md.run(job, size=RANKS, limit=LIMIT)[0]
-    return result
+    source = text.load("python")
+    inputs, targets = text.windows(source.validation, context=FULL.context)
+    size = len(inputs) // PARTS // RANKS * RANKS
+    trainer = Trainer(Plan(dp=RANKS, **plan), FULL.config(), world, seed=0, lr=lr, lr_schedule="cosine",
+                      warmup=STEPS // 20, steps=STEPS)
+    if plan:
+        trainer.load(saved)
+    for step in range(trainer.steps_done, STEPS):
+        loss = trainer.step(text.batch(source.train, step, batch=RANKS * FULL.batch, context=FULL.context, seed=0))
+        if step + 1 == BEGIN:
+            trainer.save(saved)
+        if (step + 1) % 250 == 0 and world.rank == 0:
+            print(f"{step + 1} steps, {plan or 'DDP'}: training loss {loss:.4f}", flush=True)
+    losses = [trainer.evaluate([(inputs[at:at + size], targets[at:at + size])]) for at in range(0, PARTS * size, size)]
+    trainer.close()
+    return losses
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3 * LIMIT)
-def test_diloco_ends_near_ddp() -> None:
-    """H = 25, 64 tokens a rank and step; `-s` prints the losses.
+@pytest.mark.timeout(2 * LIMIT)
+def test_diloco_ends_near_ddp(tmp_path: Path) -> None:
+    """H = 25, 64 tokens a rank and step, the outer optimizer as published; `-s` prints the losses.
 
-    Momentum 0.9 remembers ten meetings, 250 steps: more than a short training bears. On the bench's small model (1,000
-    steps) the published rate and momentum end 18.8 % above DDP, plain averages 7.1 %, rate 1 with momentum 0.5 5.9 %.
+    As in the paper, DiLoCo takes over a model that was trained for a quarter of the steps before. From the first step
+    on it ends far above DDP in short trainings (benchmarks/results/README.md): 1,000 steps are 40 meetings. A rank's
+    own learning rate is lower than DDP's: it sees a quarter of the rows, and its noise grows until they meet.
     """
-    plain, gaps = losses(FULL, STEPS, LR)[STEPS], []
-    for rate, momentum in OUTER:
-        seldom = losses(FULL, STEPS, LR, local_steps=EVERY, outer="nesterov", outer_lr=rate,
-                        outer_momentum=momentum)[STEPS]
-        gaps.append(sum(seldom) / sum(plain) - 1)
-        print(f"rate {rate}, momentum {momentum}: above DDP {gaps[-1]:+.2%}; by quarter of the text:",
-              *(f"{ours / theirs - 1:+.2%}" for ours, theirs in zip(seldom, plain, strict=True)), flush=True)
-    assert min(gaps) <= 0.015
+    plain, seldom = (np.array(run(partial(train, saved=tmp_path / "saved", lr=lr, **plan), size=RANKS, transport="shm",
+                                  limit=LIMIT)[0]) for lr, plan in ((LR, {}), (INNER, {"local_steps": EVERY})))
+    gap = seldom.sum() / plain.sum() - 1
+    print(f"DDP {plain.mean():.4f}, DiLoCo {seldom.mean():.4f}: {gap:+.2%}; by quarter of the text:",
+          *(f"{each:+.2%}" for each in seldom / plain - 1), flush=True)
+    assert gap <= 0.015

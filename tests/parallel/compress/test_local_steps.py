@@ -299,21 +299,80 @@ def test_goes_on_with_the_same_bits(options: dict[str, Any], asynchronous_save: 
         assert (other[0], *other[1:]) == (one[0][5:], *one[1:])
 
 
-@pytest.mark.parametrize(("saved", "size", "loaded", "says"), [
-    ({"local_steps": 2}, 3, {}, "was saved with local steps by 3 ranks, each with .* go on with local steps$"),
-    ({}, 3, {"local_steps": 2}, "was saved without local steps, and so without a state of each rank's own")])
-def test_another_plan_cannot_go_on(saved: dict[str, Any], size: int, loaded: dict[str, Any], says: str,
-                                   tmp_path: Path) -> None:
+def test_another_plan_cannot_go_on(tmp_path: Path) -> None:
     def save(world: Any) -> None:
-        Trainer(Plan(dp=3, **saved), tiny(), world).save(tmp_path / "saved")
+        Trainer(Plan(dp=3, local_steps=2), tiny(), world).save(tmp_path / "saved")
 
     def load(world: Any) -> None:
-        Trainer(Plan(dp=size, **loaded), tiny(), world).load(tmp_path / "saved")
+        Trainer(Plan(dp=3), tiny(), world).load(tmp_path / "saved")
 
     md.run(save, size=3)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        md.run(load, size=size)
+    with pytest.raises(CheckpointError, match="was saved with local steps by 3 ranks, each .* go on with local steps$"
+                       ) as caught:
+        md.run(load, size=3)
     assert "\n" not in str(caught.value)
+
+
+SEED, BEFORE = 3, 3         # steps of DDP before the first step alone
+
+
+def after_ddp(world: Any, folder: Path, steps: int, inner: str = "adamw", **options: Any) -> Any:
+    """A trainer that has gone on from DDP's checkpoint for so many steps."""
+    trainer = Trainer(Plan(dp=world.size, **options), tiny(), world, seed=SEED, lr=1e-2, optimizer=inner, clip=None)
+    trainer.load(folder)
+    for step in range(BEFORE, BEFORE + steps):
+        trainer.step(global_batch(step, 5, tiny()))
+    return trainer
+
+
+@pytest.fixture(params=["adamw", "sgd"])
+def ddp(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """An optimizer, and the checkpoint of two ranks of DDP with ZeRO-2 that it has trained."""
+    def rank(world: Any) -> None:
+        trainer = Trainer(Plan(dp=2, zero=2), tiny(), world, seed=SEED, lr=1e-2, optimizer=request.param, clip=None)
+        for step in range(BEFORE):
+            trainer.step(global_batch(step, 5, tiny()))
+        trainer.save(tmp_path / "saved")
+
+    md.run(rank, size=2)
+    return request.param, tmp_path / "saved"
+
+
+def test_local_steps_begin_with_what_ddp_has(ddp: tuple[str, Path]) -> None:
+    """Each of three ranks with the weights and the inner state of all; the outer momentum of a trainer is forgotten."""
+    inner, folder = ddp
+
+    def rank(world: Any) -> None:
+        plain = after_ddp(world, folder, 0, inner)
+        trainer = Trainer(Plan(dp=3, local_steps=2), tiny(), world, seed=9, lr=1e-2, optimizer=inner, clip=None)
+        for step in range(2):
+            trainer.step(global_batch(step, 5, tiny()))
+        momentum = [array for slot in trainer.strategy.outer.slots for array in slot.state.values()]   # type: ignore
+        assert len(momentum) == 1 and momentum[0].any()
+        trainer.load(folder)
+        strategy: Any = trainer.strategy
+        assert not momentum[0].any()
+        assert np.array_equal(strategy.own, vector_of(plain.model)) and np.array_equal(strategy.own, strategy.common)
+        assert trainer.weights_sha256() == plain.weights_sha256()
+        for ours, its in zip(trainer.optimizer.slots, plain.optimizer.slots, strict=True):
+            assert ours.steps == its.steps == BEFORE and len(ours.state) == (2 if inner == "adamw" else 0)
+            assert all(np.array_equal(ours.state[kind].ravel(), its.state[kind].ravel()) for kind in its.state)
+        assert (strategy.steps, trainer.steps_done, strategy.met) == (BEFORE, BEFORE, 1)
+
+    md.run(rank, size=3)
+
+
+def test_a_meeting_after_each_step_goes_on_as_ddp(ddp: tuple[str, Path]) -> None:
+    inner, folder = ddp
+    if inner == "sgd":          # with a state, the ranks' own differ
+        local, plain = (md.run(lambda world, options=options: flat(after_ddp(world, folder, 3, inner, **options)
+                                                                   .state_dict()), size=3)[0]
+                        for options in ({"local_steps": 1, "outer": "sgd"}, {}))
+        np.testing.assert_allclose(local, plain, rtol=0, atol=BOUND)
+    else:
+        ranks = md.run(lambda world: after_ddp(world, folder, 5, local_steps=2, fragments=2, delay=1, mix=0.5)
+                       .weights_sha256(), size=3)
+        assert len(set(ranks)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
