@@ -8,7 +8,7 @@
 //
 // So where a matrix lies the other way round (dw = x^T dy needs x and dy so, y = x w needs w), its tile is turned while it
 // goes to shared memory: a thread takes 4 x 4 bytes, four words along one dim, and hands on four words along the other.
-// Before, this took a transposed copy of the whole matrix in memory; cuBLAS's fp8 products still ask for one.
+// Without that the whole matrix would have to be copied in memory, transposed, as for cuBLAS's fp8 products on Hopper.
 //
 // Formats: 4 exponent bits are e4m3, 5 are e5m2; a and b may differ. sm_89 and newer.
 // Source: NVIDIA, "PTX ISA", section on mma; Micikevicius et al. 2022, "FP8 Formats for Deep Learning".

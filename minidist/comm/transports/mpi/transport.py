@@ -98,6 +98,7 @@ def _buffer(nbytes: int) -> np.ndarray:
 class MpiLink(ByteLink):
     """One peer's messages, as two streams of bytes. `_buffer[_start:]` has been received and not consumed."""
 
+    short = SMALL_BYTES
     parting = False     # mpirun and the monitor tell of an end, and no message may be left without a receive
 
     def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:

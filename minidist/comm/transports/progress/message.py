@@ -29,7 +29,7 @@ class ByteLink(ABC):
 
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
-        """The next `count` bytes (at most 8 KiB), not consumed; None while fewer are there."""
+        """The next `count` bytes (at most a header and `short`), not consumed; None while fewer are there."""
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
         """The payload (uint8) of the message at the front, not consumed, if it is all there and has just this header.
