@@ -39,7 +39,7 @@ def test_exact_where_the_rank_is_large_enough() -> None:
     basis = random.normal(size=(40, 3))
     given = [np.stack([(basis @ random.normal(size=(3, 30))).reshape(-1) for _ in range(4)]) for _ in range(3)]
     sums = sum_by("powersgd:rank=3", 3, given=given.__getitem__, shapes=((40, 30),))
-    total = sum(given)      # beside its largest number: what rounding does depends on how alike three random columns are
+    total = sum(given)      # beside its largest number: rounding grows with how alike the three random columns are
     np.testing.assert_allclose(sums.results[0], total, rtol=0, atol=1e-11 * np.abs(total).max())
     whole = sum_by("powersgd:rank=12", 3, given=lambda rank: gradients(rank, 4, 120), shapes=(SHAPE,))
     np.testing.assert_allclose(whole.results[0], sum(gradients(rank, 4, 120) for rank in range(3)), rtol=1e-13)
