@@ -185,17 +185,5 @@ __global__ void __launch_bounds__(256) matmul_v5(const T* a, const T* b, T* c, i
         }
         __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-#pragma unroll
-            for (int r = 0; r < 4; r++) {                        // where results[i][j][r] stands: ptx.cuh
-                const int row = top + warp_top + 16 * i + lane / 4 + r / 2 * 8;
-                const int column = left + warp_left + 8 * j + lane % 4 * 2 + r % 2;
-                if (row >= m || column >= n) continue;
-                c[static_cast<long long>(row) * n + column] = from_float<T>(results[i][j][r]);
-            }
-        }
-    }
+    store_results(c, results, top + warp_top, left + warp_left, m, n, lane);
 }

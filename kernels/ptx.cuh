@@ -22,42 +22,39 @@
 
 #ifdef CUDA_ON_CPU
 
+// d += A B for fragments of `per` numbers a register; `left` and `right` give number i of a register of A, or B, as a float.
+template <int per, typename Left, typename Right>
+void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Left left, Right right) {
+    struct Fragments { unsigned a[4], b[2]; } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all[32];
+    cuda_on_cpu::from_all_lanes(all_lanes, &mine, sizeof mine, all, __FILE__, __LINE__);
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    for (int i = 0; i < 4; i++) {
+        const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+        for (int k = 0; k < 8 * per; k++) {
+            const int lane = k % (4 * per) / per, half = k / (4 * per);
+            d[i] += left(all[row % 8 * 4 + lane].a[row / 8 + 2 * half], k % per) * right(all[column * 4 + lane].b[half], k % per);
+        }
+    }
+}
+
 template <typename T> float half_of(unsigned pair, int which) {
     T x;
     x.bits = static_cast<unsigned short>(pair >> 16 * which);
     return to_float(x);
 }
+template <int exponent> float float8_of(unsigned four, int which) {
+    return cuda_on_cpu::decode<exponent, 7 - exponent, exponent == 4>(four >> 8 * which & 0xff);
+}
 
 // d += A B for matrices of T, __half or __nv_bfloat16. Every lane of the warp calls it.
 template <typename T> void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    struct Fragments { unsigned a[4], b[2]; } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all[32];
-    cuda_on_cpu::from_all_lanes(all_lanes, &mine, sizeof mine, all, __FILE__, __LINE__);
-    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    for (int i = 0; i < 4; i++) {
-        const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const unsigned left = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
-            const unsigned right = all[column * 4 + k % 8 / 2].b[k / 8];
-            d[i] += half_of<T>(left, k % 2) * half_of<T>(right, k % 2);
-        }
-    }
+    multiply<2>(d, a, b, half_of<T>, half_of<T>);
 }
 
 // The same for fp8 bytes; `exponent`: how many bits, 4 (e4m3) or 5 (e5m2).
 template <int a_exponent, int b_exponent>
 void mma_16x8x32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    struct Fragments { unsigned a[4], b[2]; } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all[32];
-    cuda_on_cpu::from_all_lanes(all_lanes, &mine, sizeof mine, all, __FILE__, __LINE__);
-    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    for (int i = 0; i < 4; i++) {
-        const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
-        for (int k = 0; k < 32; k++) {
-            const unsigned left = all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)] >> 8 * (k % 4) & 0xff;
-            const unsigned right = all[column * 4 + k % 16 / 4].b[k / 16] >> 8 * (k % 4) & 0xff;
-            d[i] += cuda_on_cpu::decode<a_exponent, 7 - a_exponent, a_exponent == 4>(left)
-                    * cuda_on_cpu::decode<b_exponent, 7 - b_exponent, b_exponent == 4>(right);
-        }
-    }
+    multiply<4>(d, a, b, float8_of<a_exponent>, float8_of<b_exponent>);
 }
 
 template <int matrices, bool transposed> __attribute__((noinline)) void ldmatrix(unsigned (&r)[matrices], const void* row) {

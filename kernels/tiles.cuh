@@ -94,3 +94,21 @@ __device__ __forceinline__ void as_a(unsigned (&a)[4], const float (&left)[4], c
     a[0] = pack_pair<T>(left[0], left[1]), a[1] = pack_pair<T>(left[2], left[3]);
     a[2] = pack_pair<T>(right[0], right[1]), a[3] = pack_pair<T>(right[2], right[3]);
 }
+
+// The 64 x 32 results of a warp, 4 x 4 fragments, rounded to T, at (top, left) of a matrix (m, n).
+template <typename T>
+__device__ __forceinline__ void store_results(T* matrix, const float (&results)[4][4][4], int top, int left, int m, int n,
+                                              int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {                        // where results[i][j][r] stands: ptx.cuh
+                const int row = top + 16 * i + lane / 4 + r / 2 * 8, column = left + 8 * j + lane % 4 * 2 + r % 2;
+                if (row >= m || column >= n) continue;
+                matrix[static_cast<long long>(row) * n + column] = from_float<T>(results[i][j][r]);
+            }
+        }
+    }
+}

@@ -287,8 +287,8 @@ class Call(RunningCall):
         Returns: the handles of what was sent, and the blocks that came, by rank; the others are still to be received.
                  None: nothing was sent.
         """
-        watched = self.ledger.subscribers or self.ledger.times is not None      # somebody asks for single messages
-        if watched or self.device != "cpu" or self.side is not None:
+        # Subscribers are told of every message. A swap tells nobody, so with subscribers there is none.
+        if self.ledger.subscribers or self.device != "cpu" or self.side is not None:
             return None
         came: dict[int, np.ndarray] = {}
 

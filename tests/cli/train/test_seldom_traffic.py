@@ -96,7 +96,8 @@ def test_a_run_of_ddp_goes_on_with_local_steps(book: Path, tmp_path: Path, capfd
     sent = sum(sum(rank["sent_bytes"].get("dp", {}).values()) for rank in metrics["ranks"])
     assert (metrics["resumed_from"], sent) == (8, metrics["formula"]["sent_bytes"])
     capfd.readouterr()
-    for options, says in ((["--lr", "1e-3"], "--lr: a resumed run keeps what it has (0.0002)"),
+    for options, says in ((["--local-steps", "2"], "--local-steps: a resumed run keeps what it has (4)"),
+                          (["--lr", "1e-3"], "--lr: a resumed run keeps what it has (0.0002)"),
                           (["--outer", "sgd"], "--outer: a resumed run keeps what it has (nesterov)")):
         assert main(["train", "--resume", str(run), "--steps", "24", *options]) == 2
         assert says in capfd.readouterr().err

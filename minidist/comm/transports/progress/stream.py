@@ -76,7 +76,7 @@ class StreamTransport(Engine):
         with self.lock:
             if self._leading or self.waits.error is not None or self.lost or not all(peer.idle for peer in peers):
                 return None
-            self._leading = True        # nobody else reads a link now
+            self._leading = True        # from here on only this thread reads the links
             self._led += 1
         try:
             handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
@@ -85,7 +85,7 @@ class StreamTransport(Engine):
             self._step_down()
 
     def _take(self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]) -> list[bool]:
-        """Look for these messages for as long as a leader spins; which were there. By the leader."""
+        """Which of these messages came while the leader looked `spins` times. Not under the lock."""
         headers = [frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
                    for receive, peer in zip(receives, peers, strict=True)]
         came, idle = [False] * len(receives), 0
@@ -100,6 +100,7 @@ class StreamTransport(Engine):
         return came
 
     def _take_one(self, peer: Peer, header: bytes, receive: ShortReceive) -> bool:
+        """Take one of them, if it is whole and at the front of its link; whether it was."""
         try:
             payload = peer.link.whole(header, receive.nbytes)
         except (EOFError, OSError) as error:
@@ -109,7 +110,7 @@ class StreamTransport(Engine):
             return False
         try:
             target = receive.into()
-        except Exception:               # start_recv's `accept` meets it again, and its wait() raises it
+        except Exception:               # the message stays: start_recv's wait() raises the same for it
             return False
         target.view(np.uint8)[...] = payload
         peer.link.skip(len(header) + receive.nbytes + -receive.nbytes % peer.link.align)

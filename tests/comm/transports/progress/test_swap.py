@@ -140,8 +140,11 @@ def test_a_broken_connection_is_told_as_such(monkeypatch):
 @on_every_link
 def test_a_follower_leads_afterwards(kind, monkeypatch):
     """A thread that has begun to wait while a swap looked for its messages goes on when the swap is over."""
-    monkeypatch.setattr(engine, "_HEARS", 60.0)     # no sleep ends by itself
+    for limit in ("_HEARS", "QUIET"):
+        monkeypatch.setattr(engine, limit, 60.0)                            # no sleep ends by itself,
+    monkeypatch.setattr(engine.Engine, "_call_helper", lambda self: None)   # and no helper takes over
     with linked(kind, spins=2000) as (zero, one):
+        time.sleep(0.05)                # the helper has looked once, and waits to be called
         got, thread = np.zeros(5, np.uint8), None
 
         def other_waits():
@@ -154,7 +157,7 @@ def test_a_follower_leads_afterwards(kind, monkeypatch):
         zero.start_send(1, tag(6), np.ones(5, np.uint8), b"call 6").wait()
         assert one.swap(tag(6), [], [ShortReceive(0, b"call 6", 5, other_waits)])[1] == [True]
         zero.start_send(1, tag(7), np.ones(5, np.uint8), b"call 7").wait()
-        thread.join(10)
+        thread.join(5)
         assert not thread.is_alive()
 
 
@@ -184,3 +187,14 @@ def test_all_to_all_takes_most_at_once_and_the_rest_as_ever(transport, monkeypat
         assert messages == 80
         assert outcomes.count(None) == 8, "parts of 240,000 bytes"
         assert 0 < outcomes.count(True) <= 24 * 2, "of 24 calls with parts alike, those from both others"
+
+
+def test_subscribers_are_told_of_every_message():
+    def job(world):
+        events = []
+        world.ledger.subscribe(lambda event: events.append(event) if event.kind == "message" else None)
+        for _ in range(5):
+            world.all_to_all([np.ones(3)] * world.size, algorithm="pairwise")
+        return len(events)
+
+    assert run(job, size=3, transport="tcp") == [10] * 3
