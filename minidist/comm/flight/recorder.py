@@ -14,7 +14,6 @@ resumed, may have it mapped. So a path holds the ring of the newest rank of that
 Cost: about 4 µs a call, and no memory but the ring.
 """
 
-import errno
 import itertools
 import mmap
 import os
@@ -230,12 +229,16 @@ class FlightRecorder:
 
 
 def _new_file(path: Path) -> BinaryIO:
-    """A new file in its folder, which a rank that can keep no ring may remove between these two lines."""
+    """A new file in its folder, which a rank that can keep no ring may remove meanwhile; mkdir meets that, too."""
     for _ in range(FOLDER_TRIES):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            return open(path, "w+b")
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        with suppress(FileNotFoundError, FileExistsError):
+            return _file_in_folder(path)
+    return _file_in_folder(path)
+
+
+def _file_in_folder(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "w+b")
 
 
 def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:

@@ -148,6 +148,21 @@ def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, mo
     assert (folder / "0.ring").is_file()
 
 
+def test_a_folder_that_goes_while_mkdir_looks_at_it_is_made_again(tmp_path, monkeypatch):
+    """mkdir meets the folder, it goes, and mkdir says that something else must be there: "File exists"."""
+    is_dir, folder = Path.is_dir, tmp_path / "flight"
+    folder.mkdir()
+
+    def gone_once(path, **options):
+        monkeypatch.setattr(Path, "is_dir", is_dir)
+        path.rmdir()
+        return path.is_dir(**options)
+
+    monkeypatch.setattr(Path, "is_dir", gone_once)
+    FlightRecorder(0).keep_in(folder / "0.ring")
+    assert (folder / "0.ring").is_file()
+
+
 def test_what_is_no_ring_is_refused(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ConfigError, match="text is not a flight recorder's ring"):

@@ -1,5 +1,6 @@
 """Sums in slices, the most urgent first: the same training as DDP's, in another order; and sooner, as predicted."""
 
+import threading
 import time
 from typing import Any
 
@@ -59,32 +60,49 @@ def test_it_trains_as_ddp(size: int, priority: bool, accumulate: int) -> None:
         assert rank["orders"] == ours[0]["orders"]
 
 
-class LastFirst:
-    """Blocks of backward that let the link be slower than they are: a queue comes about."""
+class HeldLink:
+    """A group on which the first all-reduce sets out at once, and the others when `opened` is set."""
 
-    def __init__(self, world: Any, priority: bool, seconds: float) -> None:
-        self.model = GPT(tiny(layers=4))
-        self.model.initialize(0)
-        self.strategy = SlicedDDP(self.model, world, bucket_bytes=8 * 900, slice_bytes=1500, priority=priority)
-        for block in self.model.blocks:
-            block.register_backward_pre_hook(lambda module: time.sleep(seconds))
+    def __init__(self, group: Any) -> None:
+        self.group, self.opened, self.first = group, threading.Event(), True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def start_all_reduce(self, *args: Any, **options: Any) -> Any:
+        held, self.first = not self.first, False
+        assert not held or self.opened.wait(20)
+        return self.group.start_all_reduce(*args, **options)
+
+
+class HeldDDP(SlicedDDP):
+    """One slice sets out as soon as the last layer is ready; the others wait until backward has ended."""
+
+    def _start_reduce(self, index: int) -> None:
+        super()._start_reduce(index)
+        deadline = time.monotonic() + 20
+        while not self.order and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def slices_sent(world: Any) -> list[tuple[int, int]]:
-    with delayed(world, alpha=0.002, beta=0.0) as slow:         # a slice takes 6 ms, a block less
-        job = LastFirst(slow, True, 0.003)
-        job.strategy.step(global_batch(0, 2, tiny(layers=4)), SGD(job.strategy.parameters, 0.1))
-        job.strategy.settle()
-        return job.strategy.order
+    model = GPT(tiny(layers=4))
+    model.initialize(0)
+    strategy = HeldDDP(model, world, bucket_bytes=8 * 900, slice_bytes=1500)
+    strategy._sums = link = HeldLink(strategy._sums)
+    strategy.step(global_batch(0, 2, tiny(layers=4)), SGD(strategy.parameters, 0.1))
+    link.opened.set()
+    strategy.settle()
+    return strategy.order
 
 
 def test_an_urgent_slice_passes_those_that_wait() -> None:
     orders = md.run(slices_sent, size=2)
     assert orders[0] == orders[1] and len(set(orders[0])) == len(orders[0])
-    buckets = [urgency for urgency, _ in orders[0]]
-    assert buckets[0] == max(buckets)                           # the first to be ready is the last layer
-    assert buckets != sorted(buckets, reverse=True)             # and not all of it has gone before the next
-    assert buckets.index(0) < len(buckets) - buckets.count(0)   # the first layer has passed some
+    last = max(urgency for urgency, _ in orders[0])
+    assert orders[0][0] == (last, 0)                            # the first to be ready is the last layer
+    assert orders[0][2:] == sorted(orders[0][2:])               # the second was chosen while the first set out
+    assert orders[0][2] == (0, 0) and orders[0][-1][0] == last  # the first layer has passed what was ready before it
 
 
 @pytest.mark.parametrize("priority", [True, False])
