@@ -140,7 +140,7 @@ def test_each_version_at_any_shape(device, version, kind, b, kv_heads, group, t,
 
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("shape", [(2, 70, 3, 8), (1, 65, 2, 12), (2, 5, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 70, 3, 8), (2, 5, 1, 3), (1, 65, 2, 12)], ids=str)
 def test_packed_is_the_same_attention(device, version, shape):
     """q, k and v in one array: the bits of three arrays that are copied out of it, forward and backward."""
     b, t, heads, d = shape

@@ -88,8 +88,8 @@ def test_the_command_simulates_what_it_runs(started: list[list[str]], tmp_path: 
     config = GPTConfig(vocabulary=512, context=64, layers=2, width=32, heads=2, positions="rotary")
     for made, plan in zip(found["trials"][:14], found["plans"], strict=True):
         assert made["plan"] == plan["plan"] and made["predicted"] == plan["confirmed_seconds"]
-    assert any(made["plan"]["pp"] == 2 for made in found["trials"])         # of such, ranks wait for each other
-    for made in found["trials"]:
+    pipelines = [made for made in found["trials"] if made["plan"]["pp"] == 2]       # whose ranks wait for each other
+    for made in (found["trials"][0], pipelines[0], pipelines[-1]):
         replayed = simulate(Plan(**made["plan"]), config, "here:2", batch=4)
         assert made["predicted"] == pytest.approx(replayed.step_seconds)
 
