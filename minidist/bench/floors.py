@@ -64,7 +64,8 @@ def copies_call(verb: "Verb", size: int) -> Run:
 
 
 def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
-    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice.
+    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice; what goes
+    to a rank lies apart from what goes to the others, as the blocks of the verb do.
 
     Args:    sockets: one to each other rank.
     """
@@ -72,17 +73,23 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
     def exchange(send: np.ndarray, recv: np.ndarray) -> None:
         count = -(-max(len(send), len(recv)) * (2 if verb.in_place else 1) // size)
-        outgoing, incoming = send[:count].view(np.uint8).data, recv[:count].view(np.uint8).data
+        outgoing, incoming = (dict(zip(sockets, _spread(array, count, size - 1), strict=True)) for array in (send, recv))
         unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)     # where each has come to
         while unsent or awaited:
-            moved = sum([_step(unsent, sock, lambda sock, at: sock.send(outgoing[at:]), len(outgoing))
+            moved = sum([_step(unsent, sock, lambda sock, at: sock.send(outgoing[sock][at:]), outgoing[sock].nbytes)
                          for sock in list(unsent)])
-            moved += sum([_step(awaited, sock, lambda sock, at: sock.recv_into(incoming[at:]), len(incoming))
-                          for sock in list(awaited)])
+            moved += sum([_step(awaited, sock, lambda sock, at: sock.recv_into(incoming[sock][at:]),
+                                incoming[sock].nbytes) for sock in list(awaited)])
             if not moved and not any(select.select(list(awaited), list(unsent), [], LIMIT)):
                 raise TimeoutError(f"bench: no byte of contender {TCP} came or went in {LIMIT:g} s")
 
     return exchange
+
+
+def _spread(array: np.ndarray, count: int, pieces: int) -> list[memoryview]:
+    """The bytes of `pieces` times `count` elements, as far apart as the array is long: each has memory of its own."""
+    gap = (len(array) - count) // max(1, pieces - 1)
+    return [array[number * gap:number * gap + count].view(np.uint8).data for number in range(pieces)]
 
 
 def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable[[socket.socket, int], int],

@@ -26,7 +26,7 @@ from minidist.device import account
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
-SHORT = 64 << 10            # most bytes of a message that is received with its header, if both are known before
+SHORT = 128 << 10           # most bytes of a message that is received with its header, if both are known before
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
 RESENT = 3                  # times that a packet is sent again, unanswered, until its link counts as losing packets
 INFO_BYTES, TIMES_RESENT = 104, 2   # of the kernel's tcp_info: what all have, and the place of tcpi_retransmits
@@ -84,8 +84,10 @@ class TcpLink(PolledLink):
         count = len(header) + nbytes
         if self._stop - self._start < count:
             self._fill(max(count, READ_AHEAD), expected=1)
-        front = self._buffer[self._start:min(self._start + count, self._stop)]
-        return front[len(header):] if len(front) == count and front[:len(header)].tobytes() == header else None
+            if self._stop - self._start < count:
+                return None
+        start, stop = self._start + len(header), self._start + count
+        return self._buffer[start:stop] if self._buffer[self._start:start].tobytes() == header else None
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
