@@ -13,8 +13,8 @@ across P and between verbs:
 For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly counts that ranks
 leave the barrier before them at different times.
 
-The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids (floors.py): the distance of a peer
-from them is about the most that can be won over shared memory and over TCP.
+The contenders `copies`, `bare-shm` and `bare-tcp` do only the work that no algorithm avoids (floors.py): the distance
+of a peer from them is about the most that can be won over shared memory and over TCP.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.floors import COPIES, FLOORS, Run, blocks, connected, copies_call, tcp_call
+from minidist.bench.floors import COPIES, FLOORS, TCP, Run, blocks, board_call, connected, copies_call, tcp_call
 from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
@@ -186,8 +186,14 @@ def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
     import minidist as md
 
     world = md.init(transport="shm")
-    run = copies_call(verb, world.size) if contender == COPIES else tcp_call(verb, connected(world))
-    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=False)
+    if contender == COPIES:
+        run = copies_call(verb, world.size)
+    elif contender == TCP:
+        run = tcp_call(verb, connected(world))
+    else:
+        assert world.board is not None, "ranks of one host share one"
+        run = board_call(verb, world.board, world.rank, world.size)
+    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=contender not in (COPIES, TCP))
 
 
 def mpi_rank(verb: Verb) -> tuple[int, Measure]:

@@ -3,26 +3,31 @@
     copies   no communication: each rank copies and adds its least bytes in its own memory, all ranks at once
     bare-tcp no reduction and no headers: each rank sends and receives its least bytes, to and from all others at once,
              over bare sockets
+    bare-shm no header, and no call: each rank shows its least bytes on the ranks' board, and copies or adds what the
+             others show; the values are right
 
-Neither is the fastest possible: NumPy's copies are not, and an all-reduce in stretches that fit the caches can be
-faster than bare-tcp, which streams all bytes at once.
+None is the fastest possible: NumPy's copies are not, an all-reduce in stretches that fit the caches can be faster than
+bare-tcp, which streams all bytes at once, and bare-shm shows also what could be lent.
 """
 
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minidist.comm.collectives.shared_memory import piece_bytes
 from minidist.comm.group import Group
+from minidist.comm.limits import SHOWN_BYTES
+from minidist.comm.transport import Board
 from minidist.errors import TimeoutError
 
 if TYPE_CHECKING:
     from minidist.bench.collectives import Verb
 
-COPIES, TCP = FLOORS = ("copies", "bare-tcp")
+COPIES, TCP, SHM = FLOORS = ("copies", "bare-tcp", "bare-shm")
 CACHED = 32 << 10   # elements of a partial sum, which stays in the processor's cache
 LIMIT = 60.0        # seconds without a byte that end an exchange
 
@@ -64,8 +69,9 @@ def copies_call(verb: "Verb", size: int) -> Run:
 
 
 def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
-    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice; what goes
-    to a rank lies apart from what goes to the others, as the blocks of the verb do.
+    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice.
+
+    What goes to a rank lies apart from what goes to the others, as the blocks of the verb do.
 
     Args:    sockets: one to each other rank.
     """
@@ -73,7 +79,8 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
     def exchange(send: np.ndarray, recv: np.ndarray) -> None:
         count = -(-max(len(send), len(recv)) * (2 if verb.in_place else 1) // size)
-        outgoing, incoming = (dict(zip(sockets, _spread(array, count, size - 1), strict=True)) for array in (send, recv))
+        outgoing, incoming = (dict(zip(sockets, _spread(array, count, size - 1), strict=True))
+                              for array in (send, recv))
         unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)     # where each has come to
         while unsent or awaited:
             moved = sum([_step(unsent, sock, lambda sock, at: sock.send(outgoing[sock][at:]), outgoing[sock].nbytes)
@@ -84,6 +91,52 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
                 raise TimeoutError(f"bench: no byte of contender {TCP} came or went in {LIMIT:g} s")
 
     return exchange
+
+
+def board_call(verb: "Verb", board: Board, rank: int, size: int) -> Run:
+    """The least that ranks do by a board, in pieces: each shows what others need of it, copies or adds what they show.
+
+    all-gather, all-to-all: 1 message a rank and piece, and n bytes copied out. reduce-scatter: P blocks of n/P added.
+    all-reduce: that, and the sums as all-gather's.
+    """
+    def shown(parts: Sequence[np.ndarray], step: int) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+        for start in range(0, len(parts[0]), step):
+            pieces = [part[start:start + step] for part in parts]
+            for src, (_, theirs) in enumerate(board.show(b"", pieces)):
+                if src != rank:
+                    yield src, start, np.split(theirs.view(np.float32), len(pieces))
+
+    def for_me(parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Where each shows a part for each other: (from which rank, where it begins, the piece for this rank)."""
+        mine = [part for dst, part in enumerate(parts) if dst != rank]
+        for src, start, pieces in shown(mine, piece_bytes(size) // mine[0].itemsize):
+            yield src, start, pieces[rank - (rank > src)]
+
+    def gather(own: np.ndarray, recv: np.ndarray) -> None:
+        places = blocks(recv, size)
+        if not np.may_share_memory(own, recv):
+            places[rank][...] = own
+        for src, start, (piece,) in shown([own], SHOWN_BYTES // own.itemsize):
+            places[src][start:start + len(piece)] = piece
+
+    def to_all(send: np.ndarray, recv: np.ndarray) -> None:
+        parts, places = blocks(send, size), blocks(recv, size)
+        places[rank][...] = parts[rank]
+        for src, start, piece in for_me(parts):
+            places[src][start:start + len(piece)] = piece
+
+    def add(send: np.ndarray, total: np.ndarray) -> None:
+        parts, first = blocks(send, size), int(rank == 0)
+        for src, start, piece in for_me(parts):
+            stretch = slice(start, start + len(piece))
+            np.add((parts[rank] if src == first else total)[stretch], piece, out=total[stretch])
+
+    def add_and_gather(send: np.ndarray, recv: np.ndarray) -> None:
+        own = blocks(recv, size)[rank]
+        add(send, own)
+        gather(own, recv)
+
+    return {"all_gather": gather, "all_to_all": to_all, "reduce_scatter": add}.get(verb.name, add_and_gather)
 
 
 def _spread(array: np.ndarray, count: int, pieces: int) -> list[memoryview]:

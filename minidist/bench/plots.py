@@ -9,8 +9,8 @@ from minidist.console import size_text
 from minidist.observe.why_report import draw_paths
 
 COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
-           "copies": "#9aa5b1", "bare-tcp": "#6b7280"}
-PEERS = ("gloo", "MPI", "copies", "bare-tcp")  # dashed, so that ours and theirs differ without colour too
+           "copies": "#9aa5b1", "bare-tcp": "#6b7280", "bare-shm": "#b8a04a"}
+PEERS = ("gloo", "MPI", "copies", "bare-tcp", "bare-shm")  # dashed, so that ours and theirs differ without colour too
 
 
 def new_figure(width: float, height: float) -> Any:

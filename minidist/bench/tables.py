@@ -7,12 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.bench import collectives, overlap
-from minidist.bench.floors import COPIES, TCP
+from minidist.bench.floors import COPIES, SHM, TCP
 from minidist.console import size_text
 from minidist.observe.why_report import causes_line, headline, why_table
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
-          TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
+          TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets",
+          SHM: "no call and no header; what each rank must show, copy and add, by bare shared memory"}
 INSTALL_GLOO = 'pip install -e ".[bench]"'
 
 
@@ -36,7 +37,7 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
     """The peer that a contender is compared with; "" for a peer."""
     peers = {"tcp": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
-             TCP: collectives.GLOO}
+             SHM: verb.mpi, TCP: collectives.GLOO}
     return peers.get(collectives.base(contender), "")
 
 

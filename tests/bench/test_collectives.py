@@ -13,7 +13,8 @@ from minidist.errors import LaunchError
 
 
 @pytest.mark.parametrize(("title", "contenders"), [("all-reduce", "tcp,bare-tcp"), *(
-    pytest.param(title, "tcp,shm,copies,bare-tcp", marks=pytest.mark.soak) for title in ("all-reduce", "all-to-all"))])
+    pytest.param(title, "tcp,shm,copies,bare-tcp,bare-shm", marks=pytest.mark.soak)
+    for title in ("all-reduce", "all-to-all"))])
 def test_table_figure_and_json(title, contenders, tmp_path, capsys):
     """Ours and the floors at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"

@@ -7,8 +7,8 @@ import pytest
 from helpers import run
 
 from minidist.bench import floors
-from minidist.bench.collectives import VERBS
-from minidist.bench.floors import connected, copies_call, tcp_call
+from minidist.bench.collectives import VERBS, timed
+from minidist.bench.floors import board_call, connected, copies_call, tcp_call
 
 
 @pytest.mark.parametrize(("title", "brought", "got", "expected"), [
@@ -45,3 +45,17 @@ def test_tcp_carries_what_a_rank_must(title, brought, got, filled):
     found = run(rank, size=3)
     assert [places for places, _ in found] == [filled] * 3
     assert title in ("all-reduce", "reduce-scatter") or [values for _, values in found] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.title)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_board_gives_what_the_verb_must(verb, size, monkeypatch):
+    """In one piece, and in several of which the last is shorter."""
+    def rank(world):
+        call = board_call(verb, world.board, world.rank, size)
+        timed(verb, call, world.barrier, world.rank, size)(nbytes=60 * size, repeats=1)
+        monkeypatch.setattr(floors, "SHOWN_BYTES", 16)
+        monkeypatch.setattr(floors, "piece_bytes", lambda size: 8)
+        timed(verb, call, world.barrier, world.rank, size)(nbytes=60 * size, repeats=1)
+
+    run(rank, size=size, transport="shm")
