@@ -163,7 +163,7 @@ SAMPLED = {
     "test_zero_sums_as_ddp_does": 4,
     # simulation, and diagnosis
     "test_a_gpu_holds_what_its_stand_in_holds": 2, "test_a_job_that_ended": 4,
-    "test_a_rank_alone_sends_and_holds_what_it_does_among_others": 6, "test_all_at_once_is_message_by_message": 29,
+    "test_a_rank_alone_sends_and_holds_what_it_does_among_others": 4, "test_all_at_once_is_message_by_message": 29,
     "test_in_a_plan_and_through_a_checkpoint": 6, "test_measured_copies_are_those_that_travel": 2,
     "test_the_fast_path_is_near_the_replay": 7, "test_why": 5,
     # bugs planted to see them caught
@@ -203,7 +203,7 @@ SAMPLED = {
     "test_what_the_host_decides_is_seen": 2, "test_workers_and_servers_on_different_devices": 3,
     "test_zero_s_ranks_differ_in_their_pieces_alone": 3, "test_zero_through_the_trainer": 3,
     # three of nine or of twelve: each size, option or version once
-    "test_a_meeting_in_stretches": 4, "test_it_trains_as_ddp": 5, "test_packed_is_the_same_attention": 8,
+    "test_a_meeting_in_stretches": 4, "test_it_trains_as_ddp": 4, "test_packed_is_the_same_attention": 8,
 }
 """Of these tests' cases the default run takes every n-th, and the soak tests take the others: two minutes are all
 there is, and the cases of a test resemble each other."""

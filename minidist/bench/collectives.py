@@ -13,8 +13,9 @@ across P and between verbs:
 For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly counts that ranks
 leave the barrier before them at different times.
 
-The contenders `copies`, `bare-shm` and `bare-tcp` do only the work that no algorithm avoids (floors.py): the distance
-of a peer from them is about the most that can be won over shared memory and over TCP.
+The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids, `bare-shm` only that of showing arrays
+to each other (floors.py): the distance of a peer from them is about the most that can be won over shared memory and
+over TCP.
 """
 
 import importlib.util

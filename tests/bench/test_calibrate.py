@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import minidist as md
-from minidist.bench import computation
+from minidist.bench import call_cost
 from minidist.bench.calibrate import Fitted
 from minidist.cli import main
 from minidist.comm.cost.link_model import ComputationCost, LinkCost, LinkWork, Profile, load_profile, save_profile
@@ -50,9 +50,8 @@ def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
-    """With few figures of computation, tests/plan/test_trial.py has all of them."""
-    few = [figure for figure in computation.FIGURES if figure[0] == "pass" or max(figure[2]) <= 128]
-    monkeypatch.setattr(computation, "FIGURES", few)
+    """Of training steps those with data parallelism alone: without the figures of computation, nothing uses them."""
+    monkeypatch.setattr(call_cost, "kinds", lambda ranks: ("dp",))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
     assert main(["bench", "calibrate", "--only", "threads", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",

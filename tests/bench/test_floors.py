@@ -7,8 +7,10 @@ import pytest
 from helpers import run
 
 from minidist.bench import floors
-from minidist.bench.collectives import VERBS, timed
+from minidist.bench.collectives import VERBS
 from minidist.bench.floors import board_call, connected, copies_call, tcp_call
+from minidist.comm.collectives.shared_memory import piece_bytes
+from minidist.comm.limits import SHOWN_BYTES
 
 
 @pytest.mark.parametrize(("title", "brought", "got", "expected"), [
@@ -33,29 +35,44 @@ def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expecte
     ("all-gather", 2, 6, [0, 1, 4, 5]),             # all but one block, each to its own place
     ("all-to-all", 6, 6, [0, 1, 4, 5])])
 def test_tcp_carries_what_a_rank_must(title, brought, got, filled):
-    """Every rank sends its rank, and gets those of the others."""
+    """Every rank sends its rank in the first half, and 10 more in the second, and gets those of the others."""
     def rank(world):
         send = np.full(brought, world.rank, np.float32)
+        send[brought // 2:] += 10 * (title == "all-to-all")
         recv = send.copy() if title == "all-reduce" else np.full(got, -1, np.float32)
         with ExitStack() as opened:
             tcp_call(VERBS[title], [opened.enter_context(sock) for sock in connected(world)])(send, recv)
         others = [other for other in range(world.size) if other != world.rank]
-        return np.flatnonzero(np.isin(recv, others)).tolist(), len(set(recv[filled].tolist()))
+        return np.flatnonzero(np.isin(recv % 10, others)).tolist(), recv[filled].tolist()
 
     found = run(rank, size=3)
     assert [places for places, _ in found] == [filled] * 3
-    assert title in ("all-reduce", "reduce-scatter") or [values for _, values in found] == [2, 2, 2]
+    if title in ("all-gather", "all-to-all"):       # one from each
+        assert [len({value % 10 for value in values}) for _, values in found] == [2, 2, 2]
+    if title == "all-to-all":                       # each sends its first block to one, and its last to the other
+        assert sorted(value for _, values in found for value in values) == [
+            *[rank + half for half in (0, 10) for rank in (0, 0, 1, 1, 2, 2)]]
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.title)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_board_gives_what_the_verb_must(verb, size, monkeypatch):
-    """In one piece, and in several of which the last is shorter."""
+    """In one piece, and in several of which the last is shorter; a sum's length need not divide by the ranks."""
+    length = 31 if verb.in_place else 15 * size if verb.name != "all_gather" else 15
+    brought = np.random.default_rng(0).integers(0, 1000, (size, length)).astype(np.float32)
+    parts = brought.reshape(size, -1, 15) if length % 15 == 0 else None
+    expected = {"all_reduce": lambda rank: brought.sum(axis=0), "all_gather": lambda rank: brought,
+                "reduce_scatter": lambda rank: parts.sum(axis=0)[rank], "all_to_all": lambda rank: parts[:, rank]}
+
     def rank(world):
+        right, send = expected[verb.name](world.rank), brought[world.rank].copy()
         call = board_call(verb, world.board, world.rank, size)
-        timed(verb, call, world.barrier, world.rank, size)(nbytes=60 * size, repeats=1)
-        monkeypatch.setattr(floors, "SHOWN_BYTES", 16)
-        monkeypatch.setattr(floors, "piece_bytes", lambda size: 8)
-        timed(verb, call, world.barrier, world.rank, size)(nbytes=60 * size, repeats=1)
+        for shown, piece in ((SHOWN_BYTES, piece_bytes(size)), (16, 8)):
+            monkeypatch.setattr(floors, "SHOWN_BYTES", shown)
+            monkeypatch.setattr(floors, "piece_bytes", lambda size, piece=piece: piece)
+            recv = send.copy() if verb.in_place else np.full(right.size, -1, np.float32)
+            call(recv if verb.in_place else send, recv)
+            np.testing.assert_array_equal(recv, right.reshape(-1))
+            world.barrier()
 
     run(rank, size=size, transport="shm")

@@ -56,6 +56,21 @@ def test_what_is_there_is_taken(kind):
 
 
 @on_every_link
+def test_what_stands_behind_another_message_is_taken_when_that_is_gone(kind):
+    """They come together, so the second is in the link's buffer behind the first."""
+    with linked(kind) as (zero, one):
+        first, second = np.full(100, 3, np.uint8), np.arange(200, dtype=np.uint8)
+        zero.start_send(1, tag(8), first, b"call 6").wait()
+        zero.start_send(1, tag(7), second, b"call 7").wait()
+        got = np.zeros(100, np.uint8)
+        one.start_recv(0, tag(8), into(got)).wait()
+        np.testing.assert_array_equal(got, first)
+        there = np.zeros(200, np.uint8)
+        assert swap(one, np.zeros(0, np.uint8), there)[1] == [True]
+        np.testing.assert_array_equal(there, second)
+
+
+@on_every_link
 @pytest.mark.parametrize("other", ["meta", "length", "tag"])
 def test_another_message_is_left_for_start_recv(kind, other):
     with linked(kind) as (zero, one):
