@@ -93,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
 def _collective(args: argparse.Namespace, progress: Progress) -> Result:
     verb = collectives.VERBS[args.what]
     contenders = _chosen(verb, args.only)
-    if min(args.sizes) < 4 or any(size % 4 for size in args.sizes):
-        raise ConfigError("sizes are whole float32 numbers; choose multiples of 4 bytes")
+    wrong = [size for size in args.sizes if size < 4 or size % 4]
+    if wrong:
+        raise ConfigError(f"--sizes: {wrong[0]} bytes; a size is one float32 number or more: a multiple of 4 bytes")
     if min(args.ranks) < 2:
         raise ConfigError("one rank sends nothing; choose -n of at least 2")
     if not all(verb.block(min(args.sizes), ranks) for ranks in args.ranks):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from minidist.console import exactly, plural
+from minidist.console import exactly
 from minidist.plan.estimate import TERMS
 from minidist.plan.explain import TITLES, Advice, Explanation
 from minidist.plan.forecast import KWH, TokenForecast
@@ -23,8 +23,8 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
     best, cluster = ranking.best, ranking.cluster
     console.print(f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, {ranking.batch:,} "
                   f"sequences of {ranking.config.context:,} tokens a step", markup=False)
-    console.print(f"{plural(ranking.enumerated, 'plan')} enumerated, {len(ranking):,} fit into memory; "
-                  f"ranked by {ranking.objective}\n", markup=False)
+    console.print(f"{ranking.enumerated:,} plan{'s' * (ranking.enumerated != 1)} enumerated, {len(ranking):,} fit into "
+                  f"memory; ranked by {ranking.objective}\n", markup=False)
     figures = ["s a step", "MFU", "GiB", *["replay"] * bool(ranking.confirmed), *_UNITS.get(ranking.objective, ())]
     table = Table(*(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold")
     for place, choice in enumerate(ranking.top(count), start=1):

@@ -16,6 +16,7 @@ from minidist.console import fail, not_negative, positive, seed_number, write_js
 from minidist.data.text import Text
 from minidist.errors import CheckpointError
 from minidist.files import check_writable
+from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT, GPTConfig
 from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, step_of
 from minidist.survive.whole import read_whole
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation. Returns: 0. Raises: ConfigError for what cannot be sampled."""
     check_writable("--json", args.json)
+    limit_blas_threads(1, 1)    # products of one row: more threads win nothing, and wait for each other on busy cores
     if args.prompt == "":
         fail("--prompt: needs at least one symbol; leave it out to begin with a new line")
     try:

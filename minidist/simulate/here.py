@@ -43,7 +43,7 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
     profile = profile or load_profile()
     if profile is None or not profile.computation:
         raise ConfigError(f"this machine was not measured for `here` ({profile_path()}); run `minidist bench "
-                          f"calibrate` first, which takes a minute")
+                          f"calibrate` first, which takes some minutes")
     if ranks < 1:
         raise ConfigError(f"here:{ranks}: choose one rank or more")
     link = profile.link(transport, [0] * ranks)

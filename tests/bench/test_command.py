@@ -7,7 +7,8 @@ from minidist.cli import main
 
 @pytest.mark.parametrize(("options", "expected"), [
     (["all-reduce", "--only", "glooo"], "no contender 'glooo'"),
-    (["all-reduce", "--sizes", "3B"], "multiples of 4"),
+    (["all-reduce", "--sizes", "3B"], "a multiple of 4 bytes"),
+    (["all-reduce", "--sizes", "4,0"], "--sizes: 0 bytes; a size is one float32 number or more: a multiple of 4"),
     (["all-reduce", "--sizes", "many"], "is not a size"),
     (["all-reduce", "-n", "1"], "one rank sends nothing"),
     (["all-to-all", "-n", "2,8", "--sizes", "16B"], "16 B are not one float32 number for each of 8 ranks"),

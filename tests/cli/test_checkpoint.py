@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -151,6 +152,13 @@ def test_text_from_results_and_from_a_sharded_checkpoint_is_the_same(saved: Path
     assert len(results["text"]) == len("a quick") + 20
     assert (results["source"], sharded["source"]) == (f"{saved}/model.safetensors", f"{saved}/step-000002")
     assert (results["step"], sharded["step"], older["step"]) == (2, 2, 1)
+
+
+def test_text_is_written_by_one_thread(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others would wait for each other at each product of one row."""
+    with threadpoolctl.threadpool_limits(2):
+        assert main(["sample", str(saved), "--tokens", "1"]) == 0
+        assert {pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"} == {1}
 
 
 def test_the_newest_state_writes(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

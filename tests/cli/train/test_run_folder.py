@@ -87,6 +87,13 @@ def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
             if name not in ("text.txt", "metrics.jsonl", "steps")} == before
 
 
+def test_the_next_runs_results_come_without_what_the_run_before_alone_had(folder: Path) -> None:
+    for name in ("why.png", "report.html", "mine.txt"):
+        (folder / name).touch()
+    write(folder, 2)
+    assert sorted(os.listdir(folder)) == sorted([*NAMES, "mine.txt"]) and is_whole(folder)
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o007])
 def test_the_weights_have_the_mode_of_the_other_files(mask: int, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
