@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.floors import COPIES, FLOORS, TCP, Run, blocks, board_call, connected, copies_call, tcp_call
+from minidist.bench.floors import COPIES, FLOORS, SHM, TCP, BoardCalls, Run, blocks, connected, copies_call, tcp_call
 from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
@@ -193,8 +193,8 @@ def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
         run = tcp_call(verb, connected(world))
     else:
         assert world.board is not None, "ranks of one host share one"
-        run = board_call(verb, world.board, world.rank, world.size)
-    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=contender not in (COPIES, TCP))
+        run = getattr(BoardCalls(world.board, world.rank, world.size), verb.name)
+    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=contender == SHM)
 
 
 def mpi_rank(verb: Verb) -> tuple[int, Measure]:

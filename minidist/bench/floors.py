@@ -94,56 +94,59 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
     return exchange
 
 
-def board_call(verb: "Verb", board: Board, rank: int, size: int) -> Run:
+class BoardCalls:
     """The least that ranks do by a board, in pieces: each shows what others need of it, copies or adds what they show.
 
-    all-gather, all-to-all: n bytes copied out. reduce-scatter: P blocks of n/P added. all-reduce: that, and the sums as
-    all-gather's. Nothing is lent: beyond 2 MiB, where our calls lend, this is no floor.
+    all_gather, all_to_all: n bytes copied out. reduce_scatter: P blocks of n/P added. all_reduce: that, and the sums as
+    all_gather's. Nothing is lent: beyond 2 MiB, where our calls lend, this is no floor.
     """
-    def shown(pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-        for src, (_, theirs) in enumerate(board.show(b"", pieces)):
-            if src != rank:
-                yield src, theirs.view(np.float32)
 
-    def for_me(parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        self.board, self.rank, self.size = board, rank, size
+
+    def all_gather(self, send: np.ndarray, recv: np.ndarray) -> None:
+        places = split(recv, self.size)
+        places[self.rank][...] = send
+        self._tell(send, places)
+
+    def all_to_all(self, send: np.ndarray, recv: np.ndarray) -> None:
+        parts, places = split(send, self.size), split(recv, self.size)
+        places[self.rank][...] = parts[self.rank]
+        for src, start, piece in self._for_me(parts):
+            places[src][start:start + len(piece)] = piece
+
+    def reduce_scatter(self, send: np.ndarray, recv: np.ndarray) -> None:
+        parts, first = split(send, self.size), int(self.rank == 0)
+        for src, start, piece in self._for_me(parts):
+            stretch = slice(start, start + len(piece))
+            np.add((parts[self.rank] if src == first else recv)[stretch], piece, out=recv[stretch])
+
+    def all_reduce(self, send: np.ndarray, recv: np.ndarray) -> None:
+        sums = split(recv, self.size)
+        self.reduce_scatter(send, sums[self.rank])
+        self._tell(sums[self.rank], sums)
+
+    def _tell(self, own: np.ndarray, places: Sequence[np.ndarray]) -> None:
+        """Each shows its own to all, who copy it to that rank's place."""
+        step = SHOWN_BYTES // own.itemsize
+        for start in range(0, len(places[0]), step):            # no place is longer than the first
+            for src, piece in self._shown([own[start:start + step]]):
+                places[src][start:start + len(piece)] = piece
+
+    def _for_me(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Each shows a part for each other: (from which rank, where it begins, the piece for this rank)."""
-        step = piece_bytes(size) // parts[0].itemsize
-        for start in range(0, len(parts[0]), step):         # no part is longer than the first
+        rank, step = self.rank, piece_bytes(self.size) // parts[0].itemsize
+        for start in range(0, len(parts[0]), step):
             pieces = [part[start:start + step] for part in parts]
             counts = list(map(len, pieces))
-            for src, theirs in shown(pieces[:rank] + pieces[rank + 1:]):
+            for src, theirs in self._shown(pieces[:rank] + pieces[rank + 1:]):
                 at = sum(counts[:rank]) - (counts[src] if src < rank else 0)    # it does not show its own
                 yield src, start, theirs[at:at + counts[rank]]
 
-    def tell(own: np.ndarray, places: Sequence[np.ndarray]) -> None:
-        step = SHOWN_BYTES // own.itemsize
-        for start in range(0, len(places[0]), step):
-            for src, piece in shown([own[start:start + step]]):
-                places[src][start:start + len(piece)] = piece
-
-    def gather(send: np.ndarray, recv: np.ndarray) -> None:
-        places = split(recv, size)
-        places[rank][...] = send
-        tell(send, places)
-
-    def to_all(send: np.ndarray, recv: np.ndarray) -> None:
-        parts, places = split(send, size), split(recv, size)
-        places[rank][...] = parts[rank]
-        for src, start, piece in for_me(parts):
-            places[src][start:start + len(piece)] = piece
-
-    def add(send: np.ndarray, total: np.ndarray) -> None:
-        parts, first = split(send, size), int(rank == 0)
-        for src, start, piece in for_me(parts):
-            stretch = slice(start, start + len(piece))
-            np.add((parts[rank] if src == first else total)[stretch], piece, out=total[stretch])
-
-    def add_and_tell(send: np.ndarray, recv: np.ndarray) -> None:
-        sums = split(recv, size)
-        add(send, sums[rank])
-        tell(sums[rank], sums)
-
-    return {"all_gather": gather, "all_to_all": to_all, "reduce_scatter": add}.get(verb.name, add_and_tell)
+    def _shown(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+        for src, (_, theirs) in enumerate(self.board.show(b"", pieces)):
+            if src != self.rank:
+                yield src, theirs.view(np.float32)
 
 
 def _spread(array: np.ndarray, count: int, pieces: int) -> list[memoryview]:

@@ -23,8 +23,8 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
     best, cluster = ranking.best, ranking.cluster
     console.print(f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, {ranking.batch:,} "
                   f"sequences of {ranking.config.context:,} tokens a step", markup=False)
-    console.print(f"{ranking.enumerated:,} plan{'s' * (ranking.enumerated != 1)} enumerated, {len(ranking):,} fit into "
-                  f"memory; ranked by {ranking.objective}\n", markup=False)
+    console.print(f"{ranking.enumerated:,} plans enumerated, {len(ranking):,} fit into memory; "
+                  f"ranked by {ranking.objective}\n", markup=False)
     figures = ["s a step", "MFU", "GiB", *["replay"] * bool(ranking.confirmed), *_UNITS.get(ranking.objective, ())]
     table = Table(*(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold")
     for place, choice in enumerate(ranking.top(count), start=1):

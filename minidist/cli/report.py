@@ -11,13 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from minidist.cli.train.report import memory_table, traffic_tables
+from minidist.cli.train.run_folder import PAGE
 from minidist.console import size_text, written
 from minidist.files import check_writable
 from minidist.observe.report.page import page, sections_of
 from minidist.observe.report.run_files import read_run
 from minidist.observe.report.section import PlainTable, plain_table
-
-PAGE = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

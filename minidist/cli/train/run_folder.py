@@ -27,7 +27,8 @@ from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.observe.why_report import draw_why
 
 MANIFEST = "metrics.json"
-OF_ONE_RUN = ("why.png", "report.html")     # what not every run has: it goes when the next run's results come
+PAGE = "report.html"            # of minidist report
+SOMETIMES = ("why.png", PAGE)   # what not every run has: it goes when the next run's results come
 
 
 @contextmanager
@@ -122,7 +123,7 @@ def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline
         metrics["files"] = {name: sha256(drafts / name) for name in names}
         write_json(drafts / MANIFEST, metrics)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for name in OF_ONE_RUN:         # of a run before
+        for name in SOMETIMES:          # of a run before
             (folder / name).unlink(missing_ok=True)
         for name in (*names, MANIFEST):
             (drafts / name).replace(folder / name)

@@ -287,7 +287,7 @@ class Call(RunningCall):
         Returns: the handles of what was sent, and the blocks that came, by rank; the others are still to be received.
                  None: nothing was sent.
         """
-        # Subscribers are told of every message. A swap tells nobody, so with subscribers there is none.
+        # A swap tells subscribers nothing, and they must hear of every message: with subscribers nothing is swapped.
         if self.ledger.subscribers or self.device != "cpu" or self.side is not None:
             return None
         came: dict[int, np.ndarray] = {}

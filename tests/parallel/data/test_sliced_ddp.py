@@ -101,7 +101,7 @@ def test_an_urgent_slice_passes_those_that_wait() -> None:
     assert orders[0] == orders[1] and len(set(orders[0])) == len(orders[0])
     last = max(urgency for urgency, _ in orders[0])
     assert orders[0][0] == (last, 0)                            # the first to be ready is the last layer
-    assert orders[0][2:] == sorted(orders[0][2:])               # the second was chosen while the first set out
+    assert orders[0][2:] == sorted(orders[0][2:])               # the second is chosen when the queue is still short
     assert orders[0][2] == (0, 0) and orders[0][-1][0] == last  # the first layer has passed what was ready before it
 
 
