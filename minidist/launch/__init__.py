@@ -8,11 +8,13 @@ What only ranks need is loaded when it is used: a launcher starts without NumPy.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
+from minidist.launch.run_arguments import require_count, require_seconds
 from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     Args:    fn: each rank calls fn(world, *args); world is its Group of all ranks. size: the number of ranks, from 1.
              transport: one of those above. limit: seconds that the job, and any wait in it, may last.
              patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger) before it is lost.
-    Returns: the results of all ranks, in rank order.
+    Returns: the results of all ranks, in rank order. Inside fn, md.init() returns world.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
              minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;
              PeerLostError if the rank was killed or exited; TimeoutError naming the ranks that had not ended after
@@ -57,20 +59,25 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     """
     from minidist.launch import membership, transports
 
+    if not callable(fn):
+        raise LaunchError(f"md.run: {fn!r} is no function; expected one that each rank calls as fn(world, *args)")
+    size = require_count("md.run", "size", size)
+    limit = require_seconds("md.run", "limit", limit)
+    patience = require_seconds("md.run", "patience", patience)
     transport = transports.current_name(transport)
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES, *transports.PLAIN))
-    if size < 1:
-        raise LaunchError(f"run(size={size}): a job has at least one rank")
     member = membership.current()
     if member is not None and member.importing:     # else each rank would start a job, whose ranks start jobs, ...
         raise LaunchError(f"{member.importing} calls md.run when it is imported, and each rank of run(transport='mpi') "
                           "(or 'nccl') imports it for its function; put the call under `if __name__ == '__main__':`")
+    rank = partial(membership.run_rank, fn)
     if transport in transports.THREADS:
         from minidist.comm.cost.link_model import load_profile
         from minidist.comm.transports.threads import run_threads
-        return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered", profile=load_profile())
+        unbuffered = transport == "threads-unbuffered"
+        return run_threads(rank, args, size, limit, unbuffered=unbuffered, profile=load_profile())
     if transport in ("mpi", "nccl"):
         from minidist.launch.mpirun import run_mpi
         return run_mpi(fn, args, size=size, limit=limit, transport=transport, patience=patience)
     from minidist.launch.forked import run_forked
-    return run_forked(fn, args, size=size, transport=transport, limit=limit, patience=patience)
+    return run_forked(rank, args, size=size, transport=transport, limit=limit, patience=patience)

@@ -15,10 +15,11 @@ from minidist.launch.limits import Limits
 
 
 def flush_output() -> None:
-    """Write the buffered lines of stdout and stderr, if these still take any."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    """Write the buffered lines of stdout and stderr, if there are such streams and they still take any."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
 
 
 class Forked:

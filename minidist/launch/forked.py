@@ -50,12 +50,15 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     flush_output()                      # or each child would print again what is still buffered here
     transports.allow_open_files(size)
     transports.load(transport)          # once, here, rather than in every child
+    deadline = time.monotonic() + limit
     job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
     try:
         for rank in range(size):
+            if time.monotonic() > deadline:
+                raise failures.late(range(rank, size), size, limit, "they had not been started yet")
             job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
         job.monitor.start()             # now: no thread may run where a process is forked
-        outcomes = job.collect(time.monotonic() + limit)
+        outcomes = job.collect(deadline)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes)
         if job.waiting:

@@ -11,7 +11,6 @@ that has not come so far, or never calls it, is ended by the launcher.
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -219,8 +218,9 @@ def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")
-            sys.stderr.write("".join(f"[{name()}] {part}\n" for part in text.split("\r") if part))
-            sys.stderr.flush()
+            parts = [f"[{name()}] {part}" for part in text.split("\r") if part]
+            if parts:
+                say_line("\n".join(parts))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ HEARSAY = 2.0           # most seconds to wait for the reason of a connection th
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
     """Raises LaunchError, with the nearest spelling, unless `name` is one of `among`."""
     if name not in among:
-        nearest = difflib.get_close_matches(name, among, 1)
+        nearest = difflib.get_close_matches(str(name), among, 1)
         raise LaunchError(f"no transport {name!r}; " + (f"did you mean {nearest[0]!r}? " if nearest else "")
                           + f"choose from {', '.join(among)}")
     if name == "nccl" and importlib.util.find_spec("cupy") is None:

@@ -13,7 +13,7 @@ from helpers import SOON
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.errors import DtypeError, LaunchError, MinidistError, PeerLostError, ShapeError, TimeoutError
+from minidist.errors import DtypeError, LaunchError, PeerLostError, ShapeError, TimeoutError
 from minidist.launch import forked
 
 TRANSPORTS = ("tcp", "shm")
@@ -183,12 +183,6 @@ def test_forking_hides_no_other_warning():
 def test_a_transport_that_is_not_there(transport, says):
     with pytest.raises(LaunchError, match=says):
         md.run(wait_for_the_others, size=2, transport=transport)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_job_has_ranks(size):
-    with pytest.raises(MinidistError, match="at least one rank"):
-        md.run(wait_for_the_others, size=size)
 
 
 @pytest.mark.soak

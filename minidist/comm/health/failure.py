@@ -116,10 +116,12 @@ def begin_with_rank(error: BaseException, world_rank: int) -> bool:
 
 
 def say_line(line: str) -> None:
-    """To stderr in one write, so that lines of several processes stay apart. A closed stderr is no error.
+    """Write to stderr in one write, so that lines of several processes stay apart. No stderr is no error.
 
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """
+    if sys.stderr is None:
+        return
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
