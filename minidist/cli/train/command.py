@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return _start_ranks(args, settings, size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads, patience=args.patience)
+    settings = settings.with_one_folder(world)
     with saves as told, run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads, told)
 

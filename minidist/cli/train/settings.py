@@ -17,6 +17,7 @@ from minidist.data import text
 from minidist.device.backend import dtype, module_for
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
+from minidist.observe.records import hand_out_record
 from minidist.observe.room import training_bytes
 from minidist.parallel.data.accumulation import passes_until
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
@@ -98,6 +99,17 @@ class Settings:
                  f"bench calibrate` first, or give a size")
         itemsize = dtype(self.args.dtype if self.args.precision == "fp32" else "float16").itemsize
         return replace(plan, bucket_bytes=best_bucket_bytes(itemsize * self.config.numbers, world.size, world.link))
+
+    def with_one_folder(self, world: Group) -> "Settings":
+        """Return the settings with rank 0's run folder for all, where no option names one.
+
+        The default is made of a rank's own clock and process number, so that of each rank is another.
+
+        Cost:    without --out a broadcast of its name, counted under `control`.
+        """
+        if self.args.out or world.size == 1:
+            return self
+        return replace(self, out=Path(hand_out_record(world, str(self.out))))
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
         """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""

@@ -24,6 +24,8 @@ NOT_BEGUN, RUNNING, STALLED, STOPPED_RUN, DIED, ENDED, FINISHED = STATES = (
 OVER = (DIED, ENDED, FINISHED)
 HANGS = (STALLED, STOPPED_RUN, DIED)        # `what` says for which rank
 WINDOW = 10         # steps whose mean is shown
+BETWEEN_HOSTS = "between hosts"
+UNKNOWN_LINK = "unknown"    # of a group with a rank that left no recorder here
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class RankNow:
 
 @dataclass(frozen=True)
 class AxisNow:
-    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, or "between hosts"; a_step: bytes of all ranks;
-    a_second: the same, by the time of a step; exposed: seconds of a step, of the rank with most."""
+    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, BETWEEN_HOSTS or UNKNOWN_LINK; a_step: bytes of
+    all ranks; a_second: the same, by the time of a step; exposed: seconds of a step, of the rank with most."""
 
     name: str
     ranks: int
@@ -145,9 +147,16 @@ def _axes(flights: Sequence[RankFlight], newest: dict[int, StepParts | None],
             continue
         for group, nbytes in parts.sent.items():
             axis, ranks = flight.groups.get(group, ("?", []))
-            link = inside if len({hosts.get(rank) for rank in ranks}) < 2 else "between hosts"
+            link = _link({hosts.get(rank) for rank in ranks}, inside)
             before = found.get((axis, link), AxisNow(axis, len(ranks), link, 0, 0.0, 0.0))
             found[axis, link] = replace(before, a_step=before.a_step + nbytes,
                                         exposed=max(before.exposed, parts.stood.get(group, 0.0)))
     rated = (replace(axis, a_second=axis.a_step / seconds if seconds else 0.0) for axis in found.values())
     return tuple(sorted(rated, key=lambda axis: -axis.a_step))
+
+
+def _link(hosts: set[str | None], inside: str) -> str:
+    """Return what joins ranks on these hosts; None is the host of a rank that left no recorder."""
+    if len(hosts - {None}) > 1:
+        return BETWEEN_HOSTS
+    return UNKNOWN_LINK if None in hosts else inside

@@ -6,7 +6,7 @@ import pytest
 from watched import WatchedRun
 
 from minidist.observe.live.looking import Looking
-from minidist.observe.live.run_now import RankNow, newest_parts, watts_of
+from minidist.observe.live.run_now import BETWEEN_HOSTS, UNKNOWN_LINK, RankNow, newest_parts, watts_of
 from minidist.observe.live.step_parts import StepParts
 
 
@@ -22,6 +22,19 @@ def test_time_bytes_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
     (axis,) = now.axes
     assert (axis.name, axis.ranks, axis.link, axis.a_step) == ("world", 3, "one host", 48)
     assert axis.a_second == pytest.approx(240.0, rel=1e-3) and axis.exposed == pytest.approx(0.05, abs=1e-4)
+
+
+def test_a_link_to_a_rank_without_a_recorder_is_not_said_to_lead_to_another_host(tmp_path: Path) -> None:
+    run = WatchedRun(tmp_path, size=3)
+    (run.folder / "flight" / "00002.ring").unlink()
+    (axis,) = Looking(run.folder).look().axes
+    assert axis.link == UNKNOWN_LINK
+    run = WatchedRun(tmp_path / "two", size=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("platform.node", lambda: "another")
+        run.job.flights[1]._write_header()
+    (axis,) = Looking(run.folder).look().axes
+    assert axis.link == BETWEEN_HOSTS
 
 
 def test_the_mean_is_over_steps_that_all_ranks_have_ended() -> None:
