@@ -70,6 +70,7 @@ def _on_ranks(body: Callable[[Group], None], alone: int) -> None:
     """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
     world = init()
     if world.size > 1:
+        world.transport.limit = LIMIT       # the others wait while one rank measures alone
         body(world)
     else:
         with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads

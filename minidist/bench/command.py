@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
     if result is None:          # rank 0 has it
         return 0
     result["machine"] = machine()
-    bench.show(result, console)
     if args.json:
-        write_json(args.json, result)
+        write_json(args.json, result)       # first: what took so long is not lost to a table
+    bench.show(result, console)
     if args.figure:
         with written("--figure", args.figure) as draft:
             bench.draw(draft, result)

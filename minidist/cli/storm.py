@@ -27,6 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
+from minidist.comm.health.failure import say_line
 from minidist.console import (
     fail,
     plural,
@@ -39,6 +40,7 @@ from minidist.console import (
 )
 from minidist.files import check_writable
 from minidist.observe.machine import machine
+from minidist.observe.step_log import loss_text
 from minidist.observe.storm_figure import draw_storm
 from minidist.progress import Progress, progress
 from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
@@ -105,8 +107,11 @@ def run(args: argparse.Namespace) -> int:
             if status:
                 return status
             figures = _weather(trainings, args, kinds, show)
-        if args.out:
-            write_json(trainings.out / "storm.json", figures)
+            _write(trainings, figures)
+            if figures["exit_status"] == 0 and not args.no_compare:
+                show(f"the same {figures['steps']:,} steps without a fault, to compare")
+                figures["calm_status"] = _compare(trainings, figures)
+                _write(trainings, figures)
         for picture in [*([trainings.out / "storm.png"] if args.out else []), *([args.figure] if args.figure else [])]:
             draw_storm(picture, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
     return _conclude(figures, args)
@@ -143,14 +148,21 @@ def _compare_later(args: argparse.Namespace) -> int:
             figures["calm_status"] = status = _compare(trainings, figures)
         if status:
             return status
-        write_json(trainings.out / "storm.json", figures)
+        _write(trainings, figures)
     return _conclude(figures, args)
+
+
+def _write(trainings: "Trainings", figures: dict[str, Any]) -> None:
+    """Write the figures as they are known: nothing that follows may cost them."""
+    args = trainings.args
+    if args.out:
+        write_json(trainings.out / "storm.json", figures)
+    if args.json:
+        write_json(args.json, figures)
 
 
 def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
     """Tell the figures. Returns: as run()."""
-    if args.json:
-        write_json(args.json, figures)
     _print(figures, args)
     failed = figures["recovered"] < figures["faults"] or figures["bits"] == "differ"
     return int(figures["exit_status"]) or int(figures.get("calm_status", 0)) or int(failed)
@@ -204,6 +216,14 @@ class Trainings:
         """A training, whose stderr is shown beside the progress of the storm."""
         return subprocess.Popen(command, env=self.environment, stderr=self.stderr)
 
+    def tell_planted(self, fault: str) -> None:
+        """Say what the storm does, among the lines of the training: what follows there comes of it."""
+        line = f"minidist storm: planted: {fault}"
+        if self.stderr is None:
+            say_line(line)
+        else:
+            os.write(self.stderr, f"{line}\n".encode())
+
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Of a run that has ended."""
         return dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
@@ -218,7 +238,7 @@ def whole_periods(steps: int, options: list[str]) -> int:
 
 
 def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress) -> dict[str, Any]:
-    """The storm, then the calm: their figures."""
+    """The storm: its figures."""
     scratch, out = trainings.scratch, trainings.out
     first = whole_periods(FIRST_STEPS, args.options)
     step_seconds = _step_seconds(scratch / "first", first, args.ranks)
@@ -228,6 +248,7 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
     steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
     storm = Storm(lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
                   out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS,
+                  tell=trainings.tell_planted,
                   noted=lambda: show(f"a storm of {args.minutes:g} minutes: {plural(len(storm.faults), 'fault')} so "
                                      f"far, the last {storm.faults[-1]['kind']}"))
     try:
@@ -245,9 +266,6 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
                     "options": args.options}}
     if status == 0:
         figures["rate"] = steps * step_seconds / figures["work_seconds"]
-        if not args.no_compare:
-            show(f"the same {steps:,} steps without a fault, to compare")
-            figures["calm_status"] = _compare(trainings, figures)
     return figures
 
 
@@ -308,8 +326,8 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
              "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
              "other plans": "the plan changed, so the bits are not those of the undisturbed run",
              "own weights": "ranks went on from weights of their own, so the bits are not those of the undisturbed "
-                            "run; validation loss {:.4f}, undisturbed {:.4f}"}
+                            "run; validation loss {}, undisturbed {}"}
     if figures["bits"] is not None:
-        say(words[figures["bits"]].format(*figures["validation_losses"]))
+        say(words[figures["bits"]].format(*map(loss_text, figures["validation_losses"])))
     if args.out:
         say(f"{args.out}/: storm.png, storm.json, storm.jsonl, elastic.jsonl, metrics.json")

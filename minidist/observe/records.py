@@ -1,5 +1,7 @@
 """Small records (spans, ledgers, memory accounts) from every rank to rank 0, or to all; and from rank 0 to all."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -7,6 +9,23 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.wire import pack, unpack
 from minidist.device import account
+
+A_DAY = 86400.0
+
+
+@contextmanager
+def unhurried(group: Group) -> Iterator[None]:
+    """In the block a wait of this rank may last a day, because what it waits for is one rank's work, not a message.
+
+    A rank that is lost ends the wait as ever.
+    """
+    transport = group.transport
+    limit = transport.limit
+    transport.limit = max(limit, A_DAY)
+    try:
+        yield
+    finally:
+        transport.limit = limit
 
 
 def gather_records(group: Group, record: Any) -> list[Any] | None:

@@ -146,3 +146,8 @@ def _steps_of(lines: bytes) -> dict[int, dict[str, Any]]:
 
 def _packed(values: dict[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss as it is shown; None is that of a run that could not measure it."""
+    return "unknown" if loss is None else f"{loss:.4f}"

@@ -36,7 +36,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import device_of, dtype_name, to_device, to_host
 from minidist.errors import CheckpointError
 from minidist.files import scratch
-from minidist.observe.records import gather_records, hand_out_record, share_records
+from minidist.observe.records import gather_records, hand_out_record, share_records, unhurried
 from minidist.optim import Optimizer
 from minidist.parallel.compress.outer import OF_OUTER
 from minidist.parallel.hybrid.scheme_state import is_schemes
@@ -101,8 +101,10 @@ def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, a
     places = state_places(strategy, optimizer)
     mine = share_out(places, group)
     arrays = chosen(state_arrays(strategy, optimizer, changes=False), mine)
-    write_checkpoint(folder, about | {"optimizer": type(optimizer).__name__},
-                     layout_of([places[index] for index in mine]), arrays, small_state(strategy, optimizer), group)
+    layout = layout_of([places[index] for index in mine])
+    about = about | {"optimizer": type(optimizer).__name__}
+    with unhurried(group):              # the slowest rank's disk decides
+        write_checkpoint(folder, about, layout, arrays, small_state(strategy, optimizer), group)
 
 
 def write_checkpoint(folder: Path, about: dict[str, Any], layout: ShardLayout, arrays: Iterable[Any],
@@ -174,7 +176,9 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         return (f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training has not; it is of "
                 f"another model") if left else ""
 
-    if problem := _verdict(group, problem, sorted({place.key for place in places if place.size}), unknown):
+    with unhurried(group):              # the slowest rank's disk decides
+        problem = _verdict(group, problem, sorted({place.key for place in places if place.size}), unknown)
+    if problem:
         raise CheckpointError(problem)
     strategy.state_replaced()
     return about

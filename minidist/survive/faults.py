@@ -35,7 +35,7 @@ _here, _fsync = os.path.dirname(os.path.abspath(__file__)), os.fsync
 
 def fsync(file):
     if os.path.exists(os.path.join(_here, "full")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC) + " (planted by the storm)")
     if os.path.exists(os.path.join(_here, "slow")):
         time.sleep(0.5)
     return _fsync(file)

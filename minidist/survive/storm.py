@@ -31,6 +31,14 @@ READY = 10.0            # most seconds to wait until a fault is possible
 END = 10.0              # seconds that ranks get to end when their launcher is gone
 _LOOK = 0.02            # seconds between looks at the job
 
+PLANTED = {"kill": "rank {rank} is killed", "stop": "rank {rank} is stopped",
+           "cut": "a connection of rank {rank} is cut",
+           "torn": "half of {shard} in {checkpoint} is cut off, and all ranks are killed",
+           "flip": "a bit of {shard} in {checkpoint} is turned over, and all ranks are killed",
+           "full": "for {hold:g} s the disk has no space left", "slow": "for {hold:g} s the disk is slow",
+           "launcher": "the launcher is killed, and started again"}
+"""What a fault does, in words."""
+
 
 class Storm:
     """Faults for one job.
@@ -39,15 +47,17 @@ class Storm:
                 every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
                 disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
                 one_by_one: no fault before the job goes on after the one before it. noted: called after each fault.
+                tell: called with what each fault does, in words, before the job can say what came of it.
     Attributes: job: the present one. faults: what was noted of each.
     """
 
     def __init__(self, start: Callable[[bool], Job], run: Path, *, every: float, kinds: Sequence[str] = FAULTS,
                  seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False,
-                 noted: Callable[[], None] = lambda: None) -> None:
+                 noted: Callable[[], None] = lambda: None, tell: Callable[[str], None] = lambda text: None) -> None:
         self._start, self._run, self._every, self._kinds = start, run, every, kinds
         self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
         self._one_by_one, self._noted = one_by_one, noted
+        self._tell = tell
         self._before = len(events(run / LOG))       # of a job that was here before
         self.faults: list[Event] = []
         self._begun = time.time()                   # when the present launcher was started
@@ -107,12 +117,15 @@ class Storm:
         match kind:
             case "kill" | "stop":
                 os.kill(pids[rank], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                self._say(kind, rank=rank)
                 self._note(fault | {"rank": rank, "pid": pids[rank]})
             case "cut":
                 cut_connection(pids[rank], self._chance)
+                self._say(kind, rank=rank)
                 self._note(fault | {"rank": rank, "pid": pids[rank]})
             case "torn" | "flip":
                 found = damage(self._run, kind, self._chance)
+                self._say(kind, **found)
                 kill_all(pids)
                 self._note(fault | found)
             case "full" | "slow":
@@ -123,6 +136,7 @@ class Storm:
     def _spoil_disk(self, fault: Event) -> None:
         if self._disk is None:
             raise OSError("this job's processes have no disk that can be spoilt")
+        self._say(fault["kind"], hold=self._hold)
         set_disk(self._disk, fault["kind"], on=True)
         try:
             end = time.monotonic() + self._hold
@@ -134,6 +148,7 @@ class Storm:
 
     def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
         """Kill it, and start it again, as a supervisor does; its ranks end by themselves meanwhile."""
+        self._say(fault["kind"])
         self.job.kill()
         self.job.wait()
         self._begun = time.time()
@@ -144,6 +159,9 @@ class Storm:
         left = [pid for pid in pids if not has_ended(pid)]
         kill_all(left)
         self._note(fault | {"until": time.time(), "left": len(left)})
+
+    def _say(self, kind: str, **details: Any) -> None:
+        self._tell(PLANTED[kind].format(**details))
 
     def _note(self, fault: Event) -> None:
         self.faults.append(fault)

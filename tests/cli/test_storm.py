@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 from leftovers import nothing_left
 
 from minidist.cli import main, storm
+from minidist.console import Parser
 
 TOLD = [{"event": event, "time": time, "generation": 1, "step": step, "processes": [0, 1]}
         for event, time, step in (("forming", 1.0, 0), ("formed", 2.0, 0), ("stepped", 2.5, 1), ("trained", 10.0, 40))]
@@ -78,6 +80,39 @@ def test_a_storm_that_failed_is_not_compared(kept, monkeypatch, capsys):
     (kept / "storm.json").write_text(json.dumps(json.loads((kept / "storm.json").read_text()) | {"exit_status": 1}))
     assert main(["storm", "--compare", str(kept)]) == 2 and commands == []
     assert "ended with status 1, so there is nothing to compare" in capsys.readouterr().err
+
+
+def test_the_storm_says_what_it_plants_among_the_lines_of_the_training(kept, capfd):
+    def said(words):
+        trainings = storm.Trainings(Namespace(out=str(kept)), ["kill"], kept)
+        trainings.stderr = words
+        trainings.tell_planted("rank 1 is killed")
+        return capfd.readouterr().err
+
+    assert said(None) == said(2) == "minidist storm: planted: rank 1 is killed\n"
+
+
+def test_an_undisturbed_run_that_fails_costs_no_figures(tmp_path, monkeypatch):
+    """They are written before it, and the pictures come after it."""
+    def broken(*_):
+        raise OSError("a mistake")
+
+    figures = {"happened": [], "exit_status": 0, "steps": 40}
+    monkeypatch.setattr(storm.Trainings, "undisturbed", lambda *_: 0)
+    monkeypatch.setattr(storm, "_weather", lambda *_: figures)
+    monkeypatch.setattr(storm, "_compare", broken)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(OSError, match="a mistake"):
+        storm.run(storm_arguments("--kinds", "kill", "--out", str(run), "--json", str(tmp_path / "figures.json")))
+    for file in (run / "storm.json", tmp_path / "figures.json"):
+        assert json.loads(file.read_text()) == figures
+
+
+def storm_arguments(*words):
+    parser = Parser()
+    storm.add_arguments(parser)
+    return parser.parse_args(words)
 
 
 def test_a_storm_over_hosts_is_refused(capsys):

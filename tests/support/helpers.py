@@ -45,6 +45,16 @@ def lateness() -> Iterator[list[float]]:
         thread.join()
 
 
+def becomes_unhurried(transport: Any) -> bool:
+    """Wait until the rank of `transport` waits without a limit in effect; False if it does not come to that."""
+    from minidist.observe.records import A_DAY  # noqa: PLC0415 - the ranks of an mpirun do without it
+
+    deadline = time.monotonic() + LIMIT
+    while transport.limit < A_DAY and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(transport.limit >= A_DAY)
+
+
 @contextlib.contextmanager
 def nobodys_port() -> Iterator[tuple[str, int]]:
     """An address at which nobody listens, nor will: a socket has its port that only holds it."""

@@ -2,18 +2,21 @@
 
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import ended, make, same_state, saved, steps
+from helpers import LIMIT, becomes_unhurried
 
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
+from minidist.comm.group import Group
 from minidist.errors import CheckpointError
-from minidist.nn import Linear, Module
+from minidist.nn import GPTConfig, Linear, Module
 from minidist.optim import AdamW
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.offload_disk import OnDisk
@@ -242,3 +245,29 @@ def test_asynchronous_workers_are_refused(tmp_path: Path) -> None:
         told, = set(md.run(refusal, call, str(tmp_path / "a"), plan, {}, {}, size=3))
         assert "synchronous updates" in told and "\n" not in told
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("slow", ["write_shard", "read_state"])
+def test_a_rank_whose_disk_is_slow_is_waited_for(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's disk goes on only when rank 0 waits without a limit in effect."""
+    usual, waited, transports = getattr(checkpoint, slow), list[bool](), dict[str, Any]()
+
+    def patient(*args: Any) -> Any:
+        if threading.current_thread().name == transports.get("slow"):
+            waited.append(becomes_unhurried(transports["other"]))
+        return usual(*args)
+
+    def body(world: Group) -> float:
+        if world.rank == 0:
+            transports["other"] = world.transport
+        else:
+            transports["slow"] = threading.current_thread().name
+        world.barrier()
+        config = GPTConfig(vocabulary=5, context=4, layers=1, width=8, heads=1)
+        trainer = md.Trainer(md.Plan(dp=2, zero=1), config, world)
+        trainer.save(tmp_path / "step-000000")
+        trainer.load(tmp_path / "step-000000")
+        return float(world.transport.limit)
+
+    monkeypatch.setattr(checkpoint, slow, patient)
+    assert md.run(body, size=2, limit=LIMIT) == [LIMIT, LIMIT] and waited == [True]

@@ -19,7 +19,7 @@ import minidist as md
 from minidist.errors import CheckpointError
 from minidist.survive.faults import cut_connection, damage, disk_module, kill_all, set_disk
 from minidist.survive.manifest import checkpoints, step_folder
-from minidist.survive.storm import LOG, NOTES, Storm, events
+from minidist.survive.storm import LOG, NOTES, PLANTED, Storm, events
 from minidist.survive.storm_report import calm_rate, outcomes, spans, summary
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_or_slow_is_one_of_the_storms_processes_alone(tmp_pa
                               env={**os.environ, **disk_module(tmp_path)}, check=False)
 
     set_disk(tmp_path, "full", on=True)
-    assert "OSError: [Errno 28]" in run().stderr
+    assert "OSError: [Errno 28] No space left on device (planted by the storm)" in run().stderr
     set_disk(tmp_path, "full", on=False)
     set_disk(tmp_path, "slow", on=True)
     assert float(run().stdout) >= 0.5
@@ -194,10 +194,12 @@ def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **se
     words = [sys.executable, "-c", LAUNCHER, folder / LOG, least, ranks, spares, sys.executable, RANK, folder,
              json.dumps(settings)]
     with nothing_left() as environment:
+        told = []
         storm = Storm(lambda again: subprocess.Popen([*map(str, words)], env=environment), folder, every=every,
-                      kinds=kinds, one_by_one=True)
+                      kinds=kinds, one_by_one=True, tell=told.append)
         storm.rage(seconds, most)
         assert storm.job.wait(120) == 0
+    assert told == [PLANTED[fault["kind"]].format(**fault) for fault in storm.faults]
     return storm, json.loads((folder / "result.json").read_text())
 
 

@@ -11,11 +11,15 @@ import argparse
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train.arguments import add_arguments
+from minidist.cli.train.attempts import by_itself, together
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import (
     Lives,
@@ -26,17 +30,17 @@ from minidist.cli.train.elastic import (
     others_of,
     start_elastic,
 )
-from minidist.cli.train.metrics import Metrics, run_metrics
+from minidist.cli.train.metrics import Metrics, result_metrics, run_metrics
 from minidist.cli.train.progress import make_console
 from minidist.cli.train.report import print_report
 from minidist.cli.train.rings import drop_rings, keep_ring
-from minidist.cli.train.run_folder import run_folder, write_folder
+from minidist.cli.train.run_folder import WEIGHTS, run_folder, write_results, write_views
 from minidist.cli.train.sample import sample
 from minidist.cli.train.saving import Saver, Saves, Stopped, Told, hearing
 from minidist.cli.train.settings import Settings, as_arguments, check
-from minidist.cli.train.steps import train_steps
+from minidist.cli.train.steps import Course, train_steps
 from minidist.cli.train.telemetry import Telemetry
-from minidist.cli.train.verify import Weights, verify
+from minidist.cli.train.verify import verify
 from minidist.cli.train.watching import report_of
 from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
@@ -52,11 +56,11 @@ from minidist.launch.which_mpi import find_launch
 from minidist.nn import GPT
 from minidist.nn.attention_pattern import shown_pattern
 from minidist.observe.foresight import foresight
+from minidist.observe.records import hand_out_record, unhurried
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import typical_step, why
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.step.replicas import weights_digest
 
 __all__ = ["add_arguments", "run", "train_steps"]
 
@@ -166,9 +170,7 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
     try:
         course = (train_steps(trainer, settings, report, saver) if lives is None else
                   elastic_steps(trainer, settings, report, lives, saver))
-        trainer.check_replicas()
-        held_out = report.validating(settings.validation_batches())
-        validation_loss = trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
+        return conclude(trainer, settings, course, saver, report, timeline, console, threads=threads, lives=lives)
     except Stopped:
         assert saver is not None
         trainer.close()
@@ -176,54 +178,106 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         return saver.farewell()
     finally:
         report.end()
-    metrics = run_metrics(trainer, settings, course, saver, threads=threads, validation_loss=validation_loss)
-    metrics["energy"] = report.energy()
-    if lives is not None:
-        lives.add_to(metrics, trainer.survivors())
-    return conclude(trainer, settings, metrics, timeline, course.early, console)
 
 
-def conclude(trainer: Trainer, settings: Settings, metrics: Metrics, timeline: Timeline, early: Weights | None,
-             console: Console) -> int:
-    """Compare weights for --verify, write the run folder, print the report. Returns: the exit status."""
-    args, world = settings.args, trainer.survivors()
-    timelines, weights = timeline.collect(world), trainer.state_dict()
-    metrics["weights_sha256"] = weights_digest(weights)
+def conclude(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, report: Telemetry,
+             timeline: Timeline, console: Console, *, threads: int, lives: Lives | None) -> int:
+    """Write the results, then make of them what can be made. Every rank calls it. Returns: the exit status.
+
+    The ranks wait for rank 0, which works alone here, as long as it works.
+
+    Raises:  Stopped; MismatchError if the replicas differ; on rank 0 ConfigError or OSError if the results, or the file
+             of --json, cannot be written.
+    """
+    world = trainer.survivors()
+    memory = trainer.account.snapshot()         # first: what follows takes memory of its own
+    metrics, problem = _write_results(trainer, settings, course, saver, threads=threads)
+    with unhurried(world):
+        written = hand_out_record(world, problem is None)
     status = 0
-    if early is not None:
-        status = verify(early, settings, world, metrics, console)
-    problem = None
-    if world.rank == 0:
-        assert timelines is not None
-        metrics["trace"] = {"spans": sum(len(each.spans) for each in timelines),
-                            "left_out": sum(each.dropped for each in timelines)}
-        if args.why:
-            step = typical_step(timelines)
-            metrics["why"] = {"step": step, **why(record_step(timelines, step)),
-                              "foresight": foresight(timelines, step)}
-        try:
-            write_folder(settings.out, metrics, timelines, weights)
-            if args.json:
-                write_json(args.json, metrics)
-        except (ConfigError, OSError) as error:
-            problem = error                                     # raised when all others have ended well: it is one line
-        if not args.quiet and problem is None:
-            with account.use(account.MemoryAccount()):      # without the run's memory limit
-                written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
-            print_report(console, metrics, written, settings.out)
+    if written:
+        trainer.check_replicas()
+        _complete(trainer, settings, metrics, memory, report, saver, lives)
+        if course.early is not None:
+            status = verify(course.early, settings, world, metrics, console)
+        timelines = together(world, "trace.json", partial(timeline.collect, world))
+        if world.rank == 0:
+            problem = _present(trainer, settings, metrics, timelines, console)
     trainer.close()
-    world.barrier()      # no rank ends the job before rank 0 has written its files
+    with unhurried(world):
+        world.barrier()         # no rank ends the job before rank 0 has written its files
     if problem is not None:
-        raise problem
+        raise problem           # the others have ended well, so it is one line
     return status
 
 
-def whole_model(trainer: Trainer, weights: Weights) -> GPT:
-    """A model that this rank can use alone."""
+def _write_results(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *,
+                   threads: int) -> tuple[Metrics, Exception | None]:
+    """Write the weights and what is known of the run, on rank 0; return its metrics, and the problem if there is one.
+    """
+    weights = trainer.state_dict()
+    if trainer.survivors().rank != 0:
+        return {}, None
+    metrics = result_metrics(trainer, settings, course, saver, weights, threads=threads)
+    try:
+        write_results(settings.out, metrics, weights)
+    except (ConfigError, OSError) as error:
+        return metrics, error
+    return metrics, None
+
+
+def _complete(trainer: Trainer, settings: Settings, metrics: Metrics, memory: dict[str, Any], report: Telemetry,
+              saver: Saver | None, lives: Lives | None) -> None:
+    """Add to the metrics what takes further work of all ranks."""
+    world = trainer.survivors()
+
+    def validate() -> float:
+        held_out = report.validating(settings.validation_batches())
+        return trainer.evaluate(held_out if saver is None else saver.heeding(held_out))
+
+    metrics["validation_loss"] = together(world, "the validation", validate)
+    metrics["energy"] = together(world, "the account of energy", report.energy)
+    measure = partial(run_metrics, trainer, settings, memory)
+    metrics.update(together(world, "the comparison with formulas", measure) or {})
+    if lives is not None:
+        lives.add_to(metrics, world)
+
+
+def _present(trainer: Trainer, settings: Settings, metrics: Metrics, timelines: list[Timeline] | None,
+             console: Console) -> Exception | None:
+    """On rank 0, explain, draw and print what is known; a problem with the file of --json."""
+    args, problem = settings.args, None
+    if timelines is not None:
+        metrics["trace"] = {"spans": sum(len(each.spans) for each in timelines),
+                            "left_out": sum(each.dropped for each in timelines)}
+        if args.why:
+            with by_itself("--why"):
+                step = typical_step(timelines)
+                metrics["why"] = {"step": step, **why(record_step(timelines, step)),
+                                  "foresight": foresight(timelines, step)}
+    write_views(settings.out, metrics, timelines)
+    try:
+        if args.json:
+            write_json(args.json, metrics)
+    except (ConfigError, OSError) as error:
+        problem = error
+    if not args.quiet and problem is None:
+        written = None
+        with by_itself("the sample"), account.use(account.MemoryAccount()):     # without the run's memory limit
+            written = sample(whole_model(trainer, settings.out), settings.text, seed=args.seed)
+        with by_itself("the report"):
+            print_report(console, metrics, written, settings.out)
+    return problem
+
+
+def whole_model(trainer: Trainer, out: Path) -> GPT:
+    """Return a model that this rank can use alone: its own, or the one in the run folder."""
     if trainer.plan.zero < 3 and not trainer.plan.composed and trainer.plan.local_steps is None:
         return trainer.model
+    from safetensors.numpy import load_file
+
     model = GPT(trainer.config)
-    model.load_state_dict(weights)
+    model.load_state_dict(load_file(out / WEIGHTS))
     return model
 
 

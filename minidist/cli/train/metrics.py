@@ -14,47 +14,57 @@ from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings, as_arguments
 from minidist.cli.train.steps import Course
+from minidist.cli.train.verify import Weights
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.device import cores
 from minidist.launch import detect
 from minidist.launch.limits import limit_here
-from minidist.nn import GPT
 from minidist.observe.machine import machine
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import data_collectives, moved_in_a_step
+from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
 
 Metrics = dict[str, Any]
 
 
-def run_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *, threads: int,
-                validation_loss: float) -> Metrics:
-    """Everything but the digest of the weights. Every rank calls it; "ranks" is filled on rank 0.
+def result_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, weights: Weights, *,
+                   threads: int) -> Metrics:
+    """Return what metrics.json holds of the training itself: all that is known without any further work.
 
     Args:    threads: BLAS threads a rank.
-    Cost:    gathers of small records, counted under `control`.
     """
-    args, config, world = settings.args, settings.config, trainer.survivors()
-    ranks = rank_records(trainer, world)        # first: what follows takes memory of its own
-    count = sum(p.size for p in GPT(config).parameters())
-    itemsize = next(trainer.model.parameters()).dtype.itemsize
-    return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
-            "memory_limit_bytes": limit_here(), "device": args.device, "parameters": count,
-            "parameter_bytes": count * itemsize, "formula": gradient_formula(trainer, settings.training_batch(0)),
-            **expert_record(trainer), **budget_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
+    args, count = settings.args, sum(array.size for array in weights.values())
+    return {"parameters": count, "parameter_bytes": count * next(trainer.model.parameters()).dtype.itemsize,
+            "weights_sha256": weights_digest(weights),
+            "plan": trainer.plan.as_dict(), "size": trainer.survivors().size,
+            "transport": trainer.world.transport.name, "threads": threads, "device": args.device,
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
-            "losses": course.losses, "validation_loss": validation_loss, "step_seconds": course.step_seconds,
+            "losses": course.losses, "validation_loss": None, "step_seconds": course.step_seconds,
             "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
             "resumed_from": trainer.steps_before if settings.resume else None,
-            "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols, "config": asdict(config),
-            "machine": machine() | {"command": command_line(args, world.size)},
+            "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols,
+            "config": asdict(settings.config),
             "options": {name: value for name, value in vars(args).items()
-                        if value is None or isinstance(value, (str, int, float))},
+                        if value is None or isinstance(value, (str, int, float))}}
+
+
+def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) -> Metrics:
+    """Return what metrics.json holds beside the results: formulas, the machine, the ranks. Every rank calls it.
+
+    Args:    memory: of this rank's account after the last step; what followed took memory of its own.
+    Cost:    gathers of small records, counted under `control`.
+    """
+    args, world = settings.args, trainer.survivors()
+    return {"memory_limit_bytes": limit_here(), "formula": gradient_formula(trainer, settings.training_batch(0)),
+            **expert_record(trainer), **budget_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
+            "machine": machine() | {"command": command_line(args, world.size)},
             "versions": {"python": platform.python_version(),
-                         **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}, "ranks": ranks}
+                         **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}},
+            "ranks": rank_records(trainer, world, memory)}
 
 
 def command_line(args: argparse.Namespace, size: int) -> str:
@@ -70,7 +80,7 @@ def command_line(args: argparse.Namespace, size: int) -> str:
     return shlex.join([*before, str(size), *words] if before else words)
 
 
-def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
+def rank_records(trainer: Trainer, world: Group, memory: dict[str, Any]) -> list[dict[str, Any]] | None:
     """On rank 0: coordinates of each rank, bytes and messages sent in training steps, and memory by category.
 
     Of one process that drives several devices: the same of every device.
@@ -83,7 +93,7 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
         "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
         "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()},
         "sent_to_nodes": sent_to_nodes(world), "host": platform.node(),
-        "cores": cores.usable(), "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
+        "cores": cores.usable(), "memory": memory, "shared_bytes": world.transport.shared_bytes,
         **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
 
 

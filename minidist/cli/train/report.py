@@ -14,6 +14,7 @@ from minidist.cli.train import axis_traffic, central_traffic, compressed_traffic
 from minidist.cli.train.save_interval import summary
 from minidist.console import exactly, plural
 from minidist.observe.energy import energy_in_words
+from minidist.observe.step_log import loss_text
 from minidist.observe.why_report import causes_line, foresight_line, headline, why_table
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
@@ -21,11 +22,15 @@ Metrics = dict[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
-    """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are."""
+def print_report(console: Console, metrics: Metrics, sample: str | None, folder: Path) -> None:
+    """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are.
+
+    Args:    sample: None if none could be written.
+    """
     _print_summary(console, metrics)
-    _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
-    console.print(f"{sample}\n", markup=False, soft_wrap=True)
+    if sample is not None:
+        _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
+        console.print(f"{sample}\n", markup=False, soft_wrap=True)
     if metrics["steps"]:
         _print_traffic(console, metrics)
     if metrics["steps"] and "experts" in metrics:
@@ -43,10 +48,13 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(why_table(metrics["why"], title=""))
         console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
         console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
-    pictures = "loss.png, why.png" if "why" in metrics else "loss.png"
-    console.print(f"{folder}/: metrics.json, metrics.jsonl (a line a step), trace.json (open at "
-                  f"https://ui.perfetto.dev), {pictures}, model.safetensors", markup=False, soft_wrap=True)
-    if left_out := metrics["trace"]["left_out"]:
+    there = {name: name for name in ("trace.json", "loss.png", "why.png", "model.safetensors")
+             if name in metrics["files"]}
+    if "trace.json" in there:
+        there["trace.json"] += " (open at https://ui.perfetto.dev)"
+    console.print(f"{folder}/: metrics.json, metrics.jsonl (a line a step), {', '.join(there.values())}",
+                  markup=False, soft_wrap=True)
+    if "trace" in metrics and (left_out := metrics["trace"]["left_out"]):
         console.print(f"trace.json shows the begin and the end of the run: {metrics['trace']['spans']:,} spans, "
                       f"{left_out:,} between them are left out", markup=False, soft_wrap=True)
     _print_what_next(console, metrics, folder)
@@ -79,12 +87,13 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
     """Losses and speed."""
     recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20):]
     console.print(f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
-                  f"validation loss {metrics['validation_loss']:.4f} nats a token; "
+                  f"validation loss {loss_text(metrics['validation_loss'])} nats a token; "
                   f"guessing blindly gives {log(metrics['config']['vocabulary']):.2f}", markup=False)
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
-    console.print(energy_in_words(metrics["energy"]), markup=False, soft_wrap=True)
+    if metrics["energy"] is not None:
+        console.print(energy_in_words(metrics["energy"]), markup=False, soft_wrap=True)
     if "elastic" in metrics:
         sizes = [str(generation["size"]) for generation in metrics["elastic"]]
         told = ", ".join(sizes if len(sizes) <= 8 else ["…", *sizes[-8:]])

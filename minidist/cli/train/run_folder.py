@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import minidist
+from minidist.cli.train.attempts import by_itself
 from minidist.cli.train.rings import BAD_INPUT, drop_rings
 from minidist.comm.health.failure import LAUNCHER
 from minidist.console import fail, write_json
@@ -27,8 +29,9 @@ from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.observe.why_report import draw_why
 
 MANIFEST = "metrics.json"
+WEIGHTS = "model.safetensors"
 PAGE = "report.html"            # of minidist report
-SOMETIMES = ("why.png", PAGE)   # what not every run has: it goes when the next run's results come
+OF_THE_RESULTS = ("trace.json", "loss.png", "why.png", PAGE)    # made of them: it goes when the next run's come
 
 
 @contextmanager
@@ -102,31 +105,53 @@ def claim(folder: Path) -> int | None:
             os.close(lock)
 
 
-def write_folder(folder: Path, metrics: dict[str, Any], timelines: list[Timeline],
-                 weights: dict[str, np.ndarray]) -> None:
-    """Write model.safetensors, trace.json, loss.png and metrics.json; none takes its place before all are there.
+def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
+    """Write model.safetensors and metrics.json, the results of a run; neither takes its place before both are there.
 
-    With --why, why.png too.
-
-    metrics.json goes first and comes back last, with the digests of the others: where it is, all are of one run, also
-    if the folder is used again and a run is killed here.
+    metrics.json goes first and comes back last, with the digest of the weights: where it is, the files that it names
+    are of one run, also if the folder is used again and a run is killed here.
     Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
     """
     with writing(folder), scratch(folder) as drafts:
-        save_weights(drafts / "model.safetensors", weights, metrics["config"])
-        write_perfetto(drafts / "trace.json", timelines)
-        draw_loss(drafts / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
-                  title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
-        if "why" in metrics:
-            draw_why(drafts / "why.png", metrics["why"], f"the critical path of step {metrics['why']['step']}")
-        names = sorted(draft.name for draft in drafts.iterdir())
-        metrics["files"] = {name: sha256(drafts / name) for name in names}
+        save_weights(drafts / WEIGHTS, weights, metrics["config"])
+        metrics["files"] = {WEIGHTS: sha256(drafts / WEIGHTS)}
         write_json(drafts / MANIFEST, metrics)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for name in SOMETIMES:          # of a run before
+        for name in OF_THE_RESULTS:     # of a run before
             (folder / name).unlink(missing_ok=True)
-        for name in (*names, MANIFEST):
+        for name in (WEIGHTS, MANIFEST):
             (drafts / name).replace(folder / name)
+
+
+def write_views(folder: Path, metrics: dict[str, Any], timelines: list[Timeline] | None) -> None:
+    """Write what is made of the results: trace.json, loss.png and with --why why.png; then metrics.json anew.
+
+    One that fails is told in a line, and left out.
+    """
+    views: dict[str, Callable[[Path], None]] = {}
+    if timelines is not None:
+        views["trace.json"] = partial(write_perfetto, timelines=timelines)
+    views["loss.png"] = partial(_draw_loss, metrics=metrics)
+    if "why" in metrics:
+        views["why.png"] = partial(_draw_why, metrics=metrics)
+    for name, write in views.items():
+        with by_itself(name), writing(folder), scratch(folder) as drafts:
+            write(drafts / name)
+            digest = sha256(drafts / name)
+            (drafts / name).replace(folder / name)
+            metrics["files"][name] = digest
+    with by_itself(MANIFEST), writing(folder), scratch(folder) as drafts:
+        write_json(drafts / MANIFEST, metrics)
+        (drafts / MANIFEST).replace(folder / MANIFEST)
+
+
+def _draw_loss(place: Path, metrics: dict[str, Any]) -> None:
+    draw_loss(place, metrics["losses"], validation=metrics["validation_loss"],
+              title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
+
+
+def _draw_why(place: Path, metrics: dict[str, Any]) -> None:
+    draw_why(place, metrics["why"], f"the critical path of step {metrics['why']['step']}")
 
 
 def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:

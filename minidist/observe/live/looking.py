@@ -41,7 +41,7 @@ from minidist.observe.live.run_now import (
 )
 from minidist.observe.live.steps_follower import StepsFollower
 from minidist.observe.rank_steps import read_rank_steps
-from minidist.observe.step_log import STEP_LOG, LogFollower
+from minidist.observe.step_log import STEP_LOG, LogFollower, loss_text
 
 STALL = 5.0                 # seconds
 SHARE = 0.05                # of a core
@@ -103,7 +103,8 @@ class Looking:
 
     def _state(self, flights: list[RankFlight], lines: list[dict[str, Any]], kept: float) -> tuple[str, str]:
         if (manifest := self._manifest(kept)) is not None:
-            return FINISHED, f"{len(manifest['losses'])} steps; validation loss {manifest['validation_loss']:.4f}"
+            validation = loss_text(manifest["validation_loss"])
+            return FINISHED, f"{len(manifest['losses'])} steps; validation loss {validation}"
         if not flights:
             return self._without_rings(lines)
         if all(flight.end is not None or flight.process == GONE for flight in flights):

@@ -27,6 +27,7 @@ from minidist.observe.report import (
 from minidist.observe.report import steps as one_step
 from minidist.observe.report.run_files import RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section
+from minidist.observe.step_log import loss_text
 
 PROGRAM = ("drawing.js", "timeline.js", "report.js")
 LONG = 44
@@ -78,7 +79,7 @@ def _summary(run: RunFiles) -> str:
     if metrics:
         shown = {"steps": f"{len(metrics['losses']):,}", "ranks": str(metrics["size"]),
                  "transport": str(metrics["transport"]), "parameters": f"{metrics['parameters']:,}",
-                 "validation loss": f"{metrics['validation_loss']:.4f}",
+                 "validation loss": loss_text(metrics["validation_loss"]),
                  "ms a step": f"{1e3 * metrics['step_seconds']:,.1f}",
                  "tokens a second": f"{metrics['tokens_per_second']:,.0f}"}
     elif run.steps:

@@ -12,6 +12,7 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import beside, module_for, random_bits, to_host
 from minidist.nn import GPT, GPTConfig
+from minidist.observe.records import unhurried
 from minidist.parallel.pipeline.stages import balanced_layers
 
 
@@ -37,7 +38,7 @@ def measured_costs(config: GPTConfig, group: Group, *, rounds: int = 3,
         one = replace(config, layers=1, dropout=0.0, mixture=quiet)
         with account.use(account.MemoryAccount()):      # no memory of it lasts
             seconds[:] = np.min([_time_parts(one, device) for _ in range(rounds)], axis=0)
-    with group.ledger.control():
+    with unhurried(group), group.ledger.control():
         block, first, last = (float(value) for value in group.broadcast(seconds, root=0))
     return block, first, last
 

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from helpers import becomes_unhurried
 from training import tiny
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.device import account
-from minidist.nn import MixtureConfig
+from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.hybrid import layer_timing as chapter
 from minidist.parallel.hybrid.layer_timing import measured_costs, stage_layers
 
@@ -33,3 +35,19 @@ def test_measuring_leaves_nothing_behind() -> None:
 def test_measured_costs_are_rank_0s() -> None:
     first, *others = md.run(lambda world: measured_costs(tiny(), world, rounds=1), size=3)
     assert all(seconds > 0 for seconds in first) and others == [first, first]
+
+
+def test_the_other_ranks_wait_as_long_as_rank_0_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, transports = list[bool](), dict[int, Any]()
+
+    def patient(config: GPTConfig, device: str) -> list[float]:
+        waited.append(becomes_unhurried(transports[1]))
+        return [1.0, 2.0, 3.0]
+
+    def body(world: Group) -> tuple[float, float, float]:
+        transports[world.rank] = world.transport
+        world.barrier()
+        return measured_costs(tiny(), world, rounds=1)
+
+    monkeypatch.setattr(chapter, "_time_parts", patient)
+    assert md.run(body, size=2) == [(1.0, 2.0, 3.0)] * 2 and waited == [True]
