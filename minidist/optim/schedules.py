@@ -17,7 +17,7 @@ Source:  Goyal et al. 2017 (warm-up); Loshchilov & Hutter 2017 (cosine); Vaswani
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minidist.errors import ConfigError
@@ -125,6 +125,22 @@ class LearningRate:
         """The rate of update number `step`, counted from 0."""
         return LR_SCHEDULES[self.name](self, step)
 
+    def extended(self, total: int) -> "LearningRate":
+        """Return the rate of the same training with another number of steps: only the end moves.
+
+        What followed from the number of steps stays as it was: the warm-up, the last steps of wsd, the steps that a
+        rate of `step` lasts. So no step warms up a second time. Cosine and linear fall more slowly to the same floor,
+        so the rate of a step that comes after the warm-up is another: `minidist train --resume` tells the jump.
+
+        Args:    total: steps of the whole run, not fewer than before.
+        """
+        changed: dict[str, Any] = {"total": total}
+        if self.name == "wsd":
+            changed["decay"] = self.last_steps
+        if self.name == "step":
+            changed["every"] = self.steps_a_rate
+        return replace(self, **changed)
+
     @property
     def ending(self) -> dict[str, Any]:
         """The arguments of the schedules that end at a known step."""
@@ -136,6 +152,11 @@ class LearningRate:
         total = self.total or 0
         return min(-(-total // 5), max(0, total - self.warmup)) if self.decay is None else self.decay
 
+    @property
+    def steps_a_rate(self) -> int:
+        """How many steps a rate of step lasts."""
+        return self.every or max(1, (self.total or 0) // 3)
+
 
 LR_SCHEDULES: dict[str, Callable[[LearningRate, int], float]] = {
     "constant": lambda rate, step: constant(step, peak=rate.peak),
@@ -144,7 +165,7 @@ LR_SCHEDULES: dict[str, Callable[[LearningRate, int], float]] = {
     "inverse-sqrt": lambda rate, step: inverse_square_root(step, peak=rate.peak, warmup=rate.warmup),
     "wsd": lambda rate, step: stable_decay(step, decay=rate.last_steps, **rate.ending),
     "step": lambda rate, step: step_decay(step, peak=rate.peak, warmup=rate.warmup, factor=rate.factor,
-                                          every=rate.every or max(1, (rate.total or 0) // 3))}
+                                          every=rate.steps_a_rate)}
 """The schedules by name; constant has no warm-up."""
 
 ENDING = ("cosine", "linear", "wsd")

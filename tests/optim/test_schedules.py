@@ -90,6 +90,24 @@ def of_torch(schedulers: Callable[[Any, Any], Any], steps: int) -> list[float]:
     return rates
 
 
+@pytest.mark.parametrize("name", LR_SCHEDULES)
+def test_more_steps_move_the_end_alone(name: str) -> None:
+    """A run of 100 steps that is to make 4,000: it has warmed up, and what was derived from 100 stays."""
+    before = LearningRate(name=name, peak=1.0, warmup=5, total=100)
+    after = before.extended(4000)
+    assert (after.warmup, after.total) == (5, 4000)
+    rates = [after(step) for step in range(4001)]
+    assert rates[:5] == [before(step) for step in range(5)]
+    assert all(later <= sooner for sooner, later in zip(rates[5:], rates[6:], strict=False))    # no second warm-up
+    if name in ("constant", "inverse-sqrt", "step"):
+        assert rates[:101] == [before(step) for step in range(101)]                             # nor any jump
+    else:
+        assert rates[4000] == before(100) == pytest.approx(0.1)
+    if name == "wsd":
+        assert (rates[3980], rates[3990]) == (1.0, pytest.approx(0.55))                         # of the last 20 steps
+    assert after.extended(4000) == after
+
+
 @pytest.mark.soak
 @settings(max_examples=20, deadline=None)
 @given(warmup=st.integers(2, 9), rest=st.integers(2, 30), floor=st.sampled_from([0.0, 0.1, 0.5]),

@@ -298,7 +298,8 @@ def _checkpoints(add: Add) -> None:
         help="checkpoints that stay: the newest N (default: 3)")
     add("--resume", metavar="RUN",
         help="go on from the newest checkpoint of a run folder, or from a checkpoint; its options hold, and only how "
-             "the job runs may be given anew: -n, --transport, --device, --plan with its options, memory, more --steps")
+             "the job runs may be given anew: -n, --transport, --device, --plan with its options, memory, more --steps "
+             "(the end of the learning rate's schedule moves, its warm-up stays)")
 
 
 def _result(add: Add) -> None:

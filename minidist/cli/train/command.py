@@ -164,6 +164,8 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         settings.resume.load(trainer)
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
+    if settings.resume is not None and (lives is None or not lives.job.begun):
+        settings.resume.tell_jump(trainer, args)
     report = Telemetry(report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads)
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None

@@ -4,12 +4,23 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from minidist.console import fail, fraction, not_negative, positive, positive_number, whole_number
+from minidist.console import (
+    fail,
+    fraction,
+    not_negative,
+    plural,
+    positive,
+    positive_number,
+    whole_number,
+)
 from minidist.optim import LR_SCHEDULES, LearningRate
 
 OF_SCHEDULE = {"lr_floor": ("cosine", "linear", "wsd"), "lr_decay": ("wsd",), "lr_every": ("step",),
                "lr_factor": ("step",)}
 """Options, and the schedules that they are for."""
+
+JUMP = 0.01
+"""The part of a rate by which another one differs that is told."""
 
 
 def add_rate(add: Callable[..., Any]) -> None:
@@ -45,4 +56,35 @@ def check_rate(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.lr_schedule not in schedules:
             fail(f"--{name.replace('_', '-')} is for --lr-schedule {' or '.join(schedules)}, not {args.lr_schedule}; "
                  f"leave it out")
-    LearningRate(name=args.lr_schedule, peak=args.lr, warmup=warmup_steps(args), total=args.steps, **lr_options(args))
+    learning_rate(args)
+
+
+def learning_rate(args: argparse.Namespace) -> LearningRate:
+    """Return the rate that the options describe. Raises: ConfigError for numbers that do not fit the run."""
+    return LearningRate(name=args.lr_schedule, peak=args.lr, warmup=warmup_steps(args), total=args.steps,
+                        **lr_options(args))
+
+
+def extend_rate(args: argparse.Namespace, before: argparse.Namespace) -> None:
+    """Set the options of a run with more steps than `before` so that only the end of its schedule moves."""
+    rate = learning_rate(before).extended(args.steps)
+    args.warmup = rate.warmup
+    if rate.name == "wsd":
+        args.lr_decay = rate.decay
+    if rate.name == "step":
+        args.lr_every = rate.every
+
+
+def jump(before: LearningRate, after: LearningRate, update: int, step: int) -> str | None:
+    """Return a line on the rate of the next step if a run that goes on has another than it would have had.
+
+    Args:    before, after: the rates of the run as it was recorded, and as it goes on. update: number of the next
+             update, from 0; step: of the next step.
+    """
+    was, comes = before(update), after(update)
+    if not update or abs(comes - was) <= JUMP * was:
+        return None
+    why = f"--lr {after.peak:g}, and it was {before.peak:g}" if after.peak != before.peak else (
+        f"{after.name} over {after.total} steps, and it was over {before.total}; its warm-up stays "
+        f"{plural(after.warmup, 'step')}")
+    return f"the learning rate jumps from {before(update - 1):.3g} to {comes:.3g} in step {step + 1}: {why}"

@@ -5,6 +5,9 @@ ranks, transport, device, the plan and its options. A new --plan brings its opti
 it are the defaults again. So do -n, --plan and --elastic with the options of an elastic job. A run without local steps
 may go on with --local-steps, and then with another --lr: each rank begins with the weights and the state of all.
 
+More --steps move the end of the learning rate's schedule, and nothing else of it (LearningRate.extended); the jump of
+the rate that this may make is told before the first step.
+
 A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by itself, with the
 command line that it began with.
 """
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minidist.cli.train.rate import extend_rate, jump, learning_rate
 from minidist.comm.health.failure import say_line
 from minidist.console import fail, plural
 from minidist.data.text import NAMED, Text
@@ -66,6 +70,16 @@ class Resumption:
         axes = ",".join(f"{axis}={plan[axis]}" for axis in AXES if plan[axis] > 1)
         zero = f" with ZeRO-{plan['zero']}" if plan["zero"] else ""
         return plural(self.about["ranks"], "rank") + (f" ({axes})" if axes else "") + zero
+
+    def recorded(self, args: argparse.Namespace) -> argparse.Namespace:
+        """The options that the run had; those that it did not know are as in `args`."""
+        return argparse.Namespace(**{**vars(args), **self.about["options"]})
+
+    def tell_jump(self, trainer: Trainer, args: argparse.Namespace) -> None:
+        """On rank 0, before the first step: say how the learning rate jumps, if it does."""
+        line = jump(learning_rate(self.recorded(args)), trainer.learning_rate, trainer.updates_done, trainer.steps_done)
+        if line is not None and trainer.world.rank == 0:
+            say_line(f"minidist train: {line}")
 
     def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
         """What is not given anew and depends on the launcher: alone, as many ranks as the plan needs or the run had.
@@ -145,6 +159,8 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
     if given & {"plan", "ranks", "elastic"}:
         stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
     vars(args).update(stays)
+    if args.steps != options["steps"]:
+        extend_rate(args, found.recorded(args))
     args.out = args.out or str(found.run)
     return found
 

@@ -1,12 +1,15 @@
 """The learning rate of `minidist train`, and updates for a number of tokens."""
 
+import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minidist.cli import main
+from minidist.cli.train import saving
 from minidist.survive.manifest import checkpoints, read_manifest
 
 TINY = ["train", "--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
@@ -54,3 +57,39 @@ def test_tokens_make_passes(tmp_path: Path) -> None:
 def test_what_does_not_fit(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *words]) != 0
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ([], "the learning rate jumps from 0.000425 to 0.00392 in step 21: cosine over 200 steps, and it was over 20; its "
+     "warm-up stays 1 step"),
+    (["--lr-schedule", "constant"], None),
+    (["--lr-schedule", "wsd"], "in step 21: wsd over 200 steps, and it was over 20"),
+    (["--lr-schedule", "step"], None), (["--lr-schedule", "inverse-sqrt"], None)])
+def test_a_run_with_more_steps_tells_the_jump_of_its_rate(words: list[str], says: str | None, tmp_path: Path,
+                                                          capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, "--save-every", "20", "--steps", "20", *words)
+    before, told = manifest_of(tmp_path), []
+    for more in ([], ["--steps", "200"], []):
+        stop = 20 if not more and not told else 22
+        told.append(resume_until(tmp_path, stop, *more))
+    assert told[0] == told[2] == ""
+    lines = told[1].splitlines()
+    assert len(lines) == (0 if says is None else 1) and (says is None or says in lines[0])
+    now = manifest_of(tmp_path)
+    derived = {"wsd": {"decay": 4}, "step": {"every": 6}}.get(before["name"], {})
+    assert now == {**before, "total": 200, **derived}
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The rate that the newest checkpoint records."""
+    found: dict[str, Any] = read_manifest(checkpoints(folder / "run")[-1])["about"]["learning_rate"]
+    return found
+
+
+def resume_until(folder: Path, step: int, *more: str) -> str:
+    """Go on, and stop after so many steps; what was said before that."""
+    error = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(error):
+        patch.setattr(saving.Saver, "stopping", lambda self: 15 if self.trainer.steps_done == step else 0)
+        main(["train", "--resume", str(folder / "run"), "--quiet", *more])
+    return "".join(line for line in error.getvalue().splitlines(keepends=True) if "told to stop" not in line)
