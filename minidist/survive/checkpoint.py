@@ -146,9 +146,11 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
              of this training is of no use.
     """
     problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
+    read = ""
     try:
         require_together(strategy)
         manifest = read_manifest(folder)
+        read = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         state = about.pop("state")
         places = state_places(strategy, optimizer, state)
@@ -171,13 +173,15 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     except (CheckpointError, OSError) as error:
         problem = f"rank {group.rank}: {error}"
 
-    def unknown(taken: list[list[str]]) -> str:
-        left = sorted(key for key in there.difference(*taken) if not is_schemes(key))
+    def unknown(told: list[tuple[str, list[str]]]) -> str:
+        if others := [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]:
+            return f"rank {others[0]} reads another checkpoint than rank 0; give every rank the same"
+        left = sorted(key for key in there.difference(*(taken for _, taken in told)) if not is_schemes(key))
         return (f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training has not; it is of "
                 f"another model") if left else ""
 
     with unhurried(group):              # the slowest rank's disk decides
-        problem = _verdict(group, problem, sorted({place.key for place in places if place.size}), unknown)
+        problem = _verdict(group, problem, [read, sorted({place.key for place in places if place.size})], unknown)
     if problem:
         raise CheckpointError(problem)
     strategy.state_replaced()

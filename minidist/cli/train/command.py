@@ -146,6 +146,7 @@ def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told 
 def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
           lives: Lives | None = None) -> int:
     """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
+    settings.require_alike(world)
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.train.rate import check_rate, lr_options, warmup_steps
-from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, resumed
+from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, options_of, resumed, text_digest
 from minidist.comm.cost.bucket_size import best_bucket_bytes
 from minidist.comm.group import Group
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import dtype, module_for
+from minidist.errors import ConfigError, MismatchError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.observe.records import hand_out_record
+from minidist.observe.records import check_alike, hand_out_record
 from minidist.observe.room import training_bytes
 from minidist.parallel.data.accumulation import passes_until
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
@@ -40,6 +41,9 @@ AUTO = "auto"
 OF_THE_LAUNCHER = ("ranks", "hosts", "ssh", "cores", "memory_limit", "command", "given")
 """Options that the ranks which a launcher of ours starts do not get."""
 
+OF_A_RANK = ("data", "expert_placement", "offload_dir", "threads")
+"""Options that a rank may have to itself: paths, of which what they hold is compared, and where and how it computes."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -51,6 +55,22 @@ class Settings:
     out: Path
     resume: Resumption | None = None
     begun: float = field(default_factory=time.monotonic, compare=False)
+
+    def require_alike(self, world: Group) -> None:
+        """Compare the text and the options that make a run over its ranks. Every rank calls it.
+
+        Raises:  ConfigError, the same line on every rank: which rank has what.
+        """
+        text, options = self.text, options_of(self.args)
+        shared = {name: value for name, value in options.items() if name not in OF_A_RANK}
+        shared |= {name: getattr(self.args, name) for name in ("verify", "why")}        # all ranks work for these
+        found = f"{len(text.train) + len(text.validation):,} symbols with digest {text_digest(text)[:16]}"
+        parts = {"the text": found, **{f"--{name.replace('_', '-')}": shared[name] for name in shared}}
+        try:
+            check_alike(world, parts, advice="give every rank the same text and options; `python` is another text in "
+                                             "another version of CPython")
+        except MismatchError as error:
+            raise ConfigError(f"the ranks disagree (MismatchError): {error}") from error
 
     def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`, which depends on seed and step alone."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm.group import Group
+from minidist.data.rank_batch import digests_of, targets_in
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
@@ -85,9 +86,9 @@ class AsyncLocalSteps(ParameterServer):
         if self.made % self.every == 0:
             own = [vector for shard in self.shards for vector in shard.weights]
             gradients = [vector for shard in self.shards for vector in shard.gradients]
-            _outer_gradients(gradients, self.pulled, own, part.targets.size / batch[1].size)
+            _outer_gradients(gradients, self.pulled, own, part.targets.size / targets_in(batch))
             self.pushes += 1
-            self._push_and_pull([self.pushes - 1.0, float("nan"), 1.0])
+            self._push_and_pull([self.pushes - 1.0, float("nan"), 1.0], digests_of(batch))
             self.note_pulled()
         return mean
 

@@ -44,6 +44,7 @@ import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.data.rank_batch import loss_record, rows_of_all, sum_of_records, targets_in
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
@@ -92,17 +93,21 @@ RECENT = 4
 
 
 class GatheredLoss(LateLoss):
-    """The loss of a step, whose shares the ranks send each other. Args: pending: an all-gather of float64."""
+    """The loss of a step, whose shares the ranks of a group send each other.
 
-    def __init__(self, pending: Pending) -> None:
+    Args:    pending: an all-gather of loss_record; wait() raises MismatchError if the ranks' batches differ.
+    """
+
+    def __init__(self, pending: Pending, group: Group) -> None:
         super().__init__()
         self.pending = pending
+        self.group = group
 
     def done(self) -> bool:
         return self.pending.done()
 
     def wait(self) -> float:
-        return float(np.sum(self.pending.wait()))
+        return sum_of_records(self.pending.wait(), self.group)
 
 
 class LocalSteps(Strategy):
@@ -161,14 +166,18 @@ class LocalSteps(Strategy):
                    accumulate: int = 1) -> LateLoss:
         """As `step`; the loss is still on its way, and this rank goes on."""
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
+        rows = rows_of_all(batch, self.group.size)
+        if 0 in rows:
+            raise without_rows(f"rank {self.group.world_ranks[rows.index(0)]}")
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
-        share = part.targets.size / batch[1].size
-        self.steps, self.rows = self.steps + 1, len(batch[0])
+        share = part.targets.size / targets_in(batch)
+        self.steps += 1
+        self.rows = sum(rows)
         self.recent.append((self.steps, mean * share, share))
         with self.group.ledger.control():
-            pending = self.scalars.start_all_gather(np.array([mean * share]), algorithm="ring")
+            pending = self.scalars.start_all_gather(loss_record(mean * share, batch), algorithm="ring")
         self._meet(share)
-        return GatheredLoss(pending)
+        return GatheredLoss(pending, self.scalars)
 
     def _meet(self, share: float) -> None:
         """After a step: if the ranks meet now, send, take the outer step, and go on from the common weights."""
@@ -290,6 +299,12 @@ class LocalSteps(Strategy):
                 yield f"{OF_OUTER}{kind}", slot.name, array
 
 
+def without_rows(who: str) -> ConfigError:
+    """The error of a step in which a rank would have nothing to train on."""
+    return ConfigError(f"local steps: {who} has no row of the batch; each rank trains on its own rows, so give every "
+                       f"rank at least one")
+
+
 def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                accumulate: int) -> float:
     """A step of a rank's own optimizer on its own rows; returns their mean loss.
@@ -298,8 +313,7 @@ def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | N
     Raises:  ConfigError if there is no row: then there is no step to make.
     """
     if not len(part.inputs):
-        raise ConfigError(f"local steps: a rank has no row of the batch, whose rows end at {part.first}; each rank "
-                          f"trains on its own rows, so give every rank at least one")
+        raise without_rows("a rank")
     optimizer.zero_grad()
     total = 0.0
     for micro in micro_parts(part, accumulate):

@@ -16,12 +16,14 @@ Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous P
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
+from minidist.data.rank_batch import check_digests
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -35,6 +37,9 @@ from minidist.parallel.step.step import zero_unused
 FINISHED, PAUSE = -1.0, -2.0
 """Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on with other ranks.
 """
+
+REFUSED = -3
+"""In place of its version, in a server's answer: the batches of two workers differ. The ranks and digests follow."""
 
 
 class Update(NamedTuple):
@@ -134,6 +139,9 @@ class Service:
         self.paused: set[int] = set()
         self.base, self.copies, self._copied = 0, cast(int | None, None), 0
         self._holders: set[int] = set()         # workers that were sent a copy
+        self.servers = group.size - workers
+        self.refusal: list[float] = []          # the answer to every worker, if there is one
+        self._batches: dict[int, tuple[int, list[float]]] = {}  # of a step: the first worker to push it, its digests
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
@@ -183,12 +191,16 @@ class Service:
                 self.clocks.fail(error)
         except BaseException as error:  # serve() raises it
             self.clocks.fail(error)
+            if self.refusal:
+                with suppress(CommError), self.group.ledger.control():
+                    self.group.send(np.array(self.refusal, np.float64), worker)
 
     def _serve_step(self, worker: int, optimizer: Optimizer) -> bool:
         """Take a push, update, give the weights back; whether the worker will come again."""
         room = self.rooms[worker]
         with self.group.ledger.control():
-            step, lr, scale, *versions = self.group.recv(worker).tolist()
+            step, lr, scale, *rest = self.group.recv(worker).tolist()
+        versions, digests = rest[:self.servers], rest[self.servers:]
         comes_again, copy = bool(step >= 0), list[Array]()
         if step == PAUSE:
             self.paused.add(worker)
@@ -198,6 +210,7 @@ class Service:
             for vector in room:
                 self.group.recv(worker, out=vector)
             with self.clocks.lock:
+                self._compare(worker, int(step), digests)
                 self._update(Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer)
             self.clocks.tick(worker)
             self.clocks.wait_turn(worker)
@@ -220,6 +233,22 @@ class Service:
                 self.group.send(array, worker)
         return comes_again
 
+    def _compare(self, worker: int, step: int, digests: list[float]) -> None:
+        """Compare the batch of a worker's step with that of the first worker that made this step. Under the lock.
+
+        Raises:  MismatchError if they differ.
+        """
+        raise_refusal(self.refusal)
+        if not digests:
+            return
+        slowest = min((self.clocks.done[other] for other in self.clocks.running), default=step)
+        self._batches = {made: told for made, told in self._batches.items() if made >= slowest}
+        first, those = self._batches.setdefault(step, (worker, digests))
+        if those != digests:
+            ranks = self.group.world_ranks
+            self.refusal = [REFUSED, ranks[first], *those, ranks[worker], *digests]
+            raise_refusal(self.refusal)
+
     def _due_copy(self, worker: int, optimizer: Optimizer) -> list[Array]:
         """If it is time: how often each piece was updated, then copies of the optimizer's state. Under the lock.
 
@@ -240,6 +269,13 @@ class Service:
         with self.recorder.span("update", worker=update.worker, clock=update.step, stale=self.version - own):
             optimizer.step(None if np.isnan(update.lr) else update.lr, scale)
         self.record.append(update)
+
+
+def raise_refusal(answer: Sequence[float]) -> None:
+    """Raise MismatchError, the same on server and workers, if a server's answer is REFUSED."""
+    if answer and answer[0] == REFUSED:
+        told = sorted([answer[1:4], answer[4:]])        # by rank
+        check_digests(np.array(told)[:, 1:], [int(rank) for rank, *_ in told])
 
 
 def state_of(optimizer: Optimizer) -> list[Array]:

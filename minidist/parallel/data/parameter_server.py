@@ -41,13 +41,14 @@ notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
+from minidist.data.rank_batch import add_losses, digests_of, targets_in
 from minidist.device.backend import array_module, dtype, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
@@ -61,6 +62,7 @@ from minidist.parallel.data.bounded_staleness import (
     copies_of,
     key_shards,
     own_scale,
+    raise_refusal,
 )
 from minidist.parallel.data.server_keys import Shard
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
@@ -177,7 +179,7 @@ class ParameterServer(Strategy):
     def gradients(self, batch: Batch, accumulate: int) -> float:
         """Forward and backward of this worker's part; its loss, or when synchronous its share of the global one."""
         part, total = part_of(batch, size=self.workers, rank=self.group.rank), 0.0
-        divisor = part.targets.size if self.asynchronous else batch[1].size
+        divisor = part.targets.size if self.asynchronous else targets_in(batch)
         self.model.zero_grad()
         for micro in micro_parts(part, accumulate):
             with self.recorder.span("forward", rows=len(micro.inputs)):
@@ -247,7 +249,7 @@ class ParameterServer(Strategy):
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
             self.pushes += 1
-            self._push_and_pull([self.pushes - 1.0, float("nan") if lr is None else lr, scale])
+            self._push_and_pull([self.pushes - 1.0, float("nan") if lr is None else lr, scale], digests_of(batch))
             return loss
         share = 0.0
         if self.serves:
@@ -261,7 +263,7 @@ class ParameterServer(Strategy):
             self.push()
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
-            return sum_in_order(self.group, share)
+            return add_losses(self.group, share, batch)
 
     def finish(self) -> set[int]:
         """After the last step, any number of times: an asynchronous worker waits for the others and the last weights.
@@ -317,16 +319,21 @@ class ParameterServer(Strategy):
                     state[name] = among.broadcast(state[name] if among.rank == root else None, root=root)
         return state
 
-    def _push_and_pull(self, header: list[float]) -> None:
-        """Say which step this is, made from which weights; push, unless it is the end; pull, and note which weights."""
+    def _push_and_pull(self, header: list[float], digests: Sequence[float] = ()) -> None:
+        """Say which step this is, made from which weights; push, unless it is the end; pull, and note which weights.
+
+        Args:    digests: of the step's batch, which a server compares with the other workers' of that step.
+        """
         ledger, ranks = self.group.ledger, [self.workers + server for server in range(self.servers)]
         with self._naming_servers(), ledger.control():
             for rank in ranks:
-                self.group.send(np.array([*header, *self.versions]), rank)
+                self.group.send(np.array([*header, *self.versions, *digests]), rank)
         if header[0] != FINISHED:
             self.push()
         with self._naming_servers(), ledger.control():
             answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
+        for answer in answers:
+            raise_refusal(answer)
         self.versions = [version for version, *_ in answers]
         self.pull()
         if header[0] == FINISHED:

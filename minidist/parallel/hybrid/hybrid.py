@@ -17,19 +17,21 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.comm.group import Group
+from minidist.data.rank_batch import BatchMeeting, check_batch, with_digests
 from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
+from minidist.observe.records import check_alike, named
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
-from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.option_checks import check_clip
@@ -80,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam,
 
 
 class Trainer:
-    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments.
+    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments: they are compared.
 
     Args:    plan: how the job is cut; its size must be the size of world, the Group of all ranks.
              config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
@@ -90,12 +92,14 @@ class Trainer:
              lr_options, the further numbers of a LearningRate.
              clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files of offload=all.
+             Of these two each rank may have its own.
     Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's memory.
                 learning_rate: of an update, by its number from 0; a skipped step is no update.
                 steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
-    Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
+    Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError on every rank if an argument
+             differs on one, or if replicas do not start equal.
     """
 
     def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
@@ -103,6 +107,10 @@ class Trainer:
                  warmup: int = 0, steps: int | None = None, lr_options: dict[str, Any] | None = None,
                  clip: float | None = 1.0, device: str = "cpu", recorder: Recorder | None = None,
                  offload_dir: str | Path | None = None) -> None:
+        check_alike(world, {
+            **named("plan", plan.as_dict()), **named("config", asdict(config)), "seed": seed, "optimizer": optimizer,
+            "lr": lr, **named("optimizer option", optimizer_options or {}), "lr_schedule": lr_schedule,
+            "warmup": warmup, "steps": steps, **named("lr option", lr_options or {}), "clip": clip, "device": device})
         plan.require(world.size, config)
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
@@ -133,8 +141,9 @@ class Trainer:
             if plan.offload == "all" and not plan.composed:
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
+            self._meeting = BatchMeeting(self.world, self.strategy)
             self.config = replace(self.config, mixture=self.model.config.mixture)   # with nodes, if the ranks' count
-            self.loads = ExpertLoad(self.model, self.mesh.copies)
+            self.loads = load("loads")(self.model, self.mesh.copies)
             self.budget = make_budget(plan, self.model, self.mesh, self.keeper,
                                       getattr(self.strategy, "pipeline", None))
             if plan.zero == 3:
@@ -187,17 +196,24 @@ class Trainer:
 
         Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as step.
         Returns: the mean of all tokens' losses.
-        Cost:    as many passes as a step; one all-gather of two float64 a rank, counted under `control`.
+        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and one of 8 bytes a
+                 rank that compares the batches.
         """
         group, readers = self.strategy.readers(self.survivors())
         total, tokens = 0.0, 0
+        digests: list[float] = []
         self.model.eval()
         with no_grad(), self.strategy.evaluating(), self.recorder.span("evaluate"):
             for batch in batches:
+                check_batch("evaluate", batch, self.config.context)
+                digests += with_digests(batch, len(digests)).digests
                 part = part_of(batch, size=readers, rank=group.rank)
                 total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
                 tokens += part.targets.size
         self.model.train()
+        if not digests:
+            raise ShapeError("evaluate: there is no batch; pass at least one")
+        check_alike(self.survivors(), {"digest of the batches to evaluate": crc32(repr(digests).encode())})
         total, count = self.strategy.sum_shares(total, tokens, group)
         return total / count
 
@@ -254,8 +270,10 @@ class Trainer:
 
         Args:    plan: the plan to come, the same on every rank.
         Cost:    as state_exchange.restore; nothing touches the disk.
-        Raises:  PlanError, ConfigError for what cannot work; after another error than PlanError the state is gone.
+        Raises:  PlanError, ConfigError for what cannot work; MismatchError if the plan differs on a rank; after
+                 another error than PlanError and MismatchError the state is gone.
         """
+        check_alike(self.world, named("plan", plan.as_dict()))
         plan.require(self.world.size, self.config)
         plan.require_model(self.config)
         self.plan.require_change(plan)
@@ -301,18 +319,25 @@ class Trainer:
             self.mesh.close()
             self.account.limit = None
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Batch, *, local: bool = False) -> float:
         """One optimizer step on the *global* batch.
 
-        Args:    batch: (inputs, targets), each (sequences, tokens) of integers, equal on all ranks.
-        Returns: the global mean token loss, the same bits on every rank. Cost: the strategy's, in the phase "step".
-        Raises:  ShapeError, DtypeError for a batch that does not fit; MemoryLimitError; DiskError (offload=all);
-                 GradientError if float16's gradients overflow at the smallest scale; ConfigError for a rank without
-                 rows where each needs one (local steps); CommError as all verbs (Group).
+        Args:    batch: (inputs, targets), each (sequences, tokens) of integers, equal on all ranks: compared.
+                 local: the batch has this rank's own sequences, any number of them, all of one length; the global
+                 batch is those of all ranks that divide its rows, in rank order. Ranks along pp, cp and tp that share
+                 rows pass the same, a parameter server none.
+        Returns: the global mean token loss, the same bits on every rank.
+        Cost:    the strategy's, in the phase "step". To compare the batch: 16 bytes a rank beside each loss, before
+                 the first step an all-gather of 48 bytes a rank, with `local` before each; all under `control`.
+        Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks' batches differ, of
+                 the first step before anything is moved; MemoryLimitError; DiskError (offload=all); GradientError if
+                 float16's gradients overflow at the smallest scale; ConfigError for a rank without rows where each
+                 needs one (local steps); PlanError for `local` where ranks make steps of their own (asynchronous);
+                 CommError as all verbs (Group).
         """
-        return self.start_step(batch).wait()
+        return self.start_step(batch, local=local).wait()
 
-    def start_step(self, batch: Batch) -> LateLoss:
+    def start_step(self, batch: Batch, *, local: bool = False) -> LateLoss:
         """As step; the loss may still be on its way.
 
         One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
@@ -322,6 +347,7 @@ class Trainer:
         moves = (self.keeper or self.store).traffic
         with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
               self.recorder.span("step", step=self.steps_done)):
+            batch = self._meeting.take(batch, step=self.steps_done, context=self.config.context, local=local)
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
                                             clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()

@@ -52,6 +52,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
+from minidist.data.rank_batch import add_losses, digests_of, targets_in
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import GPT
@@ -182,12 +183,18 @@ class Hybrid(Strategy):
         self.data_axis.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            share += self._pass(part, batch[1].size, last=number == accumulate)
+            share += self._pass(part, targets_in(batch), last=number == accumulate)
         self.data_axis.finish_step()
         with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
         self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
-        return sum_in_order(self.shares, share)
+        return self._add_losses(share, batch)
+
+    def _add_losses(self, share: float, batch: Batch) -> float:
+        """The loss of all ranks; where batches are compared, ranks of tp take part, whose shares are equal."""
+        compares = self.tp.size > 1 and digests_of(batch)
+        return (add_losses(self.everyone, share, batch, each=self.tp.size) if compares else
+                add_losses(self.shares, share, batch))
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""

@@ -13,12 +13,12 @@ Cost: hybrid_step.py's, but the data axis sends its gradients after each of the 
 
 from typing import Any
 
+from minidist.data.rank_batch import rows_of_all, targets_in
 from minidist.optim import Optimizer
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipedream import StashingPass, check_pipedream, refuse_clipping
-from minidist.parallel.step.flat import sum_in_order
-from minidist.parallel.step.step import Batch, micro_parts, part_of
+from minidist.parallel.step.step import Batch, micro_parts, rows_of
 from minidist.parallel.tensor.split_model import add_up
 
 
@@ -61,11 +61,13 @@ class HybridPipeDream(Hybrid):
         work = StashingPass(self.pipeline, parts, sizes, update)
         self.pipeline.executor.run(work)
         self.updates = tuple(work.updates)
-        return sum_in_order(self.shares, work.total / batch[1].size)
+        return self._add_losses(work.total / targets_in(batch), batch)
 
     def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
         """This rank's rows of each microbatch, and how many targets all ranks have of it."""
-        pieces, readers = self.plan.pieces, range(self.rows.size)
-        of_all = [micro_parts(part_of(batch, size=self.rows.size, rank=rank), pieces) for rank in readers]
-        return of_all[self.rows.rank], [sum(part.targets.size for part in parts)
-                                        for parts in zip(*of_all, strict=True)]
+        pieces = self.plan.pieces
+        of_all = rows_of_all(batch, self.rows.size)
+        tokens = batch[1].shape[1]
+        sizes = [tokens * sum(rows_of(rows, size=pieces, rank=number)[0] for rows in of_all)
+                 for number in range(pieces)]
+        return micro_parts(self.part_of(batch), pieces), sizes

@@ -30,6 +30,7 @@ PLACES = {
     "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
     "zero=0": "data.ddp.DDP", "zero=1": "zero.zero1.Zero1", "zero=2": "zero.zero2.Zero2", "zero=3": "zero.zero3.Zero3",
     "tensor": "tensor.tensor_parallel.tensor_parallel", "sequence": "context.sequence_parallel.sequence_parallel",
+    "loads": "experts.expert_load.ExpertLoad",
     "experts": "experts.expert_parallel.expert_parallel", "nodes": "experts.node_experts.settle_nodes",
     "ring": "context.ring_attention.attend_by_ring", "pieces": "context.sparse_ring_attention.attend_by_pieces",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",

@@ -1,5 +1,4 @@
-"""Where a strategy reports its work, as named spans of time: an interface, because `parallel` may not import `observe`.
-"""
+"""Where a strategy reports its work, as named spans of time: an interface, as `parallel` may not import `observe`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.autograd.tensor import Parameter, Tensor
+from minidist.data.rank_batch import Batch as Batch
+from minidist.data.rank_batch import RankBatch
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn.layers import DropoutKey
-
-Batch = tuple[Array, Array]
-"""(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,12 @@ def loss_of(model: Any) -> Loss:
 def part_of(batch: Batch, *, size: int, rank: int) -> Part:
     """Rank `rank`'s rows of a global batch, cut in `numpy.array_split` order; views, nothing is copied.
 
-    The first `B % size` ranks get one row more; with fewer rows than ranks the last ranks get none.
+    The first `B % size` ranks get one row more; with fewer rows than ranks the last ranks get none. A rank that was
+    given its own rows alone has all of them.
     """
     inputs, targets = batch
+    if isinstance(batch, RankBatch) and batch.rows is not None:
+        return Part(inputs, targets, sum(batch.rows[:rank]))
     rows, start = rows_of(len(inputs), size=size, rank=rank)
     return Part(inputs[start:start + rows], targets[start:start + rows], start)
 
@@ -51,10 +53,7 @@ def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
 
 
 def micro_parts(part: Part, count: int) -> list[Part]:
-    """A rank's part cut in `count` passes, in `numpy.array_split` order; some may have no row.
-
-    Raises:  ConfigError if `count` is not positive.
-    """
+    """A rank's part in `count` passes, cut as `part_of` does, some without a row. Raises: ConfigError if count < 1."""
     if count < 1:
         raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
     micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]

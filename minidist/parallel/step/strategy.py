@@ -20,10 +20,11 @@ import numpy as np
 from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
+from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.step.flat import Flat, Squares, sum_in_order
+from minidist.parallel.step.flat import Flat, Squares
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -220,12 +221,12 @@ class DataAxis(Strategy):
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             self.begin_pass()
             with self.recorder.span("forward", rows=len(part.inputs)):
-                share = self.forward(part, divisor=batch[1].size)
+                share = self.forward(part, divisor=targets_in(batch))
             self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
         self.finish_step()
         with self.recorder.span("loss", "communication", share=total):
-            loss = sum_in_order(self.group, total)
+            loss = add_losses(self.group, total, batch)
         self.update(optimizer, lr=lr, clip=clip)
         return loss
 
