@@ -29,6 +29,8 @@ class DistributedSampler:
 
     def __init__(self, length: int, *, group_size: int, rank: int, batch: int, seed: int = 0, epoch: int = 0,
                  shuffle: bool = True, last: Literal["keep", "drop", "repeat"] = "keep") -> None:
+        length = int(length)            # -length of an unsigned integer would be wrong
+        batch = int(batch)
         if length < 0 or batch < 1 or group_size < 1:
             raise ConfigError(f"DistributedSampler: {length} samples in batches of {batch} for {group_size} ranks; "
                               f"length must be 0 or more, batch and group_size 1 or more")

@@ -142,7 +142,8 @@ def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) ->
     Raises:  DataError if `ids` has fewer than context + 1 symbols.
     """
     _check_length("text", ids, context)
-    rows = np.arange(step * batch, (step + 1) * batch)
+    first = int(step) * int(batch)
+    rows = np.arange(first, first + batch)
     starts = random_bits("text.batch", seed, rows) % np.uint64(len(ids) - context)
     return _rows(ids, starts.astype(np.int64), context)
 

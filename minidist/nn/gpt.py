@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minidist.autograd import ops
-from minidist.autograd.ops.gather import SortedIds
+from minidist.autograd.ops.gather import SortedIds, positions_in
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.device.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
@@ -139,12 +139,14 @@ class GPT(Module):
         Args:    temperature: 1: the model's probabilities; lower: likelier tokens more often; 0: always the likeliest.
         Returns: (len(ids) + count,) int64: the same for the same weights, arguments and machine.
         Cost:    a forward of up to `context` tokens for each new one.
-        Raises:  ConfigError without a first token or with a negative temperature.
+        Raises:  ConfigError without a first token or with a negative temperature; ShapeError, DtypeError for ids
+                 that are not of the vocabulary.
         """
         if not len(ids) or not temperature >= 0.0:
             raise ConfigError(f"generate: needs at least one first token and temperature from 0; "
                               f"came {len(ids)} tokens, temperature {temperature!r}")
-        text = np.concatenate([np.asarray(ids, np.int64), np.zeros(count, np.int64)])
+        first = positions_in("generate", np.asarray(ids), self.config.vocabulary)
+        text = np.concatenate([first, np.zeros(count, np.int64)])
         chances = random_uniform("generate", seed, range(count), "float64")
         mode = self.training
         self.eval()

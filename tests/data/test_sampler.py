@@ -81,3 +81,11 @@ def test_every_place_is_as_likely() -> None:
 def test_bad_sizes(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DistributedSampler(**{"length": 5, "group_size": 2, "rank": 0, "batch": 3, **options})  # type: ignore[arg-type]
+
+
+def test_sizes_of_a_small_dtype_are_whole_numbers() -> None:
+    length, batch = np.uint8(200), np.int8(64)
+    small = DistributedSampler(length, group_size=2, rank=1, batch=batch)      # type: ignore[arg-type]
+    plain = DistributedSampler(200, group_size=2, rank=1, batch=64)
+    assert len(small) == len(plain) == 4
+    assert [part.tolist() for part in small] == [part.tolist() for part in plain]

@@ -133,3 +133,9 @@ def test_windows_cover_the_text_once(length: int, data: st.DataObject) -> None:
     inputs, targets = text.windows(np.arange(length), context=context)
     assert inputs.shape == ((length - 1) // context, context)
     assert np.array_equal(inputs.reshape(-1), np.arange(inputs.size)) and np.array_equal(targets, inputs + 1)
+
+
+def test_a_step_of_a_small_dtype_is_a_whole_number() -> None:
+    ids = np.arange(100, dtype=np.int32)
+    small = text.batch(ids, np.int8(100), batch=8, context=4, seed=0)          # type: ignore[arg-type]
+    assert np.array_equal(small, text.batch(ids, 100, batch=8, context=4, seed=0))

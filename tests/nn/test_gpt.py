@@ -7,7 +7,7 @@ import pytest
 
 from minidist import optim
 from minidist.data import text
-from minidist.errors import ConfigError, ShapeError
+from minidist.errors import ConfigError, DtypeError, ShapeError
 from minidist.nn import GPT, DropoutKey, GPTConfig
 
 VARIANTS: list[dict[str, Any]] = [
@@ -205,3 +205,10 @@ def test_ids_that_do_not_fit() -> None:
     with pytest.raises(ShapeError, match="7 rows"):
         model(np.array([[7]]))
     assert ready(tiny(positions="rotary"))(ids(model.config, 1, 9)).shape == (1, 9, 7)
+
+
+@pytest.mark.parametrize(("ids", "error"), [
+    ([7], ShapeError), ([-1], ShapeError), ([True], DtypeError), ([1.7], DtypeError)])
+def test_first_tokens_are_ids_of_the_vocabulary(ids: list[Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="generate: positions"):
+        ready(tiny()).generate(ids, 2)

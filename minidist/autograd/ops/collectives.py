@@ -39,11 +39,11 @@ from itertools import accumulate
 
 from minidist.autograd.ops.arithmetic import row_blocks
 from minidist.autograd.ops.linear import rows
-from minidist.autograd.ops.loss import check_targets, logits_gradient
+from minidist.autograd.ops.loss import logits_gradient, targets_in
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.comm.chunks import bounds, longest
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, beside, widen
+from minidist.device.backend import Array, array_module, beside, device_of, widen
 from minidist.errors import ShapeError
 
 # -------------------------------------------------------------------------------------------- whole arrays in and out
@@ -167,7 +167,7 @@ def all_to_all(x: Array, *, split: int, join: int, group: Group,
     Raises:  ShapeError if counts do not add up to the dim.
     """
     length = x.shape[split]
-    edges = bounds(length, group.size) if counts is None else (0, *accumulate(counts))
+    edges = bounds(length, group.size) if counts is None else (0, *accumulate(map(int, counts)))
     if len(edges) != group.size + 1 or edges[-1] != length:
         raise ShapeError(f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the {length} of "
                          f"dim {split}; pass one a rank, which add up to it")
@@ -198,16 +198,18 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
 
     Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets' logits t together.
     Args:    logits: (…, own), of the ids first, first + 1, …
-             targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range is checked.
+             targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range is checked, on a
+             GPU a target outside the vocabulary gives NaN.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: none,
              because the gradient on each rank is (softmax - one-hot) of its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
-    check_targets("split_cross_entropy", logits, targets, vocabulary)
+    tokens = targets_in("split_cross_entropy", logits, targets, vocabulary).reshape(-1)
+    ids = tokens - first
     xp = array_module(logits)
-    wide, ids = rows(widen(logits)), targets.reshape(-1) - first
+    wide = rows(widen(logits))
     count = divisor if divisor is not None else ids.size
     highest = group.all_reduce(wide.max(axis=1), op="max", algorithm="ring")
     mine = (ids >= 0) & (ids < wide.shape[1])
@@ -216,6 +218,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     for where in row_blocks(wide):
         partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
     partial[1, places[0]] = wide[places]
+    if device_of(tokens) == "cuda":                                # where targets_in checks no range
+        partial[1, (tokens < 0) | (tokens >= vocabulary)] = xp.nan
     total, target = group.all_reduce(partial, algorithm="ring")
     loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)
     return xp.asarray(loss), saved(logits=logits, places=places, highest=highest, total=total, divisor=count)

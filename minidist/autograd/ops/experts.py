@@ -69,8 +69,9 @@ def places_in_runs(ids: Array) -> Array:
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """(group, its rows) of each group."""
-    return [(group, slice(end - count, end))
-            for group, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))]
+    sizes = [int(count) for count in counts]    # of an array, a sum in its dtype could overflow
+    return [(group, slice(end - size, end))
+            for group, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
 
 
 @op
@@ -83,7 +84,7 @@ def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array,
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ShapeError(f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) and "
                          f"(groups, in, out)")
-    if len(counts) != len(w) or sum(counts) != len(x) or min(counts, default=0) < 0:
+    if len(counts) != len(w) or sum(map(int, counts)) != len(x) or min(counts, default=0) < 0:
         raise ShapeError(f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
                          f"pass one a group, which add up to the rows")
     y = array_module(x).empty((len(x), w.shape[2]), x.dtype)
@@ -141,6 +142,7 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
         raise ShapeError(f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
                          f"they need one shape (tokens, choices)")
     xp = array_module(chosen)
+    chosen = chosen.astype("int64", copy=False)
     where = xp.arange(chosen.size) if kept is None else xp.flatnonzero(kept)
     where = where[xp.argsort(chosen.reshape(-1)[where], kind="stable")]
     ids = chosen.reshape(-1)[where]

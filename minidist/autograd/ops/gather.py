@@ -31,13 +31,17 @@ class SortedIds:
         return tuple(self.ids.shape)
 
 
-def check_positions(name: str, ids: Array, count: int) -> None:
-    """Check positions. Raises: DtypeError; ShapeError for positions on the host outside of 0 … count - 1."""
+def positions_in(name: str, ids: Array, count: int) -> Array:
+    """Return the positions as int64, so that later arithmetic does not depend on the caller's dtype.
+
+    Raises:  DtypeError; ShapeError for positions on the host outside of 0 … count - 1.
+    """
     if ids.dtype.kind not in "iu":
         raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
     if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise ShapeError(f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
                          f"they must lie in 0..{count - 1}")
+    return ids.astype("int64", copy=False)
 
 
 def _picked(x: Array, index: Array, dim: int) -> Array:
@@ -60,7 +64,7 @@ def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
         raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
     if isinstance(ids, SortedIds):
         return array_module(table).take(table, ids.ids, axis=0), saved(ids=ids)
-    check_positions("embedding", ids, len(table))
+    ids = positions_in("embedding", ids, len(table))
     return _picked(table, ids, 0), saved(ids=ids)
 
 
@@ -107,7 +111,7 @@ def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
     """
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError(f"take: no dim {dim} in x {x.shape}")
-    check_positions("take", index, x.shape[dim])
+    index = positions_in("take", index, x.shape[dim])
     return _picked(x, index, dim), saved(index=index)
 
 

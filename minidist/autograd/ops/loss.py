@@ -8,8 +8,11 @@ from minidist.device.dispatch import kernel
 from minidist.errors import DtypeError, ShapeError
 
 
-def check_targets(name: str, logits: Array, targets: Array, vocabulary: int) -> None:
-    """Raises: DtypeError, ShapeError. The range is checked on the host only: for a GPU the host would have to wait."""
+def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Array:
+    """Return the targets as int64, so that later arithmetic does not depend on the caller's dtype.
+
+    Raises:  DtypeError, ShapeError. The range is checked on the host only: for a GPU the host would have to wait.
+    """
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
@@ -18,6 +21,7 @@ def check_targets(name: str, logits: Array, targets: Array, vocabulary: int) -> 
     if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
         raise ShapeError(f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
                          f"which allows 0..{vocabulary - 1}; logits {logits.shape}")
+    return targets.astype("int64", copy=False)
 
 
 @op
@@ -32,13 +36,13 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
     Returns: one number, in float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     """
-    check_targets("cross_entropy", logits, targets, logits.shape[-1] if logits.ndim else 0)
-    targets = beside(targets, logits)
+    vocabulary = logits.shape[-1] if logits.ndim else 0
+    targets = beside(targets_in("cross_entropy", logits, targets, vocabulary), logits)
     xp = array_module(logits)
     count = divisor if divisor is not None else targets.size
     fast = kernel("cross_entropy", logits)
     if fast is not None:
-        losses, _ = fast(logits, targets.astype("int64", copy=False), scale=1.0, gradient=False)
+        losses, _ = fast(logits, targets, scale=1.0, gradient=False)
         return losses.sum() / losses.dtype.type(count), saved(logits=logits, ids=targets, divisor=count)
     wide, ids = rows(widen(logits)), targets.reshape(-1)
     top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
@@ -55,7 +59,7 @@ def _(node: Node, dy: Array) -> Array:
     """(softmax - one-hot) dy / divisor"""
     fast = kernel("cross_entropy", node.logits)
     if fast is not None:
-        _, dx = fast(node.logits, node.ids.astype("int64", copy=False), scale=1.0 / node.divisor, factor=widen(dy))
+        _, dx = fast(node.logits, node.ids, scale=1.0 / node.divisor, factor=widen(dy))
         return dx
     ids = array_module(dy).arange(len(node.ids)), node.ids
     return logits_gradient(node.logits, node.top, node.total, ids, dy, node.divisor)

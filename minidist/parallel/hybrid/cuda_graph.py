@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.autograd.ops.gather import SortedIds, check_positions
+from minidist.autograd.ops.gather import SortedIds, positions_in
 from minidist.autograd.ops.random import dropout_key
 from minidist.autograd.tensor import Tensor
 from minidist.device import account
@@ -207,8 +207,7 @@ class CapturedStep:
                                        for layer in self._layers], np.uint64)
         for i, part in enumerate(self._parts(batch)):
             for name, ids in (("inputs", part.inputs), ("targets", part.targets)):
-                check_positions(f"captured step: {name}", ids, count)
-                arrays[f"{name} {i}"] = ids.astype(np.int64, copy=False)
+                arrays[f"{name} {i}"] = positions_in(f"captured step: {name}", ids, count)
             arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(part.inputs.reshape(-1), count)
         return arrays
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives
+from minidist.autograd.ops.gather import positions_in
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, beside
+from minidist.device.backend import Array, array_module, beside, device_of
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MLP, CausalSelfAttention, DropoutKey, Embedding, GPTConfig, Linear, Mixture, Module, Weight
 from minidist.nn.gpt import Output
@@ -163,8 +164,11 @@ class SplitEmbedding(Embedding):
 
     def forward(self, ids: Array) -> Tensor:
         """All ids (…) -> (…, width)."""
-        xp = array_module(ids)
+        ids = positions_in("embedding", ids, self.count)
         mine = (ids >= self.rows.start) & (ids < self.rows.stop)
+        if device_of(ids) == "cuda":        # where positions_in checks no range: the lookup of others gives NaN
+            mine |= (ids < 0) | (ids >= self.count)
+        xp = array_module(ids)
         found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))
         return self.region.leave(ops.where(beside(mine[..., None], found.data), found, 0.0))
 

@@ -155,6 +155,14 @@ def test_an_exchange_of_counts() -> None:
     assert results[1].tolist() == [[202, 203], [204, 205], [206, 207]]
 
 
+def test_counts_of_a_small_dtype_are_added_as_numbers() -> None:
+    def job(world: Any) -> int:
+        x = tensor(np.zeros((200, 1)))
+        return len(collectives.all_to_all(x, split=0, join=0, counts=np.array([100, 100], np.int8), group=world))
+
+    assert md.run(job, size=2) == [200, 200]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     def shards(world: Any) -> None:
         with pytest.raises(ShapeError, match=r"rank \d of 2: a shard of \d in dim 0, but of 4 altogether it should"):

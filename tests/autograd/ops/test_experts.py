@@ -94,3 +94,17 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.from_experts(np.ones((2, 1)), np.ones(3), placement)
     with pytest.raises(ShapeError, match="one shape"):
         place_rows(np.ones((2, 1), int), np.ones((1, 2), bool), experts=2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", ">i2", "uint8", "uint64"])
+def test_counts_and_choices_of_any_integer_dtype(dtype: str) -> None:
+    """Their sums and differences are of whole numbers, not of the dtype."""
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    w = np.random.default_rng(1).normal(size=(3, 2, 2))
+    counts = np.array([100, 90, 10])
+    expected = ops.grouped_linear(x, w, counts=counts.tolist()).data
+    np.testing.assert_array_equal(ops.grouped_linear(x, w, counts=counts.astype(dtype)).data, expected)
+    chosen = np.array([[2, 0], [1, 2], [0, 1]])
+    placed = place_rows(chosen.astype(dtype), experts=3)
+    assert placed.experts.tolist() == place_rows(chosen, experts=3).experts.tolist()
+    assert placed.counts.tolist() == [2, 2, 2]

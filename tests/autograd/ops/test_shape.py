@@ -44,3 +44,8 @@ def test_elements_picked_twice_get_both_gradients():
     x = tensor(np.zeros(3), requires_grad=True)
     x[np.array([0, 2, 2])].backward(np.array([1.0, 2.0, 3.0]))
     np.testing.assert_array_equal(x.grad, [1.0, 0.0, 5.0])
+
+
+def test_split_sizes_of_a_small_dtype_are_added_as_numbers():
+    first, second = ops.split(np.arange(200.0), np.array([100, 100], np.int8))
+    assert first.data[0] == 0.0 and second.data[0] == 100.0

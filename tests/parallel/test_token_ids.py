@@ -1,0 +1,77 @@
+"""Token ids as users bring them: of any integer dtype, and refused alike on every plan where they are none."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import run
+from training import difference, global_batch, tiny
+
+from minidist.errors import DtypeError, ShapeError
+from minidist.nn import MixtureConfig
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {"dp": 2, "zero": 3},
+    "pipeline": {"pp": 2},
+    "ring": {"cp": 2},
+    "all-to-all": {"cp": 2, "attention": "all-to-all"},
+    "experts": {"ep": 2},
+    "tensor": {"tp": 2},
+    "uneven tensor": {"tp": 3},
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "pipeline × tensor": {"pp": 2, "tp": 2},
+}
+DTYPES = [f"{order}{kind}{size}" for size in (1, 2, 4, 8) for kind in "iu" for order in "<>"]
+VOCABULARY = 300        # more than a byte counts
+ALL_IN_RANGE = 128      # an id that an int8 holds
+
+
+def train(world: Any, plan: dict[str, Any], batch: Any) -> dict[str, Any]:
+    """One step, the evaluation of its batch, and the weights, of a mixture of experts where the plan divides them."""
+    mixture = MixtureConfig(experts=2, top_k=1) if "ep" in plan else None
+    config = tiny(vocabulary=VOCABULARY, heads=3, width=12, mixture=mixture)
+    trainer = Trainer(Plan(**plan), config, world, optimizer="sgd", lr=0.1, seed=1)
+    result = {"loss": trainer.step(batch), "evaluation": trainer.evaluate([batch]), "weights": trainer.state_dict()}
+    trainer.close()
+    return result
+
+
+def batch_of(largest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of ids up to `largest`, some of which need all bits of their dtype."""
+    return global_batch(0, 4, tiny(vocabulary=largest))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_integer_dtype_means_the_same_numbers(plan: dict[str, Any]) -> None:
+    for largest, dtypes in ((ALL_IN_RANGE, DTYPES), (VOCABULARY, [each for each in DTYPES if each[2] != "1"])):
+        inputs, targets = batch_of(largest)
+        serial, = run(train, {"ep": 1} if "ep" in plan else {}, (inputs, targets), size=1)
+        for dtype in dtypes:
+            for ours in run(train, plan, (inputs.astype(dtype), targets.astype(dtype)), size=Plan(**plan).size):
+                assert abs(ours["loss"] - serial["loss"]) < 1e-12, dtype
+                assert abs(ours["evaluation"] - serial["evaluation"]) < 1e-12, dtype
+                assert difference(ours["weights"], serial["weights"]) < 1e-12, dtype
+
+
+WRONG = {
+    "above the vocabulary": (VOCABULARY, "int64", ShapeError),
+    "far above it": (5000, "uint16", ShapeError),
+    "negative": (-1, "int8", ShapeError),
+    "bool": (1, "bool", DtypeError),
+    "float": (1, "float64", DtypeError),
+}
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("plan", [{}, *PLANS.values()], ids=["one process", *PLANS])
+def test_what_is_no_id_of_the_vocabulary_is_refused(plan: dict[str, Any], wrong: Any, where: str) -> None:
+    """With the error of one process, also where another rank has the rows of the id that is wrong."""
+    value, dtype, error = wrong
+    inputs, targets = batch_of(100)
+    bad = (inputs if where == "inputs" else targets).astype(dtype)
+    bad[-1, -1] = value
+    batch = (bad, targets) if where == "inputs" else (inputs, bad)
+    with pytest.raises(error, match="outside the vocabulary|among 300 rows|integers, not"):
+        run(train, plan, batch, size=Plan(**plan).size)
