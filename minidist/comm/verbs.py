@@ -100,13 +100,17 @@ def gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: 
     own = array if array.ndim else array.reshape(1)         # a number is one row
     result, name = OutputArray(verb, out if has_result else None, where, side), _choose(group, verb, algorithm, where)
 
+    # The ranks' blocks may differ in length. What all are to have is their sum, which `out` tells.
+    length = None if result.out is None or not result.out.ndim else result.out.shape[0]
+    shape = (length, *own.shape[1:])
+
     def work(call: Call) -> None:
         rows = Rows(result, own, call.size) if has_result else None
         block = own if rows is None else rows.put_own(call.rank)
         _algorithm(group, verb, name)(call, own=block, rows=rows, **_to(root))
 
     return Call(group, verb, name, work, result.deliver if has_result else _nothing, root=root, dtype=own.dtype,
-                shape=(None, *own.shape[1:]), device=device_of(x), side=side)
+                shape=shape, device=device_of(x), side=side)
 
 
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:

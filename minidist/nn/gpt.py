@@ -139,8 +139,8 @@ class GPT(Module):
         Args:    temperature: 1: the model's probabilities; lower: likelier tokens more often; 0: always the likeliest.
         Returns: (len(ids) + count,) int64: the same for the same weights, arguments and machine.
         Cost:    a forward of up to `context` tokens for each new one.
-        Raises:  ConfigError without a first token or with a negative temperature; ShapeError, DtypeError for ids
-                 that are not of the vocabulary.
+        Raises:  ConfigError without a first token or with a negative temperature; ShapeError,
+                 DtypeError for ids that are not of the vocabulary.
         """
         if not len(ids) or not temperature >= 0.0:
             raise ConfigError(f"generate: needs at least one first token and temperature from 0; "

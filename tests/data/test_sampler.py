@@ -1,5 +1,7 @@
 """DistributedSampler: who gets which sample."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,8 +86,9 @@ def test_bad_sizes(options: dict[str, object], says: str) -> None:
 
 
 def test_sizes_of_a_small_dtype_are_whole_numbers() -> None:
-    length, batch = np.uint8(200), np.int8(64)
-    small = DistributedSampler(length, group_size=2, rank=1, batch=batch)      # type: ignore[arg-type]
+    length: Any = np.uint8(200)
+    batch: Any = np.int8(64)
+    small = DistributedSampler(length, group_size=2, rank=1, batch=batch)
     plain = DistributedSampler(200, group_size=2, rank=1, batch=64)
     assert len(small) == len(plain) == 4
     assert [part.tolist() for part in small] == [part.tolist() for part in plain]

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,5 +138,6 @@ def test_windows_cover_the_text_once(length: int, data: st.DataObject) -> None:
 
 def test_a_step_of_a_small_dtype_is_a_whole_number() -> None:
     ids = np.arange(100, dtype=np.int32)
-    small = text.batch(ids, np.int8(100), batch=8, context=4, seed=0)          # type: ignore[arg-type]
+    step: Any = np.int8(100)
+    small = text.batch(ids, step, batch=8, context=4, seed=0)
     assert np.array_equal(small, text.batch(ids, 100, batch=8, context=4, seed=0))

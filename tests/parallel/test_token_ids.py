@@ -1,4 +1,4 @@
-"""Token ids as users bring them: of any integer dtype, and refused alike on every plan where they are none."""
+"""Token ids as users bring them: of any integer dtype, and refused alike on every plan."""
 
 from typing import Any
 
@@ -23,16 +23,20 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline × tensor": {"pp": 2, "tp": 2},
 }
 DTYPES = [f"{order}{kind}{size}" for size in (1, 2, 4, 8) for kind in "iu" for order in "<>"]
-VOCABULARY = 300        # more than a byte counts
-ALL_IN_RANGE = 128      # an id that an int8 holds
+VOCABULARY = 300  # more than a byte counts
+ALL_IN_RANGE = 128  # an id that an int8 holds
 
 
 def train(world: Any, plan: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """One step, the evaluation of its batch, and the weights, of a mixture of experts where the plan divides them."""
+    """One step, the evaluation of its batch, and the weights; with experts if the plan has them."""
     mixture = MixtureConfig(experts=2, top_k=1) if "ep" in plan else None
     config = tiny(vocabulary=VOCABULARY, heads=3, width=12, mixture=mixture)
     trainer = Trainer(Plan(**plan), config, world, optimizer="sgd", lr=0.1, seed=1)
-    result = {"loss": trainer.step(batch), "evaluation": trainer.evaluate([batch]), "weights": trainer.state_dict()}
+    result = {
+        "loss": trainer.step(batch),
+        "evaluation": trainer.evaluate([batch]),
+        "weights": trainer.state_dict(),
+    }
     trainer.close()
     return result
 
@@ -44,11 +48,13 @@ def batch_of(largest: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_integer_dtype_means_the_same_numbers(plan: dict[str, Any]) -> None:
-    for largest, dtypes in ((ALL_IN_RANGE, DTYPES), (VOCABULARY, [each for each in DTYPES if each[2] != "1"])):
+    wide = [dtype for dtype in DTYPES if dtype[2] != "1"]
+    for largest, dtypes in ((ALL_IN_RANGE, DTYPES), (VOCABULARY, wide)):
         inputs, targets = batch_of(largest)
-        serial, = run(train, {"ep": 1} if "ep" in plan else {}, (inputs, targets), size=1)
+        (serial,) = run(train, {"ep": 1} if "ep" in plan else {}, (inputs, targets), size=1)
         for dtype in dtypes:
-            for ours in run(train, plan, (inputs.astype(dtype), targets.astype(dtype)), size=Plan(**plan).size):
+            batch = inputs.astype(dtype), targets.astype(dtype)
+            for ours in run(train, plan, batch, size=Plan(**plan).size):
                 assert abs(ours["loss"] - serial["loss"]) < 1e-12, dtype
                 assert abs(ours["evaluation"] - serial["evaluation"]) < 1e-12, dtype
                 assert difference(ours["weights"], serial["weights"]) < 1e-12, dtype
@@ -66,8 +72,10 @@ WRONG = {
 @pytest.mark.parametrize("where", ["inputs", "targets"])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("plan", [{}, *PLANS.values()], ids=["one process", *PLANS])
-def test_what_is_no_id_of_the_vocabulary_is_refused(plan: dict[str, Any], wrong: Any, where: str) -> None:
-    """With the error of one process, also where another rank has the rows of the id that is wrong."""
+def test_what_is_no_id_of_the_vocabulary_is_refused(
+    plan: dict[str, Any], wrong: Any, where: str
+) -> None:
+    """With the error of one process, also on a plan in which only some ranks look at the id."""
     value, dtype, error = wrong
     inputs, targets = batch_of(100)
     bad = (inputs if where == "inputs" else targets).astype(dtype)

@@ -198,8 +198,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
 
     Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets' logits t together.
     Args:    logits: (…, own), of the ids first, first + 1, …
-             targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range is checked, on a
-             GPU a target outside the vocabulary gives NaN.
+             targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range
+             is checked, on a GPU a target outside the vocabulary gives NaN.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: none,
@@ -218,7 +218,7 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     for where in row_blocks(wide):
         partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
     partial[1, places[0]] = wide[places]
-    if device_of(tokens) == "cuda":                                # where targets_in checks no range
+    if device_of(tokens) == "cuda":                             # where targets_in checks no range
         partial[1, (tokens < 0) | (tokens >= vocabulary)] = xp.nan
     total, target = group.all_reduce(partial, algorithm="ring")
     loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)

@@ -32,7 +32,7 @@ class SortedIds:
 
 
 def positions_in(name: str, ids: Array, count: int) -> Array:
-    """Return the positions as int64, so that later arithmetic does not depend on the caller's dtype.
+    """Return the positions as int64: later arithmetic must not depend on the caller's dtype.
 
     Raises:  DtypeError; ShapeError for positions on the host outside of 0 … count - 1.
     """

@@ -9,9 +9,10 @@ from minidist.errors import DtypeError, ShapeError
 
 
 def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Array:
-    """Return the targets as int64, so that later arithmetic does not depend on the caller's dtype.
+    """Return the targets as int64: later arithmetic must not depend on the caller's dtype.
 
-    Raises:  DtypeError, ShapeError. The range is checked on the host only: for a GPU the host would have to wait.
+    The range is checked on the host only: for a GPU the host would have to wait.
+    Raises:  DtypeError, ShapeError.
     """
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")

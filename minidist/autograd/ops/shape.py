@@ -95,7 +95,8 @@ def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tup
     n = x.shape[dim]
     if isinstance(sections, int) and (sections < 1 or n % sections):
         raise ShapeError(f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list of sizes")
-    sizes = [n // sections] * sections if isinstance(sections, int) else [int(size) for size in sections]
+    # int: a sum in the dtype of an array of sizes could overflow.
+    sizes = [n // sections] * sections if isinstance(sections, int) else list(map(int, sections))
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise ShapeError(f"split: sizes {sizes} do not add up to dim {dim} of shape {x.shape}")
     cuts = list(itertools.accumulate(sizes))[:-1]

@@ -114,4 +114,6 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
 def sum_in_order(group: Group, value: float) -> float:
     """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
     with group.ledger.control():
-        return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
+        values = np.empty(group.size)
+        group.all_gather(np.array([value], dtype=np.float64), out=values, algorithm="ring")
+    return float(np.sum(values))

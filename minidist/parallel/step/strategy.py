@@ -124,7 +124,9 @@ class Strategy(ABC):
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
         """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a rank, `control`."""
         with group.ledger.control():
-            sums = group.all_gather(np.array([loss, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
+            shares = np.empty((group.size, 2))
+            group.all_gather(np.array([[loss, tokens]], dtype=np.float64), out=shares)
+        sums = shares.sum(axis=0)
         return float(sums[0]), float(sums[1])
 
     def finish(self) -> Collection[int]:

@@ -166,7 +166,7 @@ class SplitEmbedding(Embedding):
         """All ids (…) -> (…, width)."""
         ids = positions_in("embedding", ids, self.count)
         mine = (ids >= self.rows.start) & (ids < self.rows.stop)
-        if device_of(ids) == "cuda":        # where positions_in checks no range: the lookup of others gives NaN
+        if device_of(ids) == "cuda":    # where no range is checked: other ids are looked up, as NaN
             mine |= (ids < 0) | (ids >= self.count)
         xp = array_module(ids)
         found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))

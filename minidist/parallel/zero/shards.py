@@ -238,7 +238,13 @@ class ZeroAxis(DataAxis):
         return sum_in_order(self.sharing.shard, self.store.squares(self.parameters))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As Strategy's. Every rank calls it. Cost: an all-gather a bucket or unit, under `control`; one at a time."""
+        """As Strategy's. Every rank calls it.
+
+        A barrier comes first: the gathers look like a step's, which another rank may be making.
+        Cost:    a barrier, and an all-gather per bucket or unit, under `control`; one at a time.
+        """
+        with self.group.ledger.control():
+            self.sharing.shard.barrier()
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
     def sums_of_copies(self) -> list[Collective]:

@@ -157,8 +157,9 @@ def test_an_exchange_of_counts() -> None:
 
 def test_counts_of_a_small_dtype_are_added_as_numbers() -> None:
     def job(world: Any) -> int:
+        counts = np.array([100, 100], np.int8)
         x = tensor(np.zeros((200, 1)))
-        return len(collectives.all_to_all(x, split=0, join=0, counts=np.array([100, 100], np.int8), group=world))
+        return len(collectives.all_to_all(x, split=0, join=0, counts=counts, group=world))
 
     assert md.run(job, size=2) == [200, 200]
 

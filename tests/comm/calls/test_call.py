@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minidist.comm.calls.call import Call
 from minidist.comm.verbs import reduced
-from minidist.errors import CommError, MismatchError
+from minidist.errors import CommError, MismatchError, ShapeError
 
 ONES = np.ones(6, np.float32)
 
@@ -27,6 +27,8 @@ KINDS = {
     "order": (lambda w: (w.all_reduce(ONES), w.barrier()), lambda w: (w.barrier(), w.all_reduce(ONES))),
     "one call left out": (lambda w: (w.broadcast(ONES), w.all_reduce(ONES)), lambda w: w.all_reduce(ONES)),
     "rows": (lambda w: w.all_gather(ONES.reshape(3, 2)), lambda w: w.all_gather(ONES.reshape(2, 3))),
+    "rows of the result": (lambda w: w.all_gather(ONES, out=np.empty(6 * w.size, np.float32)),
+                           lambda w: w.all_gather(ONES[1:], out=np.empty(5 * w.size, np.float32))),
 }
 
 
@@ -122,6 +124,11 @@ def test_random_mismatches_are_caught(transport, drawn):
 @given(drawn=disagreements())
 def test_random_mismatches_are_caught_full_count(transport, drawn):
     check_disagreement(transport, drawn)
+
+
+def test_an_out_that_fits_no_call_is_the_callers_own_mistake():
+    with pytest.raises(ShapeError, match=r"out= has shape \(7,\), the result has \(12,\)"):
+        run(lambda world: world.all_gather(ONES, out=np.empty(7, np.float32)), size=2)
 
 
 def test_a_foreign_message_is_refused():
