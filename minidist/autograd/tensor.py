@@ -221,6 +221,15 @@ class Parameter(Tensor):
         self._data = account.current().hold(array, "parameters")
 
     @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, of which this may be a shard (nn/weight_shard.py)."""
+        return self.shape
+
+    def whole_name(self, name: str) -> str:
+        """Return the name of the whole parameter; `name` is that of this one."""
+        return name
+
+    @property
     def grad(self) -> Array | None:
         """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
         return self._grad if self._view is None else self._view if self._fresh else None

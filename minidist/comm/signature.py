@@ -7,8 +7,8 @@ A message's header (`meta`) is the call's sequence in 8 bytes, and up to three m
     block   [dtype, shape, device] of this message                      only where the receiver cannot know them
 
 so the receiver of a matching message compares one bytes prefix. None in dtype or shape means "this rank does not know
-it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a gather; with `out` the
-result's).
+it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a gather; with
+`out` that of the result is compared).
 """
 
 import ast

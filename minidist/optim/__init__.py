@@ -9,10 +9,10 @@
 
 from minidist.optim.adam import Adam, AdamW, RMSProp
 from minidist.optim.clip import clip_by_global_norm, clip_scale, global_norm, norm_of, squares_of, sum_of_squares
-from minidist.optim.optimizer import Optimizable, Optimizer, at_least_two_dims
+from minidist.optim.optimizer import Optimizable, Optimizer, WholeParameter, at_least_two_dims
 from minidist.optim.schedules import LR_SCHEDULES, LearningRate, constant, warmup_cosine
 from minidist.optim.sgd import SGD
 
 __all__ = ["LR_SCHEDULES", "SGD", "Adam", "AdamW", "LearningRate", "Optimizable", "Optimizer", "RMSProp",
-           "at_least_two_dims", "clip_by_global_norm", "clip_scale", "constant", "global_norm", "norm_of",
-           "squares_of", "sum_of_squares", "warmup_cosine"]
+           "WholeParameter", "at_least_two_dims", "clip_by_global_norm", "clip_scale", "constant", "global_norm",
+           "norm_of", "squares_of", "sum_of_squares", "warmup_cosine"]

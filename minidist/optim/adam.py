@@ -4,12 +4,20 @@ On a GPU one launch updates Adam's tensors (fused_adam.py) and rounds masters to
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError
 from minidist.optim.fused_adam import FusedAdam
-from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
+from minidist.optim.optimizer import (
+    Optimizable,
+    Optimizer,
+    Rule,
+    Step,
+    add_decay,
+    at_least_two_dims,
+    in_range,
+)
 
 
 class RMSProp(Optimizer):
@@ -23,7 +31,7 @@ class RMSProp(Optimizer):
     scratch_blocks = 2
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, alpha: float = 0.99, eps: float = 1e-8,
-                 weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+                 weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
         self.alpha = in_range(self, "alpha", alpha, 0.0, 1.0)
         self.eps = in_range(self, "eps", eps, 0.0)
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
@@ -58,7 +66,7 @@ class Adam(Optimizer):
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0,
-                 decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+                 decay: Rule = at_least_two_dims) -> None:
         self.betas = in_range(self, "betas[0]", betas[0], 0.0, 1.0), in_range(self, "betas[1]", betas[1], 0.0, 1.0)
         self.eps = in_range(self, "eps", eps, 0.0)
         self.scratch_blocks = 3 if weight_decay and not self.apart else 1
@@ -123,5 +131,5 @@ class AdamW(Adam):
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01,
-                 decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+                 decay: Rule = at_least_two_dims) -> None:
         super().__init__(parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay, decay=decay)

@@ -5,6 +5,7 @@ again. So an optimizer runs all passes on one block, which stays in the cache, b
 no array as large as a tensor. It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of many (ZeRO).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,52 @@ class Optimizable(Protocol):
         """The gradient, of the weights' shape; None if there is none."""
 
 
-def at_least_two_dims(weights: Optimizable) -> bool:
+@dataclass(frozen=True)
+class WholeParameter:
+    """A whole parameter as a rule sees it: the same on every plan, however its numbers are divided.
+
+    A rule chooses by name, shape and dtype. The numbers are not there: `data` reads as NaN.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @staticmethod
+    def of(weights: Optimizable, name: str) -> "WholeParameter":
+        """Return the description of a tensor of an optimizer: a parameter, a master or a piece of one."""
+        parameter: Any = getattr(weights, "parameter", weights)
+        shape = weights.data.shape if (whole := getattr(parameter, "whole", None)) is None else whole
+        if hasattr(parameter, "whole_name"):
+            name = parameter.whole_name(name)
+        return WholeParameter(name, shape, weights.data.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def data(self) -> np.ndarray:
+        """An array of this shape and dtype that takes one element."""
+        return np.broadcast_to(np.full((), np.nan, self.dtype), self.shape)
+
+    @property
+    def grad(self) -> None:
+        """None: a rule is asked before the first step."""
+        return None
+
+
+Rule = Callable[[WholeParameter], bool]
+"""`rule(parameter)`: whether something is done to a parameter."""
+
+
+def at_least_two_dims(parameter: WholeParameter) -> bool:
     """Whether GPT-2's recipe decays this tensor: matrices and tables, but not biases and norms."""
-    return bool(weights.data.ndim >= 2)
+    return parameter.ndim >= 2
 
 
 @dataclass
@@ -80,7 +124,8 @@ class Optimizer(ABC):
     """Base of all optimizers. A subclass names its state (`state_names`) and updates a block (`update`).
 
     Args:    parameters: Parameters, or flat shards with .data and .grad, in a fixed order; float64 or float32.
-             lr: learning rate; weight_decay: strength; decay: whether it acts on a tensor.
+             lr: learning rate; weight_decay: strength; decay: whether it acts on a parameter, which
+             it is given whole (WholeParameter), also where this rank has only a part of it.
     Raises:  ConfigError for a value out of range or no parameters; DtypeError for low precision.
     """
 
@@ -88,7 +133,7 @@ class Optimizer(ABC):
     scratch_blocks = 1         # the number of preallocated blocks that `update` gets
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, weight_decay: float = 0.0,
-                 decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+                 decay: Rule = at_least_two_dims) -> None:
         self.lr = in_range(self, "lr", lr, 0.0)
         self.weight_decay = in_range(self, "weight_decay", weight_decay, 0.0)
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
@@ -100,7 +145,7 @@ class Optimizer(ABC):
         self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
-    def _slot(self, index: int, weights: Optimizable, decay: Callable[[Optimizable], bool]) -> Slot:
+    def _slot(self, index: int, weights: Optimizable, decay: Rule) -> Slot:
         """The slot of one tensor, with zero state."""
         data = weights.data
         name = getattr(weights, "name", "") or str(index)
@@ -112,7 +157,7 @@ class Optimizer(ABC):
         else:
             new = partial(array_module(data).zeros, data.shape, data.dtype)
             state = {key: account.current().hold(new(), "optimizer") for key in self.state_names}
-        return Slot(weights, name, bool(decay(weights)), state)
+        return Slot(weights, name, bool(decay(WholeParameter.of(weights, name))), state)
 
     def walk(self, *, changes: bool = True) -> Iterator[Slot]:
         """The slots, each with its arrays in memory until the next is asked for; `changes`: what is written is kept."""

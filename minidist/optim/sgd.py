@@ -1,10 +1,18 @@
 """Stochastic gradient descent, with momentum."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
-from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
+from minidist.optim.optimizer import (
+    Optimizable,
+    Optimizer,
+    Rule,
+    Step,
+    add_decay,
+    at_least_two_dims,
+    in_range,
+)
 
 
 class SGD(Optimizer):
@@ -18,7 +26,7 @@ class SGD(Optimizer):
     scratch_blocks = 2
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0, nesterov: bool = False,
-                 weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+                 weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
         self.momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
         if nesterov and not momentum:
             raise ConfigError("SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say")

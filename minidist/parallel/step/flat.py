@@ -27,7 +27,7 @@ Squares = Callable[[], float | Array]
 class Piece:
     """A rank's part of one parameter, which the optimizer updates; it may be empty.
 
-    It keeps the parameter's number of dims, (1, …, n), since optimizers ask for it: matrices decay, biases do not.
+    It keeps the parameter's number of dims, (1, …, n). A rule over parameters is given the whole one.
 
     Attributes: name, data, grad: views of the shards, so always up to date; part: its positions in the parameter.
     """
