@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.comm.serialization import pack, unpack
@@ -75,9 +76,11 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
                              "but neither token nor data")
 
 
-def admit(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:
+def admit(sock: socket.socket, token: bytes, limit: float, *,
+          proven: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Let the connecting side in only if it knows the job's token; returns its hello.
 
+    Args:    proven: called when the other side has proven itself, before it is told so. What it raises refuses it.
     Raises:  HandshakeError naming the address: a wrong token, random bytes, or a connection closed in between;
              TimeoutError after `limit` seconds, however slowly bytes dribble in. The caller closes the socket.
     """
@@ -95,6 +98,7 @@ def admit(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:
         hello = unpack(packed)
         if not isinstance(hello, dict):
             raise HandshakeError(f"{peer} was refused: its hello is a {type(hello).__name__}, not a dict")
+        proven()
         _write(sock, _proof(token, b"accepting", theirs, ours, packed), deadline, peer)
     except (PeerLostError, OSError) as error:
         if isinstance(error, TimeoutError):

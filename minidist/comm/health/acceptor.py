@@ -3,7 +3,8 @@
 A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or names
 another job size is refused; the addresses of the first TOLD are logged. At most PENDING connections, or two for each
 rank that may come, are unproven at a time; the oldest is closed first, so many slow strangers cannot keep a rank out. A
-rank that is closed for others calls again.
+rank that is closed for others calls again. A rank that has proven itself is told so when nothing can close its
+connection for others any more.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ class Acceptor:
         self.listener, self._token, self._enter, self._run, self._name = listener, token, enter, run, name
         self._room, self._refused = max(PENDING, 2 * size), 0
         self.strangers: dict[socket.socket, None] = {}        # in order of arrival
+        self._proven: set[socket.socket] = set()              # those that are being seated
         self._lock = threading.Lock()
         self._closed = False
 
@@ -66,13 +68,14 @@ class Acceptor:
         """Close the listener and every connection that has not come in."""
         with self._lock:
             self._closed = True
-            for sock in (self.listener, *self.strangers):
+            for sock in (self.listener, *self.strangers, *self._proven):
                 end_connection(sock)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(True)
-            self._enter(sock, wire.admit(sock, self._token, HANDSHAKE_LIMIT))
+            hello = wire.admit(sock, self._token, HANDSHAKE_LIMIT, proven=lambda: self._note_proven(sock))
+            self._enter(sock, hello)
         except (CommError, OSError) as error:
             with self._lock:
                 self._refused += not self._closed
@@ -83,6 +86,15 @@ class Acceptor:
         finally:
             with self._lock:
                 self.strangers.pop(sock, None)
+                self._proven.discard(sock)
+
+    def _note_proven(self, sock: socket.socket) -> None:
+        """The caller is no stranger: others do not close its connection. PeerLostError if they have."""
+        with self._lock:
+            if self._closed or sock not in self.strangers:
+                raise PeerLostError(f"{wire.address_of(sock)} was sent away, and may call again")
+            del self.strangers[sock]
+            self._proven.add(sock)
 
 
 def where_to_listen(host: str) -> str:

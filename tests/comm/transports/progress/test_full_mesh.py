@@ -154,12 +154,12 @@ def test_a_rank_that_is_sent_away_by_a_crowd_calls_again(monkeypatch):
     """The listener hangs up before it has answered, as it does when its room is full."""
     admit, heard = wire.admit, []
 
-    def admit_the_second(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:
+    def admit_the_second(sock: socket.socket, token: bytes, limit: float, **options: Any) -> dict[str, Any]:
         heard.append(sock)
         if len(heard) == 1:
             sock.close()
             raise PeerLostError("sent away")
-        return admit(sock, token, limit)
+        return admit(sock, token, limit, **options)
 
     monkeypatch.setattr(wire, "admit", admit_the_second)
     zero, one = join_all(2, [listen("127.0.0.1") for _ in range(2)], tcp)
