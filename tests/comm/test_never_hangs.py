@@ -24,7 +24,7 @@ from leftovers import nothing_left
 import minidist as md
 from minidist import errors
 from minidist.comm.health import process_state
-from minidist.errors import CommError, LinkLostError, MismatchError, PeerLostError
+from minidist.errors import CommError, DeadlockError, LinkLostError, MismatchError, PeerLostError
 from minidist.launch.launchers import clean_environment
 
 RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
@@ -274,3 +274,48 @@ def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, ve
         kind, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
         assert kind in (("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)), text
+
+
+# --- ranks that leave while others still need them -------------------------------------------------------------------
+
+def goes_on_sending(world):
+    """Rank 1 returns; the others send to it until their links break, as they do once its transport is closed."""
+    world.barrier()
+    while world.rank != 1:
+        world.send(np.ones(100_000), dst=1)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "plain-tcp", "shm"])
+def test_a_rank_that_left_is_no_broken_network(transport):
+    with nothing_left(), pytest.raises(DeadlockError, match="waits for 1 at .*rank 1 has ended"):
+        run(goes_on_sending, size=3, transport=transport)
+
+
+def in_the_midst(world, verb, numbers, delay):
+    """Rank 1 returns after a moment, while the others are in calls that need it."""
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(delay)
+        return
+    array = np.ones(numbers)
+    for _ in range(20):
+        if verb == "send":
+            world.send(array, dst=1)
+        elif verb == "recv":
+            world.recv(src=1)
+        elif verb == "all_to_all":
+            world.all_to_all([array] * world.size)
+        else:
+            world.all_reduce(array, algorithm=verb)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp", "plain-tcp", "shm", "mpi"])
+def test_two_hundred_ranks_that_leave(transport):
+    draw = random.Random(transport)
+    for number in range(200):
+        verb = draw.choice(["send", "recv", "all_to_all", "auto", "ring", "direct", "tree", "pairwise"])
+        case = (verb, draw.choice([10, 3000, 100_000, 1_000_000]), draw.choice([0, 0.001, 0.01, 0.1]))
+        with pytest.raises(DeadlockError, match="rank 1 has ended"):
+            run(in_the_midst, *case, size=draw.choice([2, 3, 4]), transport=transport)
+            pytest.fail(f"{number}: {case} went well")

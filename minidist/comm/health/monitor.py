@@ -6,6 +6,7 @@ process of rank 0, which watches it, where another launcher started the ranks (m
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
     missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
+    left     (asks which ranks have said goodbye)      left     [ranks that have]
     failed   loss, blames                            noted    whether this was the job's first failure
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     saves    (I end by myself at a SIGTERM)          saves    ranks that do: to node agents
@@ -252,6 +253,8 @@ class Monitor(Seats):
                         self._seats[rank].send("met", value=[brought[rank] for rank in range(self.size)])
             case "missing":
                 seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
+            case "left":
+                seat.send("left", value=sorted(arbiter.ended))
             case "failed":
                 loss = Failure(**frame["loss"])
                 if loss.world_rank != seat.world_rank:

@@ -60,6 +60,7 @@ class MonitorClient:
         self.loss: Failure | None = None
         self._sock, self.grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()
+        self._asking = threading.Lock()                    # one thread at a time: an answer is for whoever asks
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._waits: Waits | None = None                   # of the transport, once there is one; then also:
@@ -98,8 +99,16 @@ class MonitorClient:
         """Tell the monitor of a transport's lasting waits, and abort the transport by what the monitor tells."""
         self._waits, self._abort, self._lose = waits, abort, lose
         waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
+        waits.left = self.has_left
         waits.spare = lambda: self._send({"kind": "expendable"})
         self.on_loss(abort)
+
+    def has_left(self, world_rank: int) -> bool:
+        """Whether that rank has said goodbye to the monitor: a rank does so before it ends its other connections."""
+        with self._asking, contextlib.suppress(CommError, OSError):
+            self._send({"kind": "left"})
+            return world_rank in (self._answer("left", ANSWER_LIMIT) or ())
+        return False
 
     def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.

@@ -173,6 +173,7 @@ class Waits:
                 tell     called when a wait begins to last, and when it ends
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
                 disagree (text, world ranks) tells every rank of a group that their calls do not match
+                left     (world rank) -> whether that rank has said goodbye to the job
                 spare    asks that this rank's death be reported, and not end the job
     """
 
@@ -184,6 +185,7 @@ class Waits:
         self.tell: Callable[[], None] = lambda: None
         self.table: Callable[[State], str] = lambda state: ""
         self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
+        self.left: Callable[[int], bool] = lambda world_rank: False
         self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
         self.flight: FlightRecorder | None = None

@@ -18,6 +18,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -155,13 +156,21 @@ class PlainTcp(Mailbox):
 
     def ended(self, peer: int, why: str) -> None:
         """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, REASON_LIMIT)
-            told = self._closing or self.waits.error or peer in self.lost
-        if not told:
-            self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; it has left, or the link between "
-                                    f"rank {self.world_rank} and rank {peer} is lost: look at the network between them",
+        deadline = time.monotonic() + REASON_LIMIT
+        left = False
+        while not (told := self._told(peer)) and time.monotonic() < deadline:
+            left = left or self.waits.left(peer)
+        if left and not told:
+            self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: it has left the job", peer))
+        elif not told:
+            self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; the link between rank "
+                                    f"{self.world_rank} and rank {peer} is lost: look at the network between them",
                                     world_rank=peer))
+
+    def _told(self, peer: int) -> bool:
+        """Whether it is known, in a moment, why the connection to a peer ended."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, 0.1))
 
     def _interrupt(self, error: CommError) -> None:
         super()._interrupt(error)
@@ -188,7 +197,8 @@ class PlainTcp(Mailbox):
         """What a send that failed raises: a TimeoutError, or why the peer is lost, as the monitor says it."""
         if isinstance(error, socket.timeout):   # noqa: UP041
             return TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message")
-        self.ended(peer, f"its connection broke ({error})")
+        with self.waits.lasting(f"rank {peer} to take a message", lambda: (peer,)):
+            self.ended(peer, f"its connection broke ({error})")
         reason = self.lost.get(peer) or self.waits.error
         assert reason is not None
         return self.waits.located(reason, self.world_rank) if isinstance(reason, PeerLostError) else reason

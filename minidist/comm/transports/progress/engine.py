@@ -10,11 +10,12 @@ cannot deadlock. A leader with nothing to move gives up its core `spins` times (
 then sleeps in the kernel until a link is ready, another thread starts a transfer, or a thread calls abort().
 """
 
+import math
 import os
 import threading
 import time
 from abc import abstractmethod
-from contextlib import nullcontext
+from collections.abc import Callable
 
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET
@@ -25,6 +26,8 @@ from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutErro
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
 _HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
 _LOOK = 0.005                   # seconds between looks for it
+_ASK = 0.2                      # seconds between questions whether the peer has left
+LEFT = "it has left the job (its transport was closed)"
 _HEARS = 1.0                    # most seconds of one sleep; see Engine
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -176,20 +179,33 @@ class Engine(Transport):
         """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended.
 
         A peer that left may make a deadlock. A link that broke makes none: this is no wait that the arbiter hears of.
+        The link to a peer that left breaks, too, if this rank goes on sending: the monitor knows which it is.
         """
         if not isinstance(error, PeerLostError):
             return error
-        lost, link_lost = error.world_rank, isinstance(error, LinkLostError)
-        if self.waits.error is None and lost is not None:
-            deadline = time.monotonic() + (_HEARSAY if self.waits.hearsay is None else self.waits.hearsay)
-            with nullcontext() if link_lost else self.waits.lasting(what, lambda: (lost,)):
-                while self.waits.error is None and lost not in self.lost and time.monotonic() < deadline:
-                    time.sleep(_LOOK)
-        if link_lost:
+        lost = error.world_rank
+        if isinstance(error, LinkLostError) and lost is not None and self._await_reason(lost, self.waits.left):
+            error = PeerLostError(f"rank {self.world_rank} lost rank {lost}: {LEFT}", lost)
+        if isinstance(error, LinkLostError):
             error = LinkLostError(f"{error}; neither rank has died: the link between rank {self.world_rank} and rank "
                                   f"{lost} is lost; look at the network between them", lost)
+        elif lost is not None and self.waits.error is None:
+            with self.waits.lasting(what, lambda: (lost,)):
+                self._await_reason(lost)
         error = self.waits.error or self.lost.get(self.world_rank if lost is None else lost, error)
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
+
+    def _await_reason(self, lost: int, left: Callable[[int], bool] = lambda rank: False) -> bool:
+        """Wait until it is known why a peer is lost, or _HEARSAY s; True as soon as `left(rank)` says that it left."""
+        asked, deadline = -math.inf, time.monotonic() + (
+            _HEARSAY if self.waits.hearsay is None else self.waits.hearsay)
+        while self.waits.error is None and lost not in self.lost and (now := time.monotonic()) < deadline:
+            if now - asked > _ASK:
+                asked = now
+                if left(lost):
+                    return True
+            time.sleep(_LOOK)
+        return False
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
 

@@ -23,14 +23,13 @@ from minidist.comm.handle import Finished, Handle
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Accept, Reduce, ShortReceive, Tag
 from minidist.comm.transports.progress import frames
-from minidist.comm.transports.progress.engine import Engine, yield_core
+from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
 _SENT = Finished()
-_LEFT = "it has left the job (its transport was closed)"
 _LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages, unless its link ends before
 
 
@@ -219,7 +218,7 @@ class StreamTransport(Engine):
         header = frames.parse_header(data)
         peer.link.skip(len(data))
         if header.kind == frames.GOODBYE:
-            raise EOFError(_LEFT)
+            raise EOFError(LEFT)
         peer.frame = frame = Frame(header)
         with self.lock:
             receive = peer.posted.take(header.tag)
@@ -269,7 +268,7 @@ class StreamTransport(Engine):
     # --- losing a peer -----------------------------------------------------------------------------------------------
 
     def _lost(self, peer: Peer, why: str, kind: type[PeerLostError] = LinkLostError) -> PeerLostError:
-        if why == _LEFT or peer.rank in self.lost:
+        if why == LEFT or peer.rank in self.lost:
             kind = PeerLostError
         return kind(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
 
