@@ -36,7 +36,7 @@ from minidist.launch.launchers import clean_environment, expand_hosts
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import noting_signals, start_thread
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=1 -o ServerAliveCountMax=5"
 HELLO_LIMIT = 30.0      # seconds until every host must have said hello, and node 0 its port
 ENDING = 10.0           # seconds that other hosts get to end by themselves when one has failed, and again when told
 LAST_LINES = 2.0        # seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever

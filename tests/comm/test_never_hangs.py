@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from conformance import recv, send
 from hanging import WAYS, disagree, drawn, hang, patient
-from helpers import SOON, lateness, run
+from helpers import MIXED, SOON, lateness, run
 from leftovers import nothing_left
+from linked import swallow
 
 import minidist as md
 from minidist import errors
-from minidist.comm.health import process_state
+from minidist.comm.health import acceptor, process_state
 from minidist.errors import CommError, DeadlockError, LinkLostError, MismatchError, PeerLostError
 from minidist.launch.launchers import clean_environment
 
@@ -250,7 +251,7 @@ def loses_a_link(world, folder, verb, how):
     if world.rank == 1:
         sock = transport._connections[2] if transport.name == "plain-tcp" else transport._peers[2].link._sock
         end = {"reset": lambda: ctypes.CDLL(None).connect(sock.fileno(), bytes(16), 16),    # to AF_UNSPEC: RST leaves
-               "shut": lambda: sock.shutdown(socket.SHUT_RDWR)}[how]
+               "shut": lambda: sock.shutdown(socket.SHUT_RDWR), "swallow": lambda: swallow(sock)}[how]
         threading.Timer(0.02, end).start()
     try:
         while True:
@@ -262,18 +263,69 @@ def loses_a_link(world, folder, verb, how):
 
 
 @pytest.mark.parametrize(("transport", "verb", "how"), [
-    ("tcp", "all_reduce", "reset"), *(pytest.param(transport, verb, how, marks=pytest.mark.soak)
+    ("tcp", "all_reduce", "reset"), ("tcp", "all_reduce", "swallow"), ("plain-tcp", "all_reduce", "swallow"),
+    *(pytest.param(transport, verb, how, marks=pytest.mark.soak)
                                       for transport in ("tcp", "plain-tcp", "shm") for how in ("reset", "shut")
                                       for verb in ("all_reduce", "all_gather")
                                       if (transport, how) != ("shm", "reset"))])
 def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, verb, how, tmp_path, monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.5)   # a deadlock is seen within 0.2
+    monkeypatch.setattr(acceptor, "SILENCE", 2.0)
     with nothing_left(), pytest.raises(LinkLostError):
         run(loses_a_link, str(tmp_path), verb, how, size=4, transport=transport)
     for rank in range(4):
         kind, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
         assert kind in (("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)), text
+
+
+def one_way(world, folder):
+    """Rank 1 sends and rank 2 receives; then the link between them swallows what rank 2 sends, or all."""
+    for number in range(1_000_000):
+        if number == 3 and world.rank == 1:
+            swallow(world.transport._peers[2].link._sock)
+        try:
+            if world.rank == 1:
+                world.send(np.ones(1 << 18), dst=2)
+            elif world.rank == 2:
+                world.recv(src=1)
+            else:
+                world.recv(src=2)
+        except CommError as error:
+            (Path(folder) / str(world.rank)).write_text(f"{type(error).__name__} {error}")
+            raise
+
+
+def test_a_link_that_acknowledges_nothing_is_named_by_the_sender(tmp_path, monkeypatch):
+    """The receiver hears all that is sent, but for what is no longer sent."""
+    monkeypatch.setattr(acceptor, "SILENCE", 2.0)
+    with nothing_left(), pytest.raises(LinkLostError):
+        run(one_way, str(tmp_path), size=3, transport="tcp")
+    for rank in (1, 2):
+        text = (tmp_path / str(rank)).read_text()
+        assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
+
+
+def options(world):
+    """Of every TCP connection of this rank: whether the kernel asks whether the other side is there."""
+    world.barrier()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = os.dup(int(name))
+            with socket.socket(fileno=copy) as sock:
+                if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM and sock.getpeername():
+                    found.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("transport", ["tcp", "plain-tcp", MIXED])
+def test_the_kernel_watches_every_connection(transport):
+    for found in run(options, size=4, transport=transport):
+        assert len(found) == {"tcp": 4, "plain-tcp": 4, MIXED: 3}[transport]
+        assert all(found)
 
 
 # --- ranks that leave while others still need them -------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Two ranks in one process, joined by real links: for tests that look inside a transport, or break a link."""
 
+import ctypes
 import mmap
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +39,13 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
             if caller == first.getsockname():
                 return first, second
             second.close()
+
+
+def swallow(sock: socket.socket) -> None:
+    """From now on the kernel drops every packet that comes for this socket, as a firewall's DROP does."""
+    drop = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0))        # BPF: return 0 bytes
+    program = struct.pack("@HP", 1, ctypes.addressof(drop))
+    sock.setsockopt(socket.SOL_SOCKET, 26, program)                             # SO_ATTACH_FILTER
 
 
 def tcp_links() -> tuple[PolledLink, PolledLink]:

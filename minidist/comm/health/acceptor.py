@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,10 @@ QUEUE = 4096              # callers that the kernel keeps until they are accepte
 TOLD = 10                 # refusals that are logged: strangers cannot fill a disk
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 SILENCE = 5.0             # seconds of silence after which a host is lost
+RESENT = 3                # times that a packet is sent again, unanswered, until its link counts as losing packets
+_INFO = struct.Struct("=xxBB52xI")
+"""Of the kernel's tcp_info: tcpi_retransmits and tcpi_probes, which go back to 0 at each acknowledgement,
+and tcpi_last_ack_recv, the milliseconds since the last one."""
 
 log = logging.getLogger("minidist.comm")
 
@@ -53,6 +58,8 @@ class Acceptor:
         except OSError:                                        # gone again, or no file is left, or we are closing
             time.sleep(0.01)
             return
+        with contextlib.suppress(OSError):                     # gone again
+            keep_alive(sock)
         with self._lock:
             if self._closed:
                 sock.close()
@@ -137,19 +144,24 @@ def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, 
     deadline = time.monotonic() + limit
     who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
     try:
-        sock = call(lambda: socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1)), token,
-                    hello | who, deadline, patient=True)
+        sock = call(lambda: _dial(address, deadline), token, hello | who, deadline, patient=True)
     except PeerLostError as error:
         raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within {limit:g} s "
                            f"({error})") from error
     try:
-        set_up(sock)
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
             raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")
     except (CommError, OSError):
         sock.close()
         raise
+    return sock
+
+
+def _dial(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Return a connection to a monitor, set up for control frames."""
+    sock = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1))
+    set_up(sock)
     return sock
 
 
@@ -184,14 +196,51 @@ def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any],
 def set_up(sock: socket.socket) -> None:
     """Send at once, and end the connection SILENCE seconds after the other host fell silent.
 
-    The kernels do it, whatever the processes do: while nothing is sent, each asks the other by empty packets.
+    The kernels do it, whatever the processes do: while nothing is sent, each asks the other by empty
+    packets (keep-alive); what was sent has to be acknowledged in time (TCP_USER_TIMEOUT). That also
+    ends a connection whose other side reads nothing for so long: of control frames it reads each.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
+    _set_tcp(sock, "TCP_USER_TIMEOUT", int(1000 * SILENCE))
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """The same for a link that carries data, whose other side may let bytes lie as long as it computes.
+
+    The kernel asks only while everything is acknowledged; whoever waits asks is_silent(), too.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", int(SILENCE) - 1),
-                        ("TCP_USER_TIMEOUT", int(1000 * SILENCE))):
-        if hasattr(socket, name):                           # not every system has them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _set_tcp(sock, "TCP_NODELAY", 1)
+    _set_tcp(sock, "TCP_KEEPIDLE", 1)
+    _set_tcp(sock, "TCP_KEEPINTVL", 1)
+    _set_tcp(sock, "TCP_KEEPCNT", int(SILENCE) - 1)
+
+
+def _set_tcp(sock: socket.socket, name: str, value: int) -> None:
+    """Set an option of TCP, where the system has it."""
+    if hasattr(socket, name):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def unanswered(sock: socket.socket) -> tuple[int, float]:
+    """Return how often the kernel has asked or sent again without an answer, and since when, in s.
+
+    (0, 0.0) where the system does not say. A peer that reads nothing answers: its kernel does.
+    """
+    if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
+        with contextlib.suppress(OSError):                  # it is closed
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+            resent, asked, milliseconds = _INFO.unpack(told)
+            return max(resent, asked), milliseconds / 1000
+    return 0, 0.0
+
+
+def is_silent(sock: socket.socket) -> bool:
+    """Return whether nothing that left here was acknowledged for SILENCE s, though it was sent again."""
+    times, seconds = unanswered(sock)
+    return times >= RESENT and seconds >= SILENCE
 
 
 def end_connection(sock: socket.socket) -> None:

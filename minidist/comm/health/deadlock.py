@@ -21,6 +21,10 @@ from minidist.comm.signature import mismatch
 
 States = Mapping[int, State]
 
+LONG_PACKETS = ("if short messages pass, a link between these hosts takes only shorter packets (its MTU) and does not "
+                "tell; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl net.ipv4.tcp_mtu_probing=1")
+"""What may be wrong where packets are never acknowledged."""
+
 
 class WaitingRank(NamedTuple):
     """A wait of a rank."""
@@ -106,9 +110,8 @@ def _resent(states: States) -> list[str]:
     """Between which ranks packets are lost on the way, though both tell how they are; what that may be."""
     pairs = [f"{rank} to {peer}" for rank, state in sorted(states.items()) for peer in sorted(state.resent)
              if peer in states]
-    return [f"  packets are sent again and again and never acknowledged, from rank {', '.join(pairs)}: if short "
-            f"messages pass, a link between these hosts takes only shorter packets (its MTU) and does not tell; as "
-            f"root, on each host: ip link set dev eth0 mtu 1200, or sysctl net.ipv4.tcp_mtu_probing=1"] if pairs else []
+    return [f"  packets are sent again and again and never acknowledged, from rank {', '.join(pairs)}: "
+            f"{LONG_PACKETS}"] if pairs else []
 
 
 # --- hope ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ process of rank 0, which watches it, where another launcher started the ranks (m
     missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
     left     (asks which ranks have said goodbye)      left     [ranks that have]
     failed   loss, blames                            noted    whether this was the job's first failure
+    cut      rank (the link to it swallows packets)    (verdict, to both, unless that rank is lost)
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     saves    (I end by myself at a SIGTERM)          saves    ranks that do: to node agents
     waits    round (0: unasked), state               ask      round: say what you wait for
@@ -35,9 +36,9 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, listen, set_up
+from minidist.comm.health.acceptor import SILENCE, Acceptor, listen, set_up
 from minidist.comm.health.crash import crash_told
-from minidist.comm.health.deadlock import Verdict
+from minidist.comm.health.deadlock import LONG_PACKETS, Verdict
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import PATIENCE, hears_interrupts, state_of, this_system
 from minidist.comm.health.seats import AgentSeat, Seat, Seats
@@ -47,6 +48,7 @@ from minidist.errors import CommError, HandshakeError
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
+CUT_WAIT = 2.0            # the same of a rank to which another cannot send: its whole host may be out of reach
 
 
 class Monitor(Seats):
@@ -263,6 +265,8 @@ class Monitor(Seats):
                     seat.send("noted", value=self.lose(loss))
                 else:
                     self._run(self._fail_late, seat, loss)
+            case "cut":
+                self._run(self._judge_link, seat, int(frame["rank"]))
             case "expendable":
                 seat.expendable = True
             case "saves":
@@ -295,6 +299,18 @@ class Monitor(Seats):
             self._changed.notify_all()
         for one in over:
             one.send("over", value=True)
+
+    def _judge_link(self, seat: Seat, rank: int) -> None:
+        """The link between two ranks swallows packets: both raise that, unless one of them is lost."""
+        with self._changed:
+            gone = self._changed.wait_for(lambda: self.loss is not None or not {rank, seat.world_rank} <= {
+                *self.present()}, CUT_WAIT)
+        ends = [] if gone else [one for one in self.present().values() if one.world_rank in (rank, seat.world_rank)]
+        for end in ends:
+            end.send("verdict", error="LinkLostError", text=(
+                f"nothing that rank {seat.world_rank} sent to rank {rank} was acknowledged for {SILENCE:g} s, and both "
+                f"live: the link between rank {seat.world_rank} and rank {rank} is lost; look at the network between "
+                f"them; {LONG_PACKETS}"))
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
         """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""

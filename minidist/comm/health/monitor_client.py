@@ -100,6 +100,7 @@ class MonitorClient:
         self._waits, self._abort, self._lose = waits, abort, lose
         waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
         waits.left = self.has_left
+        waits.cut = self._tell_cut
         waits.spare = lambda: self._send({"kind": "expendable"})
         self.on_loss(abort)
 
@@ -251,6 +252,11 @@ class MonitorClient:
         """Have every other rank of a group raise MismatchError, too."""
         with contextlib.suppress(CommError, OSError):
             self._send({"kind": "mismatch", "text": text, "ranks": list(world_ranks)})
+
+    def _tell_cut(self, world_rank: int) -> None:
+        """The link to that rank swallows packets."""
+        with contextlib.suppress(CommError, OSError):
+            self._send({"kind": "cut", "rank": world_rank})
 
     def _table(self, state: State) -> str:
         """What all ranks wait for, in words; nothing if the monitor does not say."""

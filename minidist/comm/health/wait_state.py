@@ -174,6 +174,7 @@ class Waits:
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
                 disagree (text, world ranks) tells every rank of a group that their calls do not match
                 left     (world rank) -> whether that rank has said goodbye to the job
+                cut      (world rank) tells that the link to that rank swallows packets
                 spare    asks that this rank's death be reported, and not end the job
     """
 
@@ -186,6 +187,7 @@ class Waits:
         self.table: Callable[[State], str] = lambda state: ""
         self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
         self.left: Callable[[int], bool] = lambda world_rank: False
+        self.cut: Callable[[int], None] = lambda world_rank: None
         self.spare: Callable[[], None] = lambda: None
         self.step: int | None = None
         self.flight: FlightRecorder | None = None

@@ -27,7 +27,7 @@ import numpy as np
 
 from minidist.comm import wire
 from minidist.comm.handle import Handle
-from minidist.comm.health.acceptor import HANDSHAKE_LIMIT
+from minidist.comm.health.acceptor import HANDSHAKE_LIMIT, is_silent, keep_alive
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
@@ -119,10 +119,11 @@ class PlainTcp(Mailbox):
         super().__init__(world_rank, {}, len(connections) + 1, limit, unbuffered=False, waits=waits)
         self.name = "plain-tcp"
         for sock in connections.values():
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)      # small messages leave at once
+            keep_alive(sock)
             sock.settimeout(limit)
         self._readers = [threading.Thread(target=self.read, args=peer, name=f"reader of rank {peer[0]}", daemon=True)
                          for peer in connections.items()]
+        self._readers.append(threading.Thread(target=self.watch, name="watch of links", daemon=True))
         for reader in self._readers:
             reader.start()
 
@@ -153,6 +154,14 @@ class PlainTcp(Mailbox):
                 self._taken[peer] += 1          # afterwards: until then the message counts as on its way
         except (EOFError, OSError) as error:
             self.ended(peer, str(error))
+
+    def watch(self) -> None:
+        """The body of a thread: end a connection that swallows packets, which its reader then tells."""
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._closing, 1.0):
+                for peer in [peer for peer, sock in self._connections.items() if is_silent(sock)]:
+                    self.waits.cut(peer)            # which may wait for what this rank has sent
+                    self._shut(self._connections[peer], socket.SHUT_RDWR)
 
     def ended(self, peer: int, why: str) -> None:
         """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""

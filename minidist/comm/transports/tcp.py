@@ -8,6 +8,9 @@ Here no socket is waited for. A message leaves in one `sendmsg` of header and pa
     reductions        are received into the buffer, at most 256 KiB at once, and added from there while it is in the
                       cache; nothing of the size of the message is allocated
 
+A link that swallows packets is lost after acceptor.SILENCE s: the kernel finds it while everything that was sent is
+acknowledged (keep-alive), and whoever waits looks at the rest (poll_loop.py).
+
 Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128 KiB.
 """
 
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.health.acceptor import QUEUE
+from minidist.comm.health.acceptor import QUEUE, RESENT, is_silent, keep_alive, unanswered
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
@@ -28,8 +31,6 @@ BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
 SHORT = 128 << 10           # most bytes of a message that is received with its header, if both are known before
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
-RESENT = 3                  # times that a packet is sent again, unanswered, until its link counts as losing packets
-INFO_BYTES, TIMES_RESENT = 104, 2   # of the kernel's tcp_info: what all have, and the place of tcpi_retransmits
 SPINS = 20                  # looks at the connections before sleeping
 
 
@@ -62,7 +63,8 @@ class TcpLink(PolledLink):
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            _send_at_once(sock)
+            keep_alive(sock)
+            _choose_congestion_control(sock)
         self._sock = sock
         self._buffer = np.empty(0, np.uint8)                # made when first needed: a ring uses few links
         self._start = self._stop = 0
@@ -146,12 +148,10 @@ class TcpLink(PolledLink):
 
     def resends(self) -> bool:
         """After RESENT times without an answer: 1.4 s on a quick link. A peer that stands still answers."""
-        if not hasattr(socket, "TCP_INFO"):         # not Linux: then a TimeoutError says less
-            return False
-        with suppress(OSError):                     # it is closed
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-            return info[TIMES_RESENT] >= RESENT     # the kernel's count goes back to 0 at each acknowledgement
-        return False
+        return unanswered(self._sock)[0] >= RESENT
+
+    def silent(self) -> bool:
+        return is_silent(self._sock)
 
     def close(self) -> None:
         """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""
@@ -162,9 +162,8 @@ class TcpLink(PolledLink):
         self._sock.close()
 
 
-def _send_at_once(sock: socket.socket) -> None:
-    """Small messages are not held back. On loopback BBR, the default of some systems, costs a quarter of the speed."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _choose_congestion_control(sock: socket.socket) -> None:
+    """On loopback BBR, the default of some systems, costs a quarter of the speed."""
     if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
         with suppress(OSError):  # not among those this user may choose
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

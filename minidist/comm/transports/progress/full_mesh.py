@@ -11,6 +11,7 @@ is answered in a thread of its own: a stranger that sends nothing, or nonsense, 
 (acceptor.py).
 """
 
+import builtins
 import platform
 import queue
 import socket
@@ -23,8 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minidist.comm.health.acceptor import QUEUE, Acceptor, call
-from minidist.errors import CommError, PeerLostError, TimeoutError
+from minidist.comm.health.acceptor import QUEUE, SILENCE, Acceptor, call, keep_alive
+from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
+
+DIAL_LIMIT = 2 * SILENCE    # seconds that the host of a rank which listens may take to answer
 
 
 def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
@@ -100,10 +103,19 @@ def listen_unix() -> socket.socket:
 
 
 def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
-    """The socket, connected to the listener at `address`."""
+    """The socket, connected to the listener at `address`.
+
+    Raises: LinkLostError if that host does not answer for DIAL_LIMIT s: its kernel does so at once,
+            whatever the rank does that listens; OSError as the system says.
+    """
     try:
-        sock.settimeout(limit)
+        keep_alive(sock)
+        sock.settimeout(min(limit, DIAL_LIMIT))
         sock.connect(address)
+    except builtins.TimeoutError as error:
+        sock.close()
+        raise LinkLostError(f"{address[0]}:{address[1]} did not answer for {min(limit, DIAL_LIMIT):g} s: packets "
+                            "to it are lost; is there a firewall between the hosts?") from error
     except BaseException:
         sock.close()
         raise

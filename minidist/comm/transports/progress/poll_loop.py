@@ -7,12 +7,17 @@
 import math
 import select
 import socket
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 
+from minidist.comm.health.acceptor import SILENCE
+from minidist.comm.health.deadlock import LONG_PACKETS
 from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
+
+ASK = 1.0       # seconds between two looks at whether links are silent
 
 
 class PolledLink(ByteLink):
@@ -33,6 +38,10 @@ class PolledLink(ByteLink):
         """Whether packets are sent again and again, and none is acknowledged."""
         return False
 
+    def silent(self) -> bool:
+        """Whether that lasts for SILENCE s (acceptor.py): the link is lost, though no error says so."""
+        return False
+
 
 class PolledTransport(StreamTransport):
     """A StreamTransport over PolledLinks: tcp and shm."""
@@ -40,6 +49,7 @@ class PolledTransport(StreamTransport):
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
         super().__init__(name, world_rank, limit, links, spins)
         self._polled = dict(links)
+        self._asks = 0.0                            # when the links are asked again whether they are silent
         self.waits.resent = lambda: [rank for rank, link in self._polled.items() if link.resends()]
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
@@ -62,12 +72,30 @@ class PolledTransport(StreamTransport):
                 events = self._polled[rank].arm(peer.reading, bool(peer.outgoing))
                 poller.register(self._polled[rank].fileno(), events)
                 ready = ready or not events
+        if time.monotonic() >= self._asks:
+            ready |= self._drop_silent()
         reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
         if self._bell.fileno() in reported:
             with suppress(BlockingIOError):
                 self._bell.recv(4096)
         for fileno, link in watched.items():
             link.disarm(reported.get(fileno, 0))
+
+    def _drop_silent(self) -> bool:
+        """Lose the peers whose links swallow packets; whether this rank waits for one of them.
+
+        Of a link that this rank does not wait for the monitor is told: its peer may wait for what this
+        rank has sent.
+        """
+        self._asks = time.monotonic() + ASK
+        silent = {rank for rank, link in self._polled.items() if link.silent()}
+        for rank in silent.difference(self._active, self.lost):
+            self.waits.cut(rank)
+        waited_for = silent.intersection(self._active)
+        for rank in waited_for:
+            self._lose(self._active[rank], f"nothing that was sent to it was acknowledged for {SILENCE:g} s; "
+                                           f"{LONG_PACKETS}")
+        return bool(waited_for)
 
     def _wake(self) -> None:
         with suppress(OSError):  # full: it rings already; closed: no thread is left to wake

@@ -7,14 +7,14 @@ import time
 from typing import Any
 
 import pytest
-from helpers import SOON, nobodys_port
+from helpers import LIMIT, SOON, nobodys_port
 from leftovers import open_files
 
 from minidist.comm import wire
 from minidist.comm.health import acceptor
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.tcp import dial, listen
-from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+from minidist.errors import CommError, HandshakeError, LinkLostError, PeerLostError, TimeoutError
 
 TOKEN = b"a token for tests"
 
@@ -211,4 +211,16 @@ def test_nobody_listens():
     with nobodys_port() as address, pytest.raises(PeerLostError, match="rank 1 cannot connect to rank 0: .*refused"
                                                   ) as caught:
         join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
+    assert caught.value.world_rank == 0
+
+
+def test_a_host_that_answers_no_call_is_a_lost_link(monkeypatch):
+    """Its firewall drops what comes; here the listener's queue is full, and the kernel drops it."""
+    monkeypatch.setattr(full_mesh, "DIAL_LIMIT", 0.3)
+    listener = listen("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.create_connection(deaf.getsockname()):
+        info = {"address": deaf.getsockname()}
+        with pytest.raises(LinkLostError, match=r"rank 1 cannot connect to rank 0: 127.0.0.1:\d+ did not answer for "
+                                                r"0.3 s: .* firewall") as caught:
+            join(alone(1, [info, {}]), {}, listener, tcp, TOKEN, LIMIT)
     assert caught.value.world_rank == 0

@@ -13,6 +13,7 @@ import pytest
 from leftovers import open_files
 from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag, tcp_links
 
+from minidist.comm.health import acceptor
 from minidist.comm.transports.progress import frames, stream
 from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.tcp import TcpLink
@@ -458,8 +459,10 @@ def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
     filling = np.zeros(1 << 20, np.uint8)
     while mine.write(b"", filling):
         pass
-    time.sleep(5)
+    time.sleep(acceptor.SILENCE + 3)
     assert not mine.resends() and not theirs.resends()
+    assert not mine.silent() and not theirs.silent()
+    assert theirs.read_into(np.zeros(1 << 20, np.uint8)), "nor has the kernel ended it"
     theirs.close()
     mine.close()
     assert not mine.resends(), "nor is a closed one"
