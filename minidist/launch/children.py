@@ -8,10 +8,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.process_state import (
+    PATIENCE,
+    REAP_LIMIT,
+    SHORTEST_LOOK,
+    ProcessLooks,
+    kill_stopped,
+)
 from minidist.launch.limits import Limits
+
+UNMET = "before it came to md.init, where the others wait"
 
 
 def flush_output() -> None:
@@ -57,11 +66,12 @@ class Forked:
 
 
 class Children:
-    """The ranks started here, by world rank."""
+    """The ranks started here, by world rank. `patience`: seconds that one may be stopped (SIGSTOP)."""
 
     def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes] | Forked"],
-                 limits: Limits | None = None) -> None:
+                 limits: Limits | None = None, patience: float = PATIENCE) -> None:
         self.processes, self.limits = processes, limits or Limits()
+        self._looks = ProcessLooks(patience)
 
     def how(self, world_rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs, or is not ours."""
@@ -78,6 +88,16 @@ class Children:
                 return code
             time.sleep(0.001)
         return None
+
+    def frozen(self, awaited: Collection[int]) -> list[Failure]:
+        """Return those of the ranks that others wait for whose processes are stopped, and end these."""
+        if time.monotonic() < self._looks.next(SHORTEST_LOOK):
+            return []
+        running = set(self.running()).intersection(awaited)
+        frozen = self._looks.frozen({self.processes[rank].pid for rank in running})
+        self._looks.close()
+        return [Failure(rank, self.processes[rank].pid, os.uname().nodename, f"is frozen (stopped) {UNMET}")
+                for rank in sorted(running) if self.processes[rank].pid in frozen]
 
     def running(self) -> list[int]:
         """World ranks whose process has not ended."""

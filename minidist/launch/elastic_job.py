@@ -100,6 +100,8 @@ class ElasticJob:
             self._take(*event)
         for worker, code in self.workforce.reap():
             self._ended(worker, code)
+        for worker in self.workforce.of(STARTING):
+            worker.kill_frozen(self.patience)
         generation = self.generation
         if self.told and not self._pass_on():
             self._stop(Failure.by_signal(self.told[0]))

@@ -81,7 +81,7 @@ class ForkedJob:
         self.profile = load_profile()           # once, for all ranks; so are the libraries
         self.libraries = ThreadpoolController() if size > 1 else None
         self.processes: dict[int, Forked] = {}
-        self.children = Children(self.processes)
+        self.children = Children(self.processes, patience=patience)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank),
                                patience=patience)
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
@@ -95,6 +95,8 @@ class ForkedJob:
             for rank in self.waiting - set(self.children.running()):
                 self.waiting.discard(rank)
                 self._note(rank, outcomes)
+            for loss in self.children.frozen(self.monitor.awaited()):
+                self.monitor.miss(loss)
             if self.monitor.loss is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes

@@ -76,7 +76,7 @@ class Membership:
         launch = self.launch
         if name == "mpi" and cannot_meet(launch):
             raise refusal(launch)
-        with watched(launch, limit) as initialised:
+        with watched(launch, limit, self.patience) as initialised:
             joined = self.find_monitor(limit, initialised)
             profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
             try:

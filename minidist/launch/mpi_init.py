@@ -6,7 +6,8 @@ mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the parent of all ranks th
 
     a rank that                              is known by
     has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
-    sleeps, computes, is stopped             at the limit it has not mapped MPICH's shared memory, as MPI_Init does
+    is stopped (SIGSTOP)                     its process has been so for the patience
+    sleeps, computes                         at the limit it has not mapped MPICH's shared memory, as MPI_Init does
     waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler of SIGINT
     is on another host, or of another MPI    at the limit no rank of this host is missing
 
@@ -34,7 +35,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minidist.comm.health.failure import listed, say_line
-from minidist.comm.health.process_state import children_of, has_ended, hears_interrupts, parent_of, state_of
+from minidist.comm.health.process_state import (
+    PATIENCE,
+    ProcessLooks,
+    children_of,
+    has_ended,
+    hears_interrupts,
+    parent_of,
+    state_of,
+)
 from minidist.errors import LaunchError
 from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
@@ -45,6 +54,7 @@ SHARED_PER_RANK = 6 << 20
 """Bytes that MPICH 5.0 may map there, of all ranks and per rank, rounded up: 8 ranks take 42 MiB, die with 40."""
 
 _LOOK = 0.02        # seconds between two looks
+_STOPS = 0.2        # seconds between two looks for ranks that are stopped
 _SETTLE = 0.2       # seconds for others to end, or to come after all
 _GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
@@ -117,11 +127,11 @@ def wait_until_read(file: int) -> None:
 
 
 @contextlib.contextmanager
-def watched(launch: Launch, limit: float) -> Iterator[Callable[[], None]]:
+def watched(launch: Launch, limit: float, patience: float = PATIENCE) -> Iterator[Callable[[], None]]:
     """Inside, MPI_Init happens, what is given is called when it is over, and all ranks meet. For mpirun's ranks only.
 
-    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met, ends the job: no
-    exception is raised.
+    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met, or is
+    stopped (SIGSTOP) for `patience` seconds, ends the job: no exception is raised.
     """
     if not launch.by_mpirun:
         yield lambda: None
@@ -132,7 +142,7 @@ def watched(launch: Launch, limit: float) -> Iterator[Callable[[], None]]:
     def watch() -> int:
         os.setsid()                                         # what mpirun or the terminal sends is for the rank
         os.close(end)
-        InitWatch(launch, limit, rank, over).run()
+        InitWatch(launch, limit, rank, over, patience).run()
         return 0
 
     child = Forked(watch)
@@ -155,7 +165,8 @@ def _write(file: int, word: bytes) -> None:
 class InitWatch:
     """In the child: watches until `over` says that process `rank` has met the others, or that it is gone."""
 
-    def __init__(self, launch: Launch, limit: float, rank: int, over: int) -> None:
+    def __init__(self, launch: Launch, limit: float, rank: int, over: int,
+                 patience: float = PATIENCE) -> None:
         self._launch, self._limit, self._rank, self._over = launch, limit, rank, over
         self._deadline = time.monotonic() + limit
         self._agent = parent_of(os.getsid(rank))            # mpirun begins a session with each rank
@@ -163,6 +174,8 @@ class InitWatch:
         self._first: bool | None = None
         self._leaving: set[int] | None = set()              # ranks seen in MPI_Finalize; None: that is said
         self._looked = 0.0
+        self._stops = ProcessLooks(patience)
+        self._frozen: dict[int, int] = {}                   # the ranks found so, and their processes
 
     def run(self) -> None:
         heard = None
@@ -170,7 +183,8 @@ class InitWatch:
             heard = self._hear(_LOOK)
             self._names = self._names or shared_memory(self._rank)
             started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
-            if heard is None and (started and self._ended() or time.monotonic() > self._deadline):
+            missing = started and (self._ended() or self._look_for_stops())
+            if heard is None and (missing or time.monotonic() > self._deadline):
                 heard = self._end_job()
             elif heard is None and self._deadline == math.inf and time.monotonic() - self._looked > _GRACE:
                 self._look_at_finalize()
@@ -220,6 +234,14 @@ class InitWatch:
                     self._first = False
         return self._first
 
+    def _look_for_stops(self) -> bool:
+        """Whether a rank of this host has been stopped for the patience."""
+        if time.monotonic() >= self._stops.next(_STOPS):
+            first, here = self._launch.world_rank - self._launch.local_rank, self._here()
+            pids = {pid: first + local for local, above in here.items() for pid in (above, *children_of(above))}
+            self._frozen = {pids[pid]: pid for pid in self._stops.frozen({*pids})}
+        return bool(self._frozen)
+
     def _look_at_finalize(self) -> None:
         """While this rank waits behind MPI_Init: name those that look twice as if they waited in MPI_Finalize."""
         before, self._looked = self._leaving, time.monotonic()
@@ -265,6 +287,10 @@ class InitWatch:
             when = "in md.init, before all had met" if self._deadline == math.inf else \
                 "before md.init, where the others wait"
             return f"{listed(ended)} of {size} ended on {host} {when}: see its output", True
+        if self._frozen:
+            what = ", ".join(f"process {pid}" for pid in self._frozen.values())
+            return (f"{listed(sorted(self._frozen))} of {size} ({what} stopped on {host}) did not come to md.init, "
+                    "where the others wait", True)
         here = self._here()
         late = {first + local: pid for local, pid in sorted(here.items()) if self._names and not self._came(pid)}
         if late:

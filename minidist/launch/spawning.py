@@ -27,7 +27,7 @@ from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import PATIENCE
 from minidist.device.cores import starting_on
 from minidist.errors import LaunchError
-from minidist.launch.children import Children
+from minidist.launch.children import UNMET, Children
 from minidist.launch.joining import MonitorAddress, token_from_environment
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
@@ -88,10 +88,10 @@ class SpawnedJob:
                  limits: Limits) -> None:
         self.command, self.size, self.nodes, self.limits = command, size, nodes, limits
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.children = Children(self.processes, limits)
+        self.children = Children(self.processes, limits, patience)
         self.helpers: list[threading.Thread] = []
         self.told: list[int] = []                           # signals by which we were told to stop
-        self.failed: set[int] = set()                       # ranks that have ended, not well
+        self.ended: set[int] = set()                        # ranks whose end has been noted
         self.passed_on = 0                                  # signals that the ranks were told, and end by themselves
         self.again = False                                  # they have saved their work
         host, port, self.ranks = nodes.master_addr, nodes.master_port, nodes.ranks(size)
@@ -151,9 +151,11 @@ class SpawnedJob:
             for rank, process in self.processes.items():
                 if process.returncode == AGAIN and rank in self.watch.savers:
                     self.again = True
-                elif process.returncode and rank not in self.failed:
-                    self.failed.add(rank)
+                elif process.returncode is not None and rank not in self.ended:
+                    self.ended.add(rank)
                     self._note(rank, process.returncode)
+            for loss in self.children.frozen(self.watch.awaited()):
+                self.watch.miss(loss)
             if self.watch.loss is not None:
                 return self._lost(self.watch.loss)
             if not running and (isinstance(self.watch, NodeAgent) or not self.watch.running()):
@@ -180,9 +182,15 @@ class SpawnedJob:
         return loss.status
 
     def _note(self, rank: int, code: int) -> None:
-        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable."""
-        loss = Failure(rank, self.processes[rank].pid, os.uname().nodename,
-                       self.limits.how_it_ended(code))
+        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable.
+
+        After a goodbye 0 is no failure, nor where no rank needs this one.
+        """
+        how = self.limits.how_it_ended(code) if code else f"exited with status 0 {UNMET}"
+        loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how)
+        if not code:
+            self.watch.miss(loss)
+            return
         self.watch.lose(loss)
         if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")

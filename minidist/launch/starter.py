@@ -5,7 +5,8 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 
-from minidist.comm.health.process_state import stop_of
+from minidist.comm.health.failure import say_line
+from minidist.comm.health.process_state import PATIENCE, ProcessLooks, stop_of
 from minidist.errors import LaunchError
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
@@ -41,8 +42,12 @@ class Starter:
             if self._template is None:
                 self._template = start_template(self.command, self._environment(0))
                 self.limits.started(self._template.pid)
+            looks = ProcessLooks(PATIENCE)
             while not self._template.wait(0.05) and not give_up():
-                pass
+                looks.frozen({self._template.pid})          # one that is stopped for too long is killed
+            if not (self._template.ready or give_up()):
+                say_line(f"minidist: the job's template (process {self._template.pid}) has ended at its start; "
+                         "processes are started without it")
 
     def start(self, number: int) -> "subprocess.Popen[bytes] | Orphan | None":
         """Start the process of this number; None if none is to be started any more.

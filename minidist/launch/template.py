@@ -237,6 +237,8 @@ def _fork_an_orphan() -> int:
     if middle == 0:
         return 0
     os.waitpid(middle, 0)
+    if len(told) < _NUMBER.size:
+        raise OSError("the process between was killed")
     return int(_NUMBER.unpack(told)[0])
 
 

@@ -58,6 +58,8 @@ class Worker:
         self.number, self.process, self.host, self.since = number, process, host, time.monotonic()
         self.sock: socket.socket | None = None
         self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
+        self.frozen = False                         # it was stopped (SIGSTOP) for too long, and is killed
+        self._stopped: float | None = None          # since when it was seen stopped
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
@@ -81,8 +83,20 @@ class Worker:
         """Whether it is stopped (SIGSTOP)."""
         return self.host.stopped(self.process)
 
+    def kill_frozen(self, patience: float) -> None:
+        """Kill it if it was stopped each time that it was looked at for `patience` seconds."""
+        if not self.stopped:
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = time.monotonic()
+        elif time.monotonic() - self._stopped > patience:
+            self.frozen = True
+            self.kill()
+
     def how_it_ended(self, code: int) -> str:
         """Its exit code in words."""
+        if self.frozen:
+            return "was frozen (stopped) at its start, and is killed"
         return self.host.how_it_ended(self.process, code)
 
     def tell(self) -> None:

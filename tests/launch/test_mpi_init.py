@@ -112,7 +112,15 @@ def test_of_many_that_do_not_come_each_is_named(way, state, tmp_path):
     for number in range(8):
         shell = number % 4 == 3
         line = ours(job(tmp_path, way, [number % 4], 4, limit=5, shell=shell))
-        assert re.match(rf"minidist: rank {number % 4} of 4 \(process \d+ {'sleeping' if shell else state} on ", line)
+        seen = "sleeping" if shell and way != "stop" else state
+        assert re.match(rf"minidist: rank {number % 4} of 4 \(process \d+ {seen} on ", line)
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_rank_that_is_stopped_is_named_long_before_the_limit(shell, tmp_path):
+    line = ours(job(tmp_path, "stop", [1], limit=60, shell=shell))
+    assert re.match(r"minidist: rank 1 of 3 \(process \d+ stopped on \S+\) did not come to md.init, where the others "
+                    "wait; the job ends", line)
 
 
 @pytest.mark.soak

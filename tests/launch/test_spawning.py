@@ -305,3 +305,42 @@ def test_the_token_is_on_no_command_line():
         process.send_signal(signal.SIGINT)
         done = finish(process)
     assert "do not show" not in done.stdout + done.stderr
+
+
+NEVER = """
+import os, signal, sys
+if os.environ["RANK"] == sys.argv[1]:
+    {way}
+import minidist as md
+md.init(limit=100)
+"""
+WAYS = {"exit": "sys.exit(0)", "_exit": "os._exit(0)", "stop": "os.kill(os.getpid(), signal.SIGSTOP)"}
+
+
+@pytest.mark.parametrize(("way", "nodes"), [("exit", 1), ("stop", 1), ("exit", 2), ("stop", 2), pytest.param(
+    "_exit", 1, marks=pytest.mark.soak)])
+def test_a_rank_that_never_comes_to_init_is_named_at_once(way, nodes, tmp_path):
+    """Not at the limit of 100 s, and no other rank is blamed; `nodes`: it is on the second of two."""
+    script = tmp_path / "never.py"
+    script.write_text(NEVER.format(way=WAYS[way]))
+    job, port = [sys.executable, str(script), str(2 * nodes - 1)], free_port()
+    launcher = "import sys; from minidist.launch.spawning import Nodes, spawn; sys.exit(spawn({}, 2, nodes={}))"
+    with nothing_left() as environment:
+        jobs = [start([sys.executable, "-c", launcher.format(job, Nodes(nodes, node, "127.0.0.1", int(port)))],
+                      environment, MINIDIST_TOKEN="a token for this test") for node in range(nodes)]
+        done = [finish(job) for job in jobs]
+    how = {"stop": r"is frozen \(stopped\)"}.get(way, "exited with status 0")
+    for one in done:
+        assert one.returncode
+        assert re.search(rf"minidist: rank {2 * nodes - 1} \(process \d+ on \S+\) {how} before it came to md.init",
+                         one.stderr), one.stderr
+        assert not re.search("did not come|TimeoutError|failed with", one.stderr)
+
+
+def test_ranks_that_need_no_other_may_end_before_the_others_have_come():
+    """A program that never joins its job: nobody waits for the rank that has ended."""
+    script = "import os, time; time.sleep(0.3 * int(os.environ['RANK']))"
+    with nothing_left() as environment:
+        done = finish(start([sys.executable, "-m", "minidist", "launch", "-n", "2", sys.executable, "-c", script],
+                            environment))
+    assert (done.returncode, done.stderr) == (0, "")

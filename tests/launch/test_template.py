@@ -8,6 +8,8 @@ import threading
 import pytest
 from leftovers import nothing_left
 
+from minidist.launch.limits import Limits
+from minidist.launch.starter import Starter
 from minidist.launch.template import Orphan, fork_template, start_template
 
 PROGRAM = """
@@ -110,3 +112,17 @@ def test_a_process_with_threads_is_not_copied():
         fork_template()
     end.set()
     thread.join()
+
+
+@pytest.mark.parametrize("way", ["SIGSTOP", "SIGKILL"])
+def test_a_template_that_is_stopped_or_killed_at_its_start_is_done_without(way, capfd, monkeypatch):
+    monkeypatch.setattr("minidist.launch.starter.PATIENCE", 0.3)
+    program = f"""import os, signal, sys
+if "MINIDIST_TEMPLATE" in os.environ: os.kill(os.getpid(), signal.{way})
+sys.exit(7)"""
+    with nothing_left():
+        starter = Starter([sys.executable, "-c", program], b"token", Limits(), ("127.0.0.1", 1), str)
+        starter.start_template(lambda: False)
+        assert starter.start(0).wait(20) == 7
+        starter.close()
+    assert "minidist: the job's template" in capfd.readouterr().err

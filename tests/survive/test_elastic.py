@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -402,3 +403,12 @@ def test_a_host_that_cannot_take_part_is_named_in_one_line(ssh, said, tmp_path):
     with nothing_left(), pytest.raises(LaunchError) as error:
         spawn_elastic([sys.executable, "-c", "pass"], Elastic((2,)), others=others)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_a_process_that_is_stopped_at_its_start_is_killed(capfd):
+    """It would be waited for for START_LIMIT s."""
+    stops = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+    with nothing_left():
+        assert spawn_elastic(stops, Elastic((1,)), patience=0.3) == 1
+    assert re.search(r"minidist: process 0 \(process \d+\) was frozen \(stopped\) at its start, and is killed\n"
+                     "minidist: 0 processes are left", capfd.readouterr().err)

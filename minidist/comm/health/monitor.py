@@ -74,7 +74,8 @@ class Monitor(Seats):
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = self.together = False
-        self._watchdog = Watchdog(size, self.present, self.staying, self.lose, patience)
+        self._watchdog = Watchdog(size, self.present, self.staying, self.lose, patience, miss=self.miss,
+                                  awaited=self.awaited)
 
     def start(self) -> None:
         """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
@@ -114,6 +115,21 @@ class Monitor(Seats):
         for seat in [*others, *self._watchdog.agents()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
         return True
+
+    def miss(self, loss: Failure) -> None:
+        """A rank will not come, as its launcher knows: it is lost once another waits for it."""
+        with self._changed:
+            if loss.world_rank in self._seats:
+                return
+            self._never[loss.world_rank] = loss
+        self._look_for_missing()
+
+    def _look_for_missing(self) -> None:
+        with self._changed:
+            awaited = self.awaited()
+            found = next((loss for rank, loss in self._never.items() if rank in awaited), None)
+        if found is not None:
+            self.lose(found)
 
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
@@ -199,6 +215,7 @@ class Monitor(Seats):
                 wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
         if reason is not None:
             raise HandshakeError(f"{peer} was refused: {reason}")
+        self._look_for_missing()
         self._hear_from(seat)
 
     def _hear_from(self, seat: Seat) -> None:

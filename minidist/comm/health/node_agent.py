@@ -1,12 +1,13 @@
 """A node agent on each host that the monitor is not on: only a system itself knows how its processes end.
 
     monitor -> node agent                               node agent -> monitor
-    look     pids: what of these? patience              seen     frozen: pids; ended: [pid, how], …
+    look     pids: what of these? patience; awaited:    seen     frozen: pids; ended: [pid, how], …
+             ranks of it that others wait for
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
-    died     loss: of a rank without which it goes on   goodbye
+    died     loss: of a rank without which it goes on   absent   loss: a rank here will not come
     saves    ranks that end by themselves at a SIGTERM
-    over     every rank has said goodbye
+    over     every rank has said goodbye                goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
 take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
@@ -60,6 +61,7 @@ class NodeAgent:
         self.savers: set[int] = set()
         self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
         self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
+        self._awaited: set[int] = set()                     # as the monitor said last
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._closed = self._over = False
@@ -87,12 +89,23 @@ class NodeAgent:
 
     def lose(self, loss: Failure) -> None:
         """A rank here did not end well. Returns when the monitor has answered, or after ANSWER_LIMIT s."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
-        self._send("ended", loss=dataclasses.asdict(loss))
+        self._report("ended", loss)
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None or loss.world_rank in self.spared or self._closed,
                                    ANSWER_LIMIT)
+
+    def miss(self, loss: Failure) -> None:
+        """A rank here will not come to the monitor; nothing comes of it if it has been there."""
+        self._report("absent", loss)
+
+    def awaited(self) -> set[int]:
+        """The ranks here that have not come to the monitor and that others wait for, as far as is known."""
+        return self._awaited
+
+    def _report(self, kind: str, loss: Failure) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
+        self._send(kind, loss=dataclasses.asdict(loss))
 
     def close(self) -> None:
         """No rank is here any more."""
@@ -124,6 +137,7 @@ class NodeAgent:
         match frame["kind"]:
             case "look":
                 self._pids, self._looks.patience = set(frame["pids"]), frame["patience"]
+                self._awaited = set(frame["awaited"])
                 self._send("seen", frozen=sorted(self._looks.frozen(self._pids)),
                            ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()])
             case "how":

@@ -77,6 +77,7 @@ class Seats:
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
+        self._never: dict[int, Failure] = {}    # ranks that will not come, for which none has waited yet
 
     def present(self) -> dict[int, Seat]:
         """The ranks that are here and have not said goodbye, by world rank."""
@@ -87,6 +88,11 @@ class Seats:
         """The ranks whose process has not ended well, as far as is known, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.ended}
+
+    def awaited(self) -> set[int]:
+        """The ranks that have not come, if another is here and waits for them."""
+        with self._changed:
+            return set(range(self.size)).difference(self._seats) if self.present() else set()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""

@@ -28,12 +28,17 @@ class Watchdog:
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank; staying() -> the same
           and those that have said goodbye, until their process has ended. lose(loss): end the job for this reason.
-          patience: seconds that a rank's process may be stopped.
+          patience: seconds that a rank's process may be stopped. awaited() -> the ranks that have not come and that
+          others wait for; miss(loss): one of them will not come.
     """
 
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], staying: Callable[[], dict[int, Seat]],
-                 lose: Callable[[Failure], bool], patience: float) -> None:
+                 lose: Callable[[Failure], bool], patience: float, *,
+                 miss: Callable[[Failure], None] = lambda loss: None,
+                 awaited: Callable[[], set[int]] = set) -> None:
         self._size, self._present, self._staying, self._lose = size, present, staying, lose
+        self._miss = miss
+        self._awaited = awaited
         self.arbiter = Arbiter(
             ask=lambda ranks, number: self._send(ranks, "ask", round=number),
             tell=lambda verdict: self._send(verdict.ranks, "verdict", error=verdict.error, text=verdict.text))
@@ -86,7 +91,8 @@ class Watchdog:
             else:
                 agent.unanswered += 1
                 covered = self._covered(agent, self._staying())
-                agent.send("look", pids=[seat.pid for seat in covered], patience=self._looks.patience)
+                agent.send("look", pids=[seat.pid for seat in covered], patience=self._looks.patience,
+                           awaited=sorted(self._awaited().intersection(agent.ranks)))
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost.
@@ -138,6 +144,8 @@ class Watchdog:
                 loss = Failure(**frame["loss"])
                 self._note(agent, loss.world_rank, loss.how)
                 self._lose(loss)
+            case "absent":
+                self._miss(Failure(**frame["loss"]))
             case "goodbye":
                 self._remove(agent)
             case kind:
