@@ -30,6 +30,7 @@ from minidist.lessons.stamps import ROOT, Stamp, digest_of, digests, label, modu
 from minidist import lessons
 from minidist.errors import ConfigError
 from minidist.files import scratch, whole
+from minidist.launch.own_python import module_command
 
 STAMPS = lessons.FOLDER / "printed.json"
 LIMIT = 600.0       # seconds for a command, on a busy machine
@@ -138,7 +139,7 @@ def run_command(command: str, folder: Path, file: Path | None) -> str:
     Raises: ConfigError, one line, if it fails or takes too long.
     """
     first, *rest = shlex.split(command)
-    programs = {"python": [sys.executable], "minidist": [sys.executable, "-m", "minidist"]}
+    programs = {"python": [sys.executable], "minidist": module_command("minidist")}
     if first not in programs:
         raise ConfigError(f"{command}: a printed block's command begins with one of {', '.join(programs)}")
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in rest]

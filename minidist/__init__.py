@@ -18,8 +18,13 @@
 import _signal
 import sys
 
-if (_signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-        and (sys.argv[0].endswith("/minidist") or sys.argv[0] == "-m" and "minidist" in sys.orig_argv)):
+_AS_MODULE = sys.argv[0] == "-m" and any(
+    option[:1] == "-" and option[-1:] == "m" and name.partition(".")[0] == "minidist"
+    for option, name in zip(sys.orig_argv, sys.orig_argv[1:], strict=False))
+if _AS_MODULE and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    del sys.path[0]                                     # the current folder: a random.py there is not Python's own
+_OURS = _AS_MODULE or sys.argv[0].endswith("/minidist") or sys.modules["__main__"].__name__ == "minidist"
+if _OURS and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)     # of our command, until its main() takes it: Ctrl-C may come in
                                                         # the next import, that of `signal` too (_signal is in C)
 

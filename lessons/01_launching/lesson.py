@@ -24,6 +24,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 from minidist.launch import LAUNCHERS, detect
+from minidist.launch.own_python import code_command, module_command
 from minidist.observe.records import gather_records
 
 
@@ -106,24 +107,15 @@ def launcher_table() -> tuple[list[str], list[list[str]]]:
 
 # ------------------------------------------------------------------------------------------- two machines, for real
 
-LAUNCH_NODE = """import sys
-from minidist.launch import spawn
-from minidist.launch.spawning import Nodes
-node, per_node, port, *command = sys.argv[1:]
-sys.exit(spawn(command, int(per_node), nodes=Nodes(2, int(node), "127.0.0.1", int(port))))
-"""
-
-
 def two_machines(command: list[str], per_node: int = 4) -> int:
     """Start `command` under two launchers on this machine, each of which takes itself for a machine of its own.
 
     On two real machines each would be `minidist launch --nnodes 2 --node-rank K --master-addr ADDRESS …`.
     """
     environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
-    port = str(free_port())
-    launchers = [subprocess.Popen([sys.executable, "-c", LAUNCH_NODE, str(node), str(per_node), port, *command],
-                                  env=environ)
-                 for node in range(2)]
+    launch = module_command("minidist", "launch", "-n", str(per_node), "--nnodes", "2", "--master-addr", "127.0.0.1",
+                            "--master-port", str(free_port()))
+    launchers = [subprocess.Popen([*launch, "--node-rank", str(node), *command], env=environ) for node in range(2)]
     return max(launcher.wait() for launcher in launchers)
 
 
@@ -142,7 +134,7 @@ def rank_in_program() -> None:
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                "GROUP_RANK": "0",
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = subprocess.run([sys.executable, "-c", "import minidist as md; md.init(limit=2.0)"], env=environ, text=True,
+    done = subprocess.run(code_command("import minidist as md; md.init(limit=2.0)"), env=environ, text=True,
                           stderr=subprocess.PIPE, timeout=60, check=False)
     print("one process says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
     said = [line for line in done.stderr.splitlines() if "Error: rank 0" in line]

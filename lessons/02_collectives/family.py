@@ -21,6 +21,7 @@ from minidist.console import size_text
 from minidist.files import scratch, whole
 from minidist.grading import load_module
 from minidist.launch import init, run
+from minidist.launch.own_python import module_command
 from minidist.observe.machine import machine
 
 HERE = Path(__file__).resolve().parent
@@ -131,7 +132,7 @@ def libraries() -> dict[str, Any]:
     """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is installed."""
     with scratch(prefix="minidist-lesson-") as folder:
         file = folder / "bench.json"
-        subprocess.run([sys.executable, "-m", "minidist", *LIBRARIES, "--json", str(file)], check=True,
+        subprocess.run(module_command("minidist", *LIBRARIES, "--json", str(file)), check=True,
                        stdout=subprocess.DEVNULL, timeout=300)
         return json.loads(file.read_text())["seconds"]
 

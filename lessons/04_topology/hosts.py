@@ -14,7 +14,6 @@ import re
 import secrets
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from minidist.console import folder_to_write, size_text
 from minidist.files import scratch
 from minidist.grading import load_module
 from minidist.launch import init
+from minidist.launch.own_python import module_command
 
 HERE = Path(__file__).resolve().parent
 PER_HOST, PORT, ROUNDS = 4, 29500, 3
@@ -79,8 +79,8 @@ def measure(rate: str, delay: str = "") -> dict[str, Any]:
     asleep = ["--asleep", str(seconds_of(delay))] if delay and not by_kernel else []
     with joined_hosts(rate, by_kernel) as hosts, scratch(prefix="minidist-lesson-") as folder:
         file = folder / "figures.json"
-        launch = [sys.executable, "-m", "minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
-                  hosts[0].address, "--master-port", str(PORT)]
+        launch = module_command("minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
+                                hosts[0].address, "--master-port", str(PORT))
         program = [str(Path(__file__).resolve()), "--ranks", str(file), *asleep]
         nodes = [subprocess.Popen([*host.enter, *launch, "--node-rank", str(number), *program], env=environ)
                  for number, host in enumerate(hosts)]

@@ -5,7 +5,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.launch.own_python import module_command
 from minidist.observe.storm_figure import draw_storm
 from minidist.survive import storm_report
 from minidist.survive.interval import best_interval, goodput
@@ -47,7 +47,7 @@ def record(group: Group) -> dict[str, Any]:
 def _storm() -> dict[str, Any]:
     """Its events, and its faults with what came of them."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "minidist", "storm", *STORM, f"--out={folder}/run"], check=True,
+        subprocess.run(module_command("minidist", "storm", *STORM, f"--out={folder}/run"), check=True,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         run = Path(folder, "run")
         return {"told": events(run / LOG), "faults": json.loads((run / "storm.json").read_text())["happened"]}

@@ -26,7 +26,6 @@ because real links are not straight lines: protocols change with the size, and s
 import itertools
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,6 +40,7 @@ from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
 from minidist.comm.handle import Handle
+from minidist.launch.own_python import module_command
 
 MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "tcp", "shm", "mpi")
@@ -149,7 +149,7 @@ def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int
 def start_job(link: str, ranks: int) -> Job:
     """Start the ranks that measure one link class."""
     if link == "threads":
-        return Job(link, ranks, [sys.executable, "-m", MODULE, link, "--size", str(ranks)])
+        return Job(link, ranks, module_command(MODULE, link, "--size", str(ranks)))
     return start_workers(MODULE, link, ranks, by="mpirun" if link == "mpi" else "launch")
 
 

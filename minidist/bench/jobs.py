@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from minidist.errors import LaunchError, PeerLostError
 from minidist.files import scratch
+from minidist.launch.own_python import module_command
 
 START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
 ANSWER_LIMIT = 300.0  # seconds one measurement may take
@@ -125,14 +125,14 @@ def closed_at_the_end(jobs: list[Job]) -> Iterator[None]:
 
 
 def start_workers(module: str, contender: str, ranks: int, options: Sequence[str] = (), *, by: str = "launch") -> Job:
-    """Start the ranks of one contender, whose program is `python -m module contender`.
+    """Start the ranks of one contender, whose program is the module with that word.
 
     Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank alone, with its --rank and --size.
     Raises:  LaunchError as Job.
     """
-    words = [sys.executable, "-m", module, contender, *options]
+    words = module_command(module, contender, *options)
     if by == "launch":
-        words = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *words[1:]]
+        words = module_command("minidist", "launch", "-n", str(ranks), "-m", module, contender, *options)
     elif by == "mpirun":
         words = ["mpirun", "-n", str(ranks), *words]
     return Job(contender, ranks, words, once_per_rank=by == "rank")

@@ -29,6 +29,7 @@ from minidist.device import cores
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import check_writable
 from minidist.launch.mpi_init import SHARED, SHARED_BYTES, SHARED_PER_RANK, scarce_memory
+from minidist.launch.own_python import code_command
 from minidist.observe.machine import processor
 from minidist.observe.machine_parts import machine_parts
 from minidist.progress import progress
@@ -170,7 +171,7 @@ def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
               "from mpi4py import MPI; size = 0 if launch.other_mpi else MPI.COMM_WORLD.size if MPI.Is_initialized() "
               "else MPI.Init() or MPI.COMM_WORLD.size; "
               "os.write(1, f'{size} {library()}\\n'.encode())")                         # one write: lines stay whole
-    return subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
+    return subprocess.run([*mpirun.command(2), *code_command(script, options=("-W", "ignore"))], capture_output=True,
                           text=True, timeout=TRY_LIMIT, env=mpirun.environment(), stdin=subprocess.DEVNULL)
 
 

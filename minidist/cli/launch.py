@@ -29,6 +29,7 @@ from minidist.console import fail, positive_number, rank_count, shown, whole_num
 from minidist.files import check_writable
 from minidist.launch.hosts import SSH, HostRanks, hosts_of, spawn_on_hosts
 from minidist.launch.joining import token_from_environment
+from minidist.launch.own_python import is_own, module_command
 from minidist.launch.spawning import Nodes, spawn
 
 MOST_NODES = 4096
@@ -110,6 +111,8 @@ def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
 
 def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
     """The argument list that starts the program once. Raises: ConfigError if there is no such script or command."""
+    if module and is_own(name):
+        return module_command(name, *arguments)
     if module:
         return [sys.executable, "-m", name, *arguments]
     if name.endswith(".py"):

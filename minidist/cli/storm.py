@@ -39,6 +39,7 @@ from minidist.console import (
     write_json,
 )
 from minidist.files import check_writable
+from minidist.launch.own_python import module_command
 from minidist.observe.machine import machine
 from minidist.observe.step_log import loss_text
 from minidist.observe.storm_figure import draw_storm
@@ -194,10 +195,10 @@ class Trainings:
     def command(self, out: Path, steps: int, save_every: int, *, again: bool = False) -> list[str]:
         """The words of an elastic training; again: it goes on from its newest checkpoint, if it has one."""
         args = self.args
-        words = [sys.executable, "-m", "minidist", "train", f"-n{args.ranks}", f"--transport={args.transport}",
-                 "--quiet", f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}",
-                 f"--spares={args.spares}", f"--max-restarts={RESTARTS}", f"--elastic-wait={WAIT * bool(args.spares)}",
-                 f"--patience={PATIENCE}"]
+        words = module_command("minidist", "train", f"-n{args.ranks}", f"--transport={args.transport}", "--quiet",
+                               f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}",
+                               f"--spares={args.spares}", f"--max-restarts={RESTARTS}",
+                               f"--elastic-wait={WAIT * bool(args.spares)}", f"--patience={PATIENCE}")
         if again and any(out.glob("step-*")):
             return [*words, f"--resume={out}"]
         saves = [f"--save-every={save_every}", "--save-async"] if save_every else []

@@ -35,6 +35,7 @@ from minidist.launch.host_launcher import MARK, version
 from minidist.launch.hosts import PASSED, SSH, HostRanks
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
+from minidist.launch.own_python import module_command
 from minidist.launch.spawning import start_thread
 
 HOST_LIMIT = 30.0       # seconds until a host must have connected
@@ -101,7 +102,8 @@ class RemoteHost:
         self._sock: socket.socket | None = None
         self._sending, self._closed, self._come = threading.Lock(), False, threading.Event()
         self._reach = [*ssh, ranks.name]
-        command = [*self._reach, f"exec {shlex.quote(sys.executable)} -m minidist.launch.host_workers"]
+        there = shlex.join(module_command("minidist.launch.host_workers"))
+        command = [*self._reach, f"exec {there}"]
         try:
             self._ssh = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.PIPE, start_new_session=True)

@@ -34,6 +34,7 @@ from minidist.errors import LaunchError
 from minidist.launch.host_launcher import MARK, version
 from minidist.launch.launchers import clean_environment, expand_hosts
 from minidist.launch.limits import Limits
+from minidist.launch.own_python import module_command
 from minidist.launch.spawning import noting_signals, start_thread
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=1 -o ServerAliveCountMax=5"
@@ -136,7 +137,7 @@ class HostsJob:
                 self._end()
 
     def _start(self) -> None:
-        there = f"exec {shlex.quote(sys.executable)} -m minidist.launch.host_launcher"
+        there = f"exec {shlex.join(module_command('minidist.launch.host_launcher'))}"
         for number, host in enumerate(self.hosts):
             command = ["sh", "-c", there] if host.is_here else [*self.ssh, host.name, there]
             try:

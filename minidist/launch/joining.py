@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 from minidist.launch.addresses import connect_to_any, own_addresses
 from minidist.launch.launchers import Launch
+from minidist.launch.own_python import module_command
 from minidist.launch.token_file import TokenFile
 
 _MESSAGE_BYTES = 4096     # of the MPI broadcast
@@ -167,7 +167,7 @@ def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
 # --- processes that a rank starts ------------------------------------------------------------------------------------
 
 class HelperProcess:
-    """A child of a rank, `python -m minidist.comm.health.MODULE ARGUMENTS`; the token comes in on its stdin.
+    """A child of a rank, minidist.comm.health.MODULE with ARGUMENTS; the token comes in on its stdin.
 
     A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
     monitor hangs up on it. The helper watches the ranks, and its rank watches the helper: one that is frozen is killed,
@@ -176,7 +176,7 @@ class HelperProcess:
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = (),
                  patience: float = PATIENCE) -> None:
-        command = [sys.executable, "-m", f"minidist.comm.health.{module}", *map(str, arguments)]
+        command = module_command(f"minidist.comm.health.{module}", *map(str, arguments))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          start_new_session=True, pass_fds=fds)
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""Run a function on ranks that a new mpirun starts, each `python -m minidist.launch.mpirun FOLDER`.
+"""Run a function on ranks that a new mpirun starts, each this module with the name of a FOLDER.
 
 The caller is the monitor, so it learns at once which rank was lost. The function travels by name, its arguments and
 results through files in a private folder, packed (comm/wire.py), never pickled.
@@ -25,6 +25,7 @@ from minidist.launch import failures
 from minidist.launch.children import Children
 from minidist.launch.joining import MonitorAddress
 from minidist.launch.launchers import clean_environment
+from minidist.launch.own_python import module_command
 
 GRACE = 2.0             # seconds mpirun gets to end after a rank was lost
 INSTALL = "`pip install mpich` brings one that needs no set-up"
@@ -94,7 +95,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                                                      "transport": transport}))
         monitor.start()
         process = subprocess.Popen(
-            [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", str(folder)],
+            [*mpirun.command(size, patient=True), *module_command("minidist.launch.mpirun", str(folder))],
             stderr=said, stdin=subprocess.DEVNULL,
             env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
         starter = Children({0: process})

@@ -6,7 +6,6 @@ plan is a random one, so that a prediction that is the same for all would be see
 
 import json
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidist.errors import ConfigError
+from minidist.launch.own_python import module_command
 from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
 from minidist.progress import SILENT, Progress
 from minidist.simulate.rates import Rates
@@ -79,14 +79,15 @@ def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> fl
     """Seconds of a step of one run, as its metrics have them."""
     with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
         found = Path(folder, "metrics.json")
-        command = [sys.executable, "-m", "minidist", "train", "-n", str(choice.plan.size), *model_words(ranking),
-                   *plan_words(choice.plan), "--optimizer", optimizer, "--steps", str(steps), "--quiet", "--out",
-                   str(Path(folder, "run")), "--json", str(found)]
+        words = ["train", "-n", str(choice.plan.size), *model_words(ranking), *plan_words(choice.plan), "--optimizer",
+                 optimizer, "--steps", str(steps), "--quiet", "--out", str(Path(folder, "run")), "--json", str(found)]
+        told = f"minidist {' '.join(words)}"
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            done = subprocess.run(module_command("minidist", *words), capture_output=True, text=True, timeout=TIMEOUT,
+                                  check=False)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{' '.join(command[2:])}: not done after {TIMEOUT:g} s; take fewer layers") from None
+            raise ConfigError(f"{told}: not done after {TIMEOUT:g} s; take fewer layers") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise ConfigError(f"{' '.join(command[2:])}: {last}")
+            raise ConfigError(f"{told}: {last}")
         return float(json.loads(found.read_text(encoding="utf-8"))["step_seconds"])

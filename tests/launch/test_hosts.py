@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from minidist.cli import main
 from minidist.errors import LaunchError
 from minidist.launch import hosts as hosts_module
 from minidist.launch.hosts import HostRanks, hosts_of, spawn_on_hosts
+from minidist.launch.own_python import module_command
 
 HERE = platform.node()
 
@@ -80,7 +82,7 @@ def test_hosts_with_different_numbers_of_ranks(ssh, tmp_path):
         assert f"hello from {rank} of 3 over shm+tcp\n" in done.stdout
     assert json.loads(file.read_text()) == {"command": [sys.executable, JOB, "ok"], "size": 3, "exit_status": 0}
     words = (tmp_path / "words").read_text().splitlines()
-    assert words == ["127.0.0.2", f"exec {sys.executable} -m minidist.launch.host_launcher"]
+    assert words == ["127.0.0.2", f"exec {shlex.join(module_command('minidist.launch.host_launcher'))}"]
 
 
 def test_a_rank_that_dies_is_named_once_and_its_status_is_the_jobs(ssh):

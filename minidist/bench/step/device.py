@@ -13,7 +13,6 @@ without --device. With --graph our step has two rows, the second captured as one
 import argparse
 import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from minidist.device import account
 from minidist.device.backend import module_for
 from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
+from minidist.launch.own_python import module_command
 
 MODULE = "minidist.bench.step.device"
 EAGER, COMPILED, CEILINGS, CAPTURED = "PyTorch eager", "torch.compile", "ceilings", "minidist, one graph"
@@ -114,8 +114,8 @@ def itemsize(precision: str) -> int:
 
 
 def _start(name: str, model: Model, device: str, precision: str) -> Job:
-    return Job(name, 1, [sys.executable, "-m", MODULE, name, *model.arguments(), f"--device={device}",
-                         f"--precision={precision}"])
+    return Job(name, 1, module_command(MODULE, name, *model.arguments(), f"--device={device}",
+                                        f"--precision={precision}"))
 
 
 def _take_turns(jobs: list[Job], rounds: int, steps: int,

@@ -8,7 +8,6 @@
 """
 
 import argparse
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -51,6 +50,7 @@ from minidist.launch import run as run_function
 from minidist.launch.generations import is_elastic_process
 from minidist.launch.launchers import Launch
 from minidist.launch.membership import limit_blas_threads
+from minidist.launch.own_python import module_command
 from minidist.launch.transports import THREADS
 from minidist.launch.which_mpi import find_launch
 from minidist.nn import GPT
@@ -131,7 +131,7 @@ def _start_ranks(args: argparse.Namespace, settings: Settings, size: int) -> int
     if args.elastic:
         return start_elastic(settings, size, train)
     with run_folder(settings.out):
-        status = spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size,
+        status = spawn(module_command("minidist", "train", *as_arguments(args)), size,
                        patience=args.patience, limits=limits_of(args, settings.out))
         drop_rings(settings.out, status)
         return status

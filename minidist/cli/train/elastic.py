@@ -1,6 +1,5 @@
 """`minidist train --elastic`: the launcher's side, and one of its processes."""
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
 from minidist.launch.hosts import SSH, hosts_of
 from minidist.launch.membership import current
+from minidist.launch.own_python import module_command
 from minidist.launch.template import fork_on_demand, fork_template
 from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
@@ -182,7 +182,7 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
                 return elastic_process(_of_a_process(words), train)
     try:
         with run_folder(settings.out):                      # locked here: a copy of this process would hold it, too
-            return spawn_elastic([sys.executable, "-m", "minidist", "train", *words], elastic, template=template,
+            return spawn_elastic(module_command("minidist", "train", *words), elastic, template=template,
                                  record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
                                  limits=limits_of(args, settings.out), others=others_of(args))
     finally:

@@ -13,6 +13,7 @@ from rich.console import Console
 from minidist.cli.train.progress import ProgressReport, launcher_terminal, make_report
 from minidist.cli.train.settings import Settings
 from minidist.launch.launchers import clean_environment
+from minidist.launch.own_python import module_command
 from minidist.parallel.step.step import Batch
 
 LAST_LOOK = 10.0        # seconds that the view may take to end
@@ -34,7 +35,7 @@ class Watched(ProgressReport):
         self.rest = rest
         with _terminal() as stdout:
             self._view: subprocess.Popen[str] | None = subprocess.Popen(
-                [sys.executable, "-m", "minidist", "watch", str(run), "--beside-train"], stdin=subprocess.PIPE,
+                module_command("minidist", "watch", str(run), "--beside-train"), stdin=subprocess.PIPE,
                 stdout=stdout, text=True, env=clean_environment(os.environ))
 
     def line(self, text: str) -> None:

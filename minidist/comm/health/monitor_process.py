@@ -1,6 +1,6 @@
 """The monitor as a child process of rank 0, where another launcher started the ranks (launch/joining.py).
 
-Started as `python -m minidist.comm.health.monitor_process SIZE LISTENER PATIENCE`; the token comes in on stdin, which
+Started with the words SIZE LISTENER PATIENCE; the token comes in on stdin, which
 ends when rank 0 does. It tells rank 0 when every rank has said goodbye, and then looks at the processes until all
 have ended.
 """
