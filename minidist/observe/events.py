@@ -44,9 +44,13 @@ class Start(NamedTuple):
 
 
 class Await(NamedTuple):
-    """The rank stands still until call or move `id` has ended. A blocking call is Start and Await."""
+    """The rank stands still until call or move `id` has ended. A blocking call is Start and Await.
+
+    A recorded call does not end on all ranks at one moment; its end is that of the last rank.
+    """
 
     id: int
+    sooner: float = 0.0         # seconds before the end of the call at which this rank continues
 
 
 class Memory(NamedTuple):

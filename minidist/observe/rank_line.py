@@ -11,7 +11,7 @@ from typing import cast
 
 from minidist.errors import ConfigError
 from minidist.observe.events import Await, Busy, Event, GroupCall, Start
-from minidist.observe.step_record import NO_CORE, StepCall, StepRecord, group_call
+from minidist.observe.step_record import StepCall, StepRecord, group_call, only_work
 
 
 class RankLine:
@@ -85,8 +85,7 @@ class StepLines:
 
     def __init__(self, record: StepRecord) -> None:
         self.record = record
-        self.lines = [RankLine(event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE)
-                      for trace in record.traces()]
+        self.lines = [RankLine(only_work(trace)) for trace in record.traces()]
         self.calls = dict(enumerate(record.calls))
         self.seconds = {number: call.alone for number, call in self.calls.items()}
 

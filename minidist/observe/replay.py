@@ -9,7 +9,8 @@ ranks have come to it and the one before it in its group has ended. From that ev
 
 `plain_replay` is the whole idea. What `replay` adds: calls that share links slow each other down
 (shared_links.py), ranks that nothing tells apart share one clock (fold.py), traces of one role are read once
-(tracks.py), and the times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
+(tracks.py), a rank may continue before a call has ended on all ranks (`Await.sooner`), and the
+times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
 """
 
 from array import array
@@ -167,13 +168,16 @@ def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) ->
     def ended(station: Station, number: int, end: float) -> None:
         """Wake the clocks that wait for a job."""
         for clock in station.waiting.pop(number, ()):
-            stops[clock].append(max(stops[clock][-1], end))
+            mine = end - tracks[clock].sooner.get(len(stops[clock]) - 1, 0.0)
+            stops[clock].append(max(stops[clock][-1], mine))
             ready.append(clock)
 
     while True:
         while ready:
             clock = ready.pop()
-            _run(clock, todo[clock], stops[clock], seconds[clock], job.stations[clock], sharing, ended)
+            sooner = tracks[clock].sooner
+            _run(clock, todo[clock], sooner, stops[clock], seconds[clock], job.stations[clock],
+                 sharing, ended)
         found = sharing.next_end()
         if found is None:
             break
@@ -184,8 +188,9 @@ def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) ->
     return stops
 
 
-def _run(clock: int, todo: Iterator[tuple[int, int, int]], stops: "array[float]", seconds: tuple[float, ...],
-         stations: list[Station], sharing: SharedLinks, ended: Callable[[Station, int, float], None]) -> None:
+def _run(clock: int, todo: Iterator[tuple[int, int, int]], sooner: dict[int, float],
+         stops: "array[float]", seconds: tuple[float, ...], stations: list[Station],
+         sharing: SharedLinks, ended: Callable[[Station, int, float], None]) -> None:
     """Run one clock until it waits for a job whose end is not known yet, or to its end."""
     now = stops[-1]
     for kind, place, number in todo:
@@ -213,6 +218,8 @@ def _run(clock: int, todo: Iterator[tuple[int, int, int]], stops: "array[float]"
                 if end == UNKNOWN:
                     station.waiting.setdefault(number, []).append(clock)
                     return
+                if sooner:
+                    end -= sooner.get(len(stops) - 1, 0.0)
                 if end > now:
                     now = end
         stops.append(now)

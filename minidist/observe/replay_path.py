@@ -101,7 +101,7 @@ def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPi
     if calls and replayed.seconds > replayed.stops[clock][-1]:        # a call that no rank waited for ends last
         station = next(station for mine in replayed.stations for station in mine
                        if station.ends[-1] == replayed.seconds)
-        pieces, clock, place = _through(replayed, station, len(station.ends) - 1)
+        pieces, clock, place = _through(replayed, station, len(station.ends) - 1, replayed.seconds)
         yield from pieces
     while place >= 0 and replayed.stops[clock][place + 1] > begin:
         rank = replayed.ranks[clock]
@@ -110,17 +110,23 @@ def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPi
         if kind == BUSY:
             yield PathPiece("busy", replayed.track(rank).works[slot].name, rank, start, stop)
         elif stop > start:
-            pieces, clock, place = _through(replayed, replayed.stations[clock][slot], number)
+            pieces, clock, place = _through(replayed, replayed.stations[clock][slot], number, stop)
             yield from pieces
             continue
         place -= 1
 
 
-def _through(replayed: Replayed, station: Station, number: int) -> tuple[list[PathPiece], int, int]:
-    """The pieces of a job, and of those before it in its station that held it up; then the clock and op before them."""
+def _through(replayed: Replayed, station: Station, number: int,
+             stop: float) -> tuple[list[PathPiece], int, int]:
+    """Return the pieces of a job and of those before it in its station that held it up.
+
+    Args:    stop: when the rank continued that waited for the job.
+    Returns: the pieces, and the clock and op before them.
+    """
     pieces = []
     while True:
-        begin, end = station.begins[number], station.ends[number]
+        begin = station.begins[number]
+        end = min(station.ends[number], stop)
         middle = min(end, begin + station.alone[number])
         kind = "move" if station.slot.kind == "move" else "call"
         pieces += [PathPiece("shared links", station.slot.axis, station.group[0], middle, end),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from minidist.observe.events import Await, Busy, Event, Start
 from minidist.observe.replay import Replayed
 from minidist.observe.replay_path import critical_path
-from minidist.observe.step_record import NO_CORE, StepRecord
+from minidist.observe.step_record import StepRecord, only_work
 
 
 class PathPart(NamedTuple):
@@ -58,8 +58,7 @@ def plain_critical_path(record: StepRecord) -> list[PathPart]:
 def lower_bound(record: StepRecord) -> float:
     """Seconds below which no order of the recorded calls can bring the step; at most those that it took."""
     moves = {number for number, call in enumerate(record.calls) if call.verb == "all_gather" and call.in_background}
-    traces = [weights_first([event for event in trace if not isinstance(event, Busy) or event.name != NO_CORE], moves)
-              for trace in record.traces()]
+    traces = [weights_first(only_work(trace), moves) for trace in record.traces()]
     alone = record.replay([[_apart(event) for event in trace] for trace in traces])
     chain = max(stops[-1] for stops in alone.stops)
     links = [_link_seconds(record, traces, group) for group in {call.group for call in record.calls}]
@@ -99,7 +98,7 @@ def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: 
             elif isinstance(event, Start) and event.call.axis == group:
                 head[event.id] = max(head.get(event.id, 0.0), work)
             elif isinstance(event, Await) and record.calls[event.id].group == group:
-                tail[event.id] = max(tail.get(event.id, 0.0), total - work)
+                tail[event.id] = max(tail.get(event.id, 0.0), total - work - event.sooner)
     if not tail:
         return 0.0
     return (min(head[call] for call in tail) + sum(record.calls[call].alone for call in tail)

@@ -5,8 +5,9 @@
     communication                                | a ................ | b ........ |
 
 A call is asked for by each rank, and comes with the last of them. It begins when the call before it in its group has
-ended, too; it ends on all ranks about together. A rank waits for a call from when its program stands still to when it
-goes on. All else is work.
+ended, too; it ends with the last rank, and another rank may continue before that. A rank waits for
+a call from when its program stands still to when it continues. All else is work. Replayed with
+nothing changed, each rank ends when it ended.
 
     record = record_step(timelines, step)       # of timelines that followed waits
     replayed = record.replay()                  # the same step from its events: what_if.py changes them first
@@ -14,6 +15,7 @@ goes on. All else is work.
 notes: N2 §11.1
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -26,6 +28,10 @@ from minidist.observe.timeline import Span, Timeline
 
 NO_CORE = "no core"
 """The call had ended on all ranks; the program that waited for it was not running yet."""
+IN_A_WAIT = "in a wait"
+"""The program stood still; another thread of the rank asked for a call at the end of this time."""
+NO_WORK = (NO_CORE, IN_A_WAIT)
+"""Names of a Busy that is no work."""
 
 
 class Asked(NamedTuple):
@@ -88,7 +94,11 @@ class StepCall:
 
 
 class StepWait(NamedTuple):
-    """A rank stood still from start to stop; `call`: for which call, or None for what is no collective."""
+    """A rank stood still from start to stop.
+
+    `call`: for which call; None for what is no collective, and for a rank's own part of a call that
+    ended before the call began: the last rank came later.
+    """
 
     name: str
     start: float
@@ -141,43 +151,59 @@ class StepRecord:
         return [self._trace(rank) for rank in range(len(self.windows))]
 
     def _trace(self, rank: int) -> list[Event]:
-        """A rank's events from the common begin to the end of its step."""
-        start, stop = self.windows[rank]
-        places = {call: place for place, call in enumerate(self.calls)}
-        points: list[tuple[float, int, Event, float]] = []      # when, starts first, event, when the program goes on
-        for place, call in enumerate(self.calls):
-            if rank in call.ranks:
-                asked = min(max(call.ranks[rank].asked, self.begin), stop)
-                points.append((asked, 0, Start(place, group_call(call)), asked))
-        points += [(wait.start, 1, Await(places[wait.call]), wait.stop) for wait in self.waits[rank]
-                   if wait.call is not None and rank in wait.call.ranks]
+        """Return a rank's events from the common begin to the end of its step."""
         events, now = list[Event](), self.begin
-        for at, _, event, after in sorted(points, key=lambda point: point[:2]):
-            events += self._busy(rank, now, at)
-            events.append(event)
-            if isinstance(event, Await):
-                ended = max(at, now, min(self.calls[event.id].end, stop))   # the replay's; here it ended a bit sooner
-                if after > ended:
-                    events.append(Busy(after - ended, NO_CORE))
-                now = ended
-            now = max(now, after)
-        return [*events, *self._busy(rank, now, stop)]
+        pieces = self._pieces(rank)
+        for at, event, wait in self._points(rank):
+            events += _busy_between(pieces, now, at)
+            now = max(now, at)
+            if wait is None or wait.call is None:
+                events.append(event)
+                continue
+            ended = max(now, wait.call.end)
+            goes_on = max(now, wait.stop)
+            events.append(Await(event.id, max(0.0, ended - goes_on)))
+            if goes_on > ended:
+                events.append(Busy(goes_on - ended, NO_CORE))
+            now = goes_on
+        return [*events, *self._busy(rank, now, self.windows[rank][1])]
+
+    def _points(self, rank: int) -> list[tuple[float, Start | Await, StepWait | None]]:
+        """Return when a rank asks for its calls and when it waits for them, in order.
+
+        The calls of a group are asked for in their order. A wait in which another thread asks for
+        calls counts from the last of them on, so that no call is asked for later than recorded.
+        """
+        starts, latest = dict[StepCall, float](), dict[str, float]()
+        for call in self.calls:
+            if rank in call.ranks:
+                asked = max(self._asked(call, rank), latest.get(call.group, self.begin))
+                starts[call] = latest[call.group] = asked
+        moments = sorted(starts.values())
+        places = {call: place for place, call in enumerate(self.calls)}
+        points: list[tuple[float, Start | Await, StepWait | None]] = [
+            (asked, Start(places[call], group_call(call)), None) for call, asked in starts.items()]
+        for wait in self.waits[rank]:
+            if wait.call is not None and wait.call in starts:
+                inside = moments[:bisect_left(moments, wait.stop)][-1:]
+                at = max(wait.start, starts[wait.call], *inside)
+                points.append((at, Await(places[wait.call]), wait))
+        return sorted(points, key=lambda point: (point[0], isinstance(point[1], Await)))
+
+    def _asked(self, call: StepCall, rank: int) -> float:
+        """Return when a rank asked for a call, within the step's begin and the rank's end."""
+        return min(max(call.ranks[rank].asked, self.begin), self.windows[rank][1])
 
     def _busy(self, rank: int, start: float, stop: float) -> Iterator[Busy]:
-        """What a rank did between two moments, none of them in a wait for a call."""
-        if start < self.windows[rank][0] < stop:
-            yield Busy(self.windows[rank][0] - start, "before the step")
-            start = self.windows[rank][0]
-        now = start
-        for name, begin, end in self.work[rank]:
-            if end <= now or begin >= stop:
-                continue
-            if begin > now:
-                yield Busy(begin - now, "other")
-            yield Busy(min(end, stop) - max(begin, now), name)
-            now = min(end, stop)
-        if now < stop:
-            yield Busy(stop - now, "other")
+        """Yield what a rank did between two moments; nothing if `stop` is not after `start`."""
+        yield from _busy_between(self._pieces(rank), start, stop)
+
+    def _pieces(self, rank: int) -> list[tuple[str, float, float]]:
+        """Return a rank's named pieces of work and its waits for calls, by their begins."""
+        waits = [(IN_A_WAIT, wait.start, wait.stop) for wait in self.waits[rank]
+                 if wait.call is not None]
+        before = ("before the step", -float("inf"), self.windows[rank][0])
+        return sorted([before, *self.work[rank], *waits], key=lambda piece: piece[1])
 
     def replay(self, traces: Sequence[Sequence[Event]] | None = None,
                seconds: dict[str, float] | None = None) -> Replayed:
@@ -188,6 +214,31 @@ class StepRecord:
         chosen = {call.key: call.alone for call in self.calls} if seconds is None else seconds
         return replay(self.traces() if traces is None else traces, range(len(self.windows)), self.members,
                       lambda rank, work: cast(float, work), lambda call, group: (chosen[call.name], {}), folded=False)
+
+
+def _busy_between(pieces: Sequence[tuple[str, float, float]], start: float,
+                  stop: float) -> Iterator[Busy]:
+    """Yield the pieces between two moments without overlap; "other" is the time between them."""
+    now = start
+    for name, begin, end in pieces:
+        if begin >= stop:
+            break
+        if end <= now or end <= begin:
+            continue
+        if begin > now:
+            yield Busy(begin - now, "other")
+            now = begin
+        last = min(end, stop)
+        if last > now:
+            yield Busy(last - now, name)
+            now = last
+    if now < stop:
+        yield Busy(stop - now, "other")
+
+
+def only_work(trace: Sequence[Event]) -> list[Event]:
+    """Return the events without a Busy that is no work."""
+    return [event for event in trace if not isinstance(event, Busy) or event.name not in NO_WORK]
 
 
 def group_call(call: StepCall) -> GroupCall:
@@ -224,16 +275,16 @@ def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[S
         for span in timeline.spans:
             if span.row == "communication" and "group" in span.details:
                 _add(found, rank, span)
-    calls, before = [], StepCall("", 0, "", "", "", "", "", 0, 0)
-    for _, call in sorted(found.items()):
-        call.end = max(one.stop for one in call.ranks.values())
-        call.begin = min(call.end, max(call.came, before.end) if before.group == call.group else call.came)
-        before = call
-        if any(windows[rank][0] < one.stop and one.asked < windows[rank][1] for rank, one in call.ranks.items()):
-            calls.append(call)
     begin = min(start for start, _ in windows)
+    calls = [call for _, call in sorted(found.items())
+             if any(windows[rank][0] < one.stop and one.asked < windows[rank][1]
+                    for rank, one in call.ranks.items())]
+    held = dict[str, float]()       # group -> until when its last call holds the link
     for call in calls:
-        call.begin = max(call.begin, begin)
+        free = held.get(call.group, begin)
+        came = max(min(one.asked, windows[rank][1]) for rank, one in call.ranks.items())
+        call.begin = max(came, free)
+        call.end = held[call.group] = max(call.begin, *(one.stop for one in call.ranks.values()))
     return calls
 
 
@@ -257,8 +308,12 @@ def _waits(timeline: Timeline, rank: int, window: Interval, known: dict[tuple[st
     waits, now = [], window[0]
     for start, stop, call in sorted(found, key=lambda wait: wait[:2]):
         if start < window[1] and stop > window[0] and call is not None:
-            waits.append(StepWait(call.name, max(start, now), max(min(stop, window[1]), start, now), call))
-            now = waits[-1].stop
+            since = max(start, now)
+            now = max(min(stop, window[1]), since)
+            if now >= call.begin:
+                waits.append(StepWait(call.name, since, now, call))
+            elif now > since:       # the rank waited for no other rank
+                waits.append(StepWait(call.name, since, now, None))
     of_calls = union((wait.start, wait.stop) for wait in waits)
     for span in waiting(timeline):
         inside = [(max(span.start, window[0]), min(span.stop, window[1]))]

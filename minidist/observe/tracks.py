@@ -31,6 +31,7 @@ class Track(NamedTuple):
 
     Attributes: ops: (BUSY, place in `works`, 0) or (START, WAIT or CALL, slot, number of the call in its slot).
                 at: for each op the place of its event in the trace; jobs: what each slot runs, in order.
+                sooner: place of a WAIT or CALL in `ops` -> Await.sooner, where that is not 0.
     """
 
     ops: list[tuple[int, int, int]]
@@ -38,6 +39,7 @@ class Track(NamedTuple):
     works: list[Busy]
     slots: list[Meeting]
     jobs: list[tuple[Job, ...]]
+    sooner: dict[int, float]
 
 
 def track_of(trace: Sequence[Event]) -> Track:
@@ -45,6 +47,7 @@ def track_of(trace: Sequence[Event]) -> Track:
     ops, at = list[tuple[int, int, int]](), list[int]()
     works, slots, jobs = dict[Busy, int](), dict[Meeting, int](), list[list[Job]]()
     begun, known = dict[int, tuple[int, int]](), dict[Job, Job]()
+    sooner = dict[int, float]()
     for place, event in enumerate(trace):
         if isinstance(event, Busy):
             op = (BUSY, works.setdefault(event, len(works)), 0)
@@ -62,7 +65,10 @@ def track_of(trace: Sequence[Event]) -> Track:
             if event.id not in begun:
                 raise MismatchError(f"event {place} of a trace waits for call {event.id}, which no event before it "
                                     f"starts; start it, or leave the wait out")
-            if ops and ops[-1] == (START, *begun[event.id]):
+            is_call = bool(ops) and ops[-1] == (START, *begun[event.id])
+            if event.sooner:
+                sooner[len(ops) - is_call] = event.sooner
+            if is_call:
                 ops[-1] = (CALL, *begun[event.id])
                 continue
             op = (WAIT, *begun[event.id])
@@ -70,7 +76,7 @@ def track_of(trace: Sequence[Event]) -> Track:
             continue
         ops.append(op)
         at.append(place)
-    return Track(ops, at, list(works), list(slots), [tuple(slot) for slot in jobs])
+    return Track(ops, at, list(works), list(slots), [tuple(slot) for slot in jobs], sooner)
 
 
 def _slot(job: Job) -> Meeting:

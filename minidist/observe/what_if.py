@@ -13,6 +13,7 @@ The work stays as it was recorded. What changes is when calls are asked for, how
     without             each kind of work of this rank takes as long as the median of the others': no straggler
 
 The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another number of ranks.
+Where no core was free after a wait (NO_CORE), a prediction lets the rank continue at once.
 A transfer that other programs held up while it was hidden stays as long as it was recorded, and counts where it is no
 longer hidden: record a quiet step.
 

@@ -151,6 +151,29 @@ def test_a_lane_moves_one_after_another() -> None:
     assert [(piece.kind, piece.stop) for piece in critical_path(replayed)] == [("move", 4.0), ("move", 8.0)]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_rank_continues_sooner_than_the_call_ends_on_all(blocking: bool) -> None:
+    """Rank 0 continues 0.4 s before the end, and its next call comes so much sooner."""
+    calls = [GroupCall("dp", "all_reduce", "ring", nbytes) for nbytes in (1, 2)]
+    work = [] if blocking else [Busy(0.5, "backward")]
+    traces = [
+        [Start(0, calls[0]), *work, Await(0, sooner), Busy(0.1, "update"), Start(1, calls[1])]
+        for sooner in (0.4, 0.0)
+    ]
+    replayed = replay(
+        traces,
+        [0, 1],
+        lambda axis, rank: (0, 1),
+        lambda rank, work: float(str(work)),
+        lambda call, group: (2.0 * call.nbytes, {}),
+    )
+    assert replayed.times(0)[-1] == pytest.approx(1.7)
+    assert replayed.times(1)[-1] == pytest.approx(2.1)
+    assert replayed.seconds == pytest.approx(6.1)
+    path = [(piece.name, piece.stop) for piece in critical_path(replayed, calls=False)]
+    assert path == [("dp", pytest.approx(2.0)), ("update", pytest.approx(2.1))]
+
+
 def test_waiting_for_others_is_idle_and_not_communication() -> None:
     call = GroupCall("dp", "all_reduce", "ring", 1)
     trace: list[Event] = [Busy("compute", "backward"), Start(0, call), Await(0)]
