@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +20,24 @@ from minidist.streams import standard_output
 LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
 
 
-def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]]) -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class Break:
+    """An experiment of a story's "Break it", and its result.
+
+    Args:    experiment: what is run. says: a part of the error in which it ends, or else of what it prints; a test
+             holds it. error: the type of that error; None for an experiment that prints its result.
+    """
+
+    experiment: Callable[[], None]
+    says: str
+    error: type[MinidistError] | None = None
+
+    def __call__(self) -> None:
+        """Run the experiment."""
+        self.experiment()
+
+
+def arguments(description: str | None, breaks: Mapping[str, Break]) -> argparse.ArgumentParser:
     """The command line of a lesson, which may add its own options.
 
     Args:    description: the lesson's docstring; its first line is shown. breaks: the README's experiments by name.
@@ -32,16 +50,13 @@ def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]])
 
 
 def run_lesson(options: argparse.Namespace, tour: Callable[[Group, Page], None],
-               breaks: Mapping[str, Callable[[], None]], *, alone: int = 4) -> None:
+               breaks: Mapping[str, Break], *, alone: int = 4) -> None:
     """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
 
-    With `--break NAME` run that experiment instead; its result is the error in which it ends, printed as one line.
+    With `--break NAME` run that experiment instead.
     """
     if options.broken:
-        try:
-            breaks[options.broken]()
-        except MinidistError as error:
-            print(f"{type(error).__name__}: {error}")
+        run_break(options.broken, breaks[options.broken])
         return
 
     def body(group: Group) -> None:
@@ -58,6 +73,23 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Group, Page], None],
             _end(error, str(error))
     if output.problem is not None and output.lost:
         _end(output.problem, output.lost)
+
+
+def run_break(name: str, chosen: Break) -> None:
+    """Run an experiment; print the error in which it ends.
+
+    Raises:  SystemExit, status 1, if it ends otherwise than it states.
+    """
+    error: MinidistError | None = None
+    try:
+        chosen()
+    except MinidistError as raised:
+        error = raised
+        print(f"{type(error).__name__}: {error}")
+    if chosen.error is None and error is not None:
+        raise SystemExit(f"lesson: --break {name} has not shown its result: it ended in the error above")
+    if chosen.error is not None and (type(error) is not chosen.error or chosen.says not in str(error)):
+        raise SystemExit(f"lesson: --break {name} was to end in {chosen.error.__name__}: … {chosen.says} …")
 
 
 def _end(error: OSError, told: str) -> NoReturn:

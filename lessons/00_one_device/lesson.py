@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
@@ -21,6 +21,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.data import text
 from minidist.device import account
+from minidist.errors import GradientError
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
@@ -286,8 +287,16 @@ def backward_twice() -> None:
     loss.backward()
 
 
-BREAKS = {"keep-the-losses": keep_the_losses, "no-no-grad": no_no_grad, "double-the-context": double_the_context,
-          "backward-twice": backward_twice}
+BREAKS = {
+    "keep-the-losses": Break(keep_the_losses, says="as numbers: 4 KiB of activations"),
+    "no-no-grad": Break(no_no_grad, says="peak of activations 14.8 MiB"),
+    "double-the-context": Break(double_the_context, says="context  256: 17.68 MiB"),
+    "backward-twice": Break(
+        backward_twice,
+        says="an earlier backward ran through cross_entropy",
+        error=GradientError,
+    ),
+}
 
 
 def main() -> None:

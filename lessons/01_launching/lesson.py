@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.lessons.page import Page
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
@@ -178,8 +178,17 @@ def one_rank_dies() -> None:
         print(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
 
 
-BREAKS = {"rank-in-program": rank_in_program, "no-import-os": no_import_os, "missing-variable": missing_variable,
-          "two-launchers": two_launchers, "one-rank-dies": one_rank_dies}
+BREAKS = {
+    "rank-in-program": Break(rank_in_program, says="rank 1 did not come"),
+    "no-import-os": Break(no_import_os, says="name 'os' is not defined"),
+    "missing-variable": Break(missing_variable, says="WORLD_SIZE is missing", error=LaunchError),
+    "two-launchers": Break(
+        two_launchers,
+        says="torchrun says rank 0 of 2, mpich says rank 1 of 4",
+        error=LaunchError,
+    ),
+    "one-rank-dies": Break(one_rank_dies, says="rank 2 divides by zero"),
+}
 
 
 def main() -> None:

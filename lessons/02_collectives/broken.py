@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.errors import MismatchError
 from minidist.grading import sent_since, totals
 
 
@@ -121,5 +123,13 @@ def _each(work: Callable[[Group], object], size: int = 4) -> list[str]:
     return md.run(ranks, size=size, limit=5.0)
 
 
-BREAKS = {"root-ignored": root_ignored, "own-first": own_first, "deaf-barrier": deaf_barrier,
-          "everything-to-all": everything_to_all, "two-orders": two_orders}
+BREAKS = {
+    "root-ignored": Break(root_ignored, says="broadcast from rank 2:\n  rank 0: [10]"),
+    "own-first": Break(own_first, says="rank 3: 0x1.0000000000001p+0"),
+    "deaf-barrier": Break(deaf_barrier, says="rank 4: left after"),
+    "everything-to-all": Break(
+        everything_to_all,
+        says="3 messages, 96000 bytes; library [0, 10, 20, 30], 3 messages, 24000",
+    ),
+    "two-orders": Break(two_orders, says="ranks disagree in op", error=MismatchError),
+}

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.collectives import ring as ring_family
 from minidist.comm.collectives.naive import plain_all_reduce
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.errors import DeadlockError, MismatchError
 from minidist.grading import load_module, sent_since, totals
 from minidist.observe.records import gather_records
 
@@ -277,8 +278,16 @@ def odd_one_out() -> None:
     md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
 
 
-BREAKS = {"send-first": send_first, "whole-tensors": whole_tensors, "stop-early": stop_early,
-          "odd-one-out": odd_one_out, **load_module(Path(__file__).resolve().parent / "broken.py", "03").BREAKS}
+BREAKS = {
+    "send-first": Break(send_first, says="no rank can go on: 0 waits for 1", error=DeadlockError),
+    "whole-tensors": Break(
+        whole_tensors,
+        says="each rank sent 56000 bytes; a ring of chunks sends 14000",
+    ),
+    "stop-early": Break(stop_early, says="rank 3: elements [0, 1] of 0..7 are stale"),
+    "odd-one-out": Break(odd_one_out, says="ranks disagree in shape", error=MismatchError),
+    **load_module(Path(__file__).resolve().parent / "broken.py", "03").BREAKS,
+}
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.errors import DeadlockError
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
 ELEMENTS = 1000
@@ -100,5 +102,15 @@ def _hierarchical(group: Group, x: np.ndarray) -> np.ndarray:
     return group.all_reduce(x, algorithm="hierarchical")
 
 
-BREAKS = {"one-leader": one_leader, "whole-machine": whole_machine, "mean-of-means": mean_of_means,
-          "followers-asleep": followers_asleep}
+BREAKS = {
+    "one-leader": Break(
+        one_leader,
+        says="(36 is right)\nbytes between the machines: 8 n; in all: 14 n",
+    ),
+    "whole-machine": Break(
+        whole_machine,
+        says="(36 is right)\nbytes between the machines: 8 n; in all: 20 n",
+    ),
+    "mean-of-means": Break(mean_of_means, says="5.5] (the mean of 1 .. 8 is 4.5)"),
+    "followers-asleep": Break(followers_asleep, says="1 waits for 0", error=DeadlockError),
+}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.cost.volume import FORMULAS, Case
@@ -18,6 +18,7 @@ from minidist.comm.group import Group
 from minidist.console import plural, size_text
 from minidist.device import account
 from minidist.device.backend import random_bits
+from minidist.errors import PeerLostError
 from minidist.grading import load_module
 from minidist.nn import GPTConfig
 from minidist.observe.records import gather_records
@@ -256,8 +257,12 @@ def lose_a_server() -> None:
     lab.md.run(job, size=4, transport="auto")
 
 
-BREAKS = {"push-twice": push_twice, "no-bound": no_bound, "lose-a-worker": lose_a_worker,
-          "lose-a-server": lose_a_server}
+BREAKS = {
+    "push-twice": Break(push_twice, says="Adam, worker 0 pushes twice: off one process by 8."),
+    "no-bound": Break(no_bound, says="late by [8, 8, 8, 0"),
+    "lose-a-worker": Break(lose_a_worker, says="was killed by SIGKILL"),
+    "lose-a-server": Break(lose_a_server, says="killed by SIGKILL", error=PeerLostError),
+}
 
 
 def main() -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.console import plural, size_text
+from minidist.errors import MismatchError
 from minidist.grading import load_module
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
@@ -112,5 +114,21 @@ def step_early() -> None:
         print(f"{name:18s}: replicas apart by {', '.join(f'{distance:.1e}' for distance in distances)} after each step")
 
 
-BREAKS = {"step-early": step_early, "per-epoch": per_epoch, "average-twice": average_twice,
-          "local-tokens": local_tokens, "different-seeds": different_seeds, "one-bucket": one_bucket}
+BREAKS = {
+    "step-early": Break(step_early, says="steps at once     : replicas apart by 2.0e-02"),
+    "per-epoch": Break(per_epoch, says="held-out loss of rank 0's replica 3.74"),
+    "average-twice": Break(
+        average_twice,
+        says="SGD : loss after 40 steps 3.5749; with gradients averaged twice 3.77",
+    ),
+    "local-tokens": Break(
+        local_tokens,
+        says="rank 0 has 8 sequences, ranks 1 to 3 one each: the gradient is off by 84",
+    ),
+    "different-seeds": Break(
+        different_seeds,
+        says="the weights of ranks [1, 2, 3] differ from rank 0's",
+        error=MismatchError,
+    ),
+    "one-bucket": Break(one_bucket, says="one bucket for everything: 100%"),
+}

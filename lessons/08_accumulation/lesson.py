@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.errors import GradientError
 from minidist.grading import load_module, sent_since, totals
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.accumulation import plain_accumulation
@@ -259,8 +260,26 @@ def mean_of_means() -> None:
         print(f"{count} rows in passes of {sizes}: the gradient is {found}")
 
 
-BREAKS = {"average-twice": average_twice, "forget-to-zero": forget_to_zero, "reduce-every-pass": reduce_every_pass,
-          "step-before-last": step_before_last, "mean-of-means": mean_of_means}
+BREAKS = {
+    "average-twice": Break(average_twice, says="divided by the 4 passes as well 3.75"),
+    "forget-to-zero": Break(
+        forget_to_zero,
+        says="call optimizer.zero_grad() after every step",
+        error=GradientError,
+    ),
+    "reduce-every-pass": Break(
+        reduce_every_pass,
+        says="reduced in place, each pass, 4 passes: rank 0 sends 940 KiB, the gradient is off",
+    ),
+    "step-before-last": Break(
+        step_before_last,
+        says="2 ranks, a step after each of 4 passes: off one step by 4.8e-02",
+    ),
+    "mean-of-means": Break(
+        mean_of_means,
+        says="7 rows in passes of 2+2+2+1: the gradient is off by 26",
+    ),
+}
 
 
 def main() -> None:

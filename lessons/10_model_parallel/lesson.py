@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural, size_text
+from minidist.errors import DeadlockError
 from minidist.grading import load_module
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
@@ -235,8 +236,14 @@ def everybody_receives() -> None:
     md.run(job, size=2)
 
 
-BREAKS = {"no-gradient-back": no_gradient_back, "forget-the-table": forget_the_table,
-          "everybody-receives": everybody_receives}
+BREAKS = {
+    "no-gradient-back": Break(
+        no_gradient_back,
+        says="the ranks' blocks moved by 0.00, 0.00, 0.00, 0.30",
+    ),
+    "forget-the-table": Break(forget_the_table, says="the two copies of the table are 0.33"),
+    "everybody-receives": Break(everybody_receives, says="0 waits for 1", error=DeadlockError),
+}
 
 
 def main() -> None:

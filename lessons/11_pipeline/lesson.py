@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
-from minidist.errors import ScheduleError
+from minidist.errors import DeadlockError, ScheduleError
 from minidist.grading import load_module
 from minidist.nn import GPT
 from minidist.optim import AdamW
@@ -286,7 +286,16 @@ def crossed() -> None:
     refused(Schedule("crossed", 2, 2, 1, lists))
 
 
-BREAKS = {"swap-order": swap_order, "notes-chart": notes_chart_checked, "too-early": too_early, "crossed": crossed}
+BREAKS = {
+    "swap-order": Break(swap_order, says="0 waits for 1", error=DeadlockError),
+    "notes-chart": Break(
+        notes_chart_checked,
+        says="12 dependencies are broken",
+        error=ScheduleError,
+    ),
+    "too-early": Break(too_early, says="too early: rank 1 does the forward of microbatch 1"),
+    "crossed": Break(crossed, says="sent crossed: loss 3.49"),
+}
 
 
 def main() -> None:

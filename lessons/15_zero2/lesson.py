@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
@@ -202,8 +202,15 @@ def replace_instead_of_add() -> None:
     print(f"two passes a step, the second in place of the first: weights off by {lab.off(wrong, right):.1%}")
 
 
-BREAKS = {"forget-to-free": forget_to_free, "update-too-early": update_too_early, "average-twice": average_twice,
-          "replace-instead-of-add": replace_instead_of_add}
+BREAKS = {
+    "forget-to-free": Break(
+        forget_to_free,
+        says="buckets kept in a list: 3.52 MiB after two steps",
+    ),
+    "update-too-early": Break(update_too_early, says="no error, no NaN, equal replicas"),
+    "average-twice": Break(average_twice, says="averaged twice 3.03"),
+    "replace-instead-of-add": Break(replace_instead_of_add, says="weights off by 5.8%"),
+}
 
 
 def main() -> None:

@@ -11,13 +11,14 @@ from functools import partial
 import numpy as np
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.console import size_text
 from minidist.device import account
+from minidist.errors import GradientError
 from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
@@ -261,8 +262,13 @@ def stale_weights() -> None:
     print(f"loss of step 20: {right:.4f}; with weights gathered once and kept {wrong:.4f}")
 
 
-BREAKS = {"forget-to-free": forget_to_free, "tied-in-a-unit": tied_in_a_unit, "no-second-gather": no_second_gather,
-          "average-twice": average_twice, "stale-weights": stale_weights}
+BREAKS = {
+    "forget-to-free": Break(forget_to_free, says="8 units not freed: peak of parameters 1.94 MiB"),
+    "tied-in-a-unit": Break(tied_in_a_unit, says="the first loss is NaN", error=GradientError),
+    "no-second-gather": Break(no_second_gather, says="of the gradients are NaN"),
+    "average-twice": Break(average_twice, says="averaged twice 3.03"),
+    "stale-weights": Break(stale_weights, says="with weights gathered once and kept 3.47"),
+}
 
 
 def main() -> None:

@@ -104,6 +104,16 @@ def two_texts(step: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.asarray(ids // 2 * 2 + second) for ids in (inputs, targets))    # type: ignore[return-value]
 
 
+def experts_on_nodes(ranks: int, top_k: int) -> int:
+    """Return the number of experts, EXPERTS or a multiple, of which each half of the ranks holds at least `top_k`."""
+    experts = EXPERTS
+    while True:
+        own = [len(part) for part in np.array_split(np.arange(experts), ranks)]
+        if sum(own[(ranks + 1) // 2:]) >= top_k:
+            return experts
+        experts += EXPERTS
+
+
 def train_on_nodes(group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True) -> OnNodes:
     """Train on two texts, on ranks of which the second half count as another node."""
     nodes, group.nodes = group.nodes, tuple(2 * rank // group.size for rank in range(group.size))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
@@ -179,14 +179,15 @@ def two_nodes(group: Group, page: Page) -> None:
 
     Half of the ranks count as another node, and the sequences of the two halves are of two texts.
     """
-    config = lab.moe_config("bias", top_k=4, bias_rate=0.01)
+    experts = lab.experts_on_nodes(group.size, top_k=4)
+    config = lab.moe_config("bias", experts=experts, top_k=4, bias_rate=0.01)
     flat = lab.train_on_nodes(group, config, NODE_STEPS, once_a_node=False)
     once = lab.train_on_nodes(group, config, NODE_STEPS)
     runs = {"every row for itself": flat, "a token once a node": once,
             "and experts placed by its choices": lab.train_on_nodes(
                 group, replace(config, placement=once.order), NODE_STEPS),
             "and experts of one node only": lab.train_on_nodes(group, replace(config, node_limit=1), NODE_STEPS)}
-    page.table(f"What leaves a node, of 2 nodes with {group.size} ranks; {lab.EXPERTS} experts, 4 a token; "
+    page.table(f"What leaves a node, of 2 nodes with {group.size} ranks; {experts} experts, 4 a token; "
                f"{NODE_STEPS} steps",
                ["", "rows a token", "bytes a step", "formula", "", "loss, last 5"],
                [[name, f"{run.tokens:.2f}", size_text(round(run.far)), size_text(round(run.formula)),
@@ -255,8 +256,15 @@ def local_noise() -> None:
               f"4 ranks by {off(others[1], one):.0e}")
 
 
-BREAKS = {"no-capacity": no_capacity, "no-balance": no_balance, "counts-forgotten": counts_forgotten,
-          "local-noise": local_noise}
+BREAKS = {
+    "no-capacity": Break(
+        no_capacity,
+        says="capacity unlimited: the busiest of 4 ranks computes 256 rows of 256",
+    ),
+    "no-balance": Break(no_balance, says="step 11: shares  50%  50%   0%"),
+    "counts-forgotten": Break(counts_forgotten, says="the weights are off by 3%"),
+    "local-noise": Break(local_noise, says="noise by local token: 2 ranks off one by 3e-02"),
+}
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.running import Break
 
 from minidist.autograd import ops
 from minidist.autograd.recompute import recompute
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.console import size_text
 from minidist.device import account
+from minidist.errors import GradientError
 from minidist.grading import load_module
 from minidist.parallel.memory.activations import checkpoint
 from minidist.parallel.memory.kept_inputs import InputKeeper
@@ -75,5 +77,14 @@ def round_to_nearest() -> None:
               f"{100 * last:.2f} %")
 
 
-BREAKS = {"fresh-dropout": fresh_dropout, "changed-input": changed_input, "other-weights": other_weights,
-          "one-stretch": one_stretch, "round-to-nearest": round_to_nearest}
+BREAKS = {
+    "fresh-dropout": Break(fresh_dropout, says="a gradient of another function"),
+    "changed-input": Break(changed_input, says="should be 2 everywhere, it is 200"),
+    "other-weights": Break(
+        other_weights,
+        says="used other weights the second time",
+        error=GradientError,
+    ),
+    "one-stretch": Break(one_stretch, says="at the peak  7.79 MiB"),
+    "round-to-nearest": Break(round_to_nearest, says="of the mean of 64: 0.21 %"),
+}

@@ -11,6 +11,7 @@ from minidist.lessons.page import Page, verdict
 from minidist.autograd import ops
 from minidist.autograd.ops.compressed_attention import compressed_attention
 from minidist.autograd.tensor import tensor
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
@@ -18,7 +19,7 @@ from minidist.nn import GPT, DropoutKey
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activation_budget import MEASURED
 from minidist.parallel.memory.activations import checkpoint_blocks, ways_of
-from minidist.parallel.memory.kept_inputs import InputKeeper, bytes_of
+from minidist.parallel.memory.kept_inputs import GROUP, InputKeeper
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
 STEPS = 2
@@ -47,6 +48,18 @@ def step_with(group: Group, kept: str, tp: int) -> dict[str, Any]:
     return {"kept": kept, "here": here, "moved": moved, "sent": sent // inputs, "loss": loss, "digest": digest}
 
 
+def shared_bytes(numbers: int, ways: Sequence[str], tp: int) -> tuple[int, int]:
+    """Return the bytes of an input that rank 0 keeps, and those that it sends in a gather: all but rank 1's part."""
+    arrays = [(numbers, 4)]
+    if "8bit" in ways:
+        tokens = numbers // lab.CONFIG.width
+        arrays = [(numbers, 1), (tokens * -(-lab.CONFIG.width // GROUP), 4)]
+    parts = np.zeros(tp, int)
+    for count, itemsize in arrays:
+        parts += itemsize * np.diff(bounds(count, tp))
+    return int(parts[0]), int(parts.sum() - parts[1 % tp])
+
+
 def inputs_left(group: Group, page: Page) -> None:
     """One block's input on rank 0, by way; with up to 4 ranks on the axis tp, so that shard has ranks to share with.
     """
@@ -57,9 +70,7 @@ def inputs_left(group: Group, page: Page) -> None:
     numbers = lab.BATCH // (group.size // tp) * lab.CONFIG.context * lab.CONFIG.width
     for each in found:
         ways = ways_of(each["kept"])
-        stand_in = bytes_of(numbers, lab.CONFIG.width, 4, ways)
-        own = stand_in // (tp if "shard" in ways else 1)
-        sent = (tp - 1) * own if "shard" in ways else 0
+        own, sent = shared_bytes(numbers, ways, tp if "shard" in ways else 1)
         rows.append([each["kept"], size_text(each["here"]), size_text(own), verdict(each["here"], own),
                      "host" if each["moved"] else "device", each["sent"], sent, verdict(each["sent"], sent),
                      "equal" if each["digest"] == found[0]["digest"] else "other", f"{each['loss']:.6f}"])

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
-from minidist.errors import MemoryLimitError
+from minidist.errors import DiskError, MemoryLimitError
 from minidist.grading import load_module
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
@@ -282,8 +282,21 @@ def missing_folder() -> None:
     _alone(lambda world: lab.train(world, lab.PLANS["all on disk"], offload_dir="/absent/folder"))
 
 
-BREAKS = {"no-prefetch": no_prefetch, "one-buffer": one_buffer, "update-before-arrival": update_before_arrival,
-          "forget-to-free": forget_to_free, "tiny-limit": tiny_limit, "missing-folder": missing_folder}
+BREAKS = {
+    "no-prefetch": Break(no_prefetch, says="read when needed  forward and backward"),
+    "one-buffer": Break(one_buffer, says="1 buffer: a step takes"),
+    "update-before-arrival": Break(
+        update_before_arrival,
+        says="Adam took the last step's gradients",
+    ),
+    "forget-to-free": Break(
+        forget_to_free,
+        says="do not fit under the limit of 700,000",
+        error=MemoryLimitError,
+    ),
+    "tiny-limit": Break(tiny_limit, says="the limit is 300,000", error=MemoryLimitError),
+    "missing-folder": Break(missing_folder, says="/absent/folder is not there", error=DiskError),
+}
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, ca
     y, log_total = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
     tokens = q.shape[2]
     launch(source, source.kernels[0], grid=-(-tokens // 32), block=128, shared=32 * (3 * HEAD + 1 + 32) * 4,
-           args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD ** -0.5, causal, None))
+           args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD ** -0.5, causal, None, False))
     return y
 
 

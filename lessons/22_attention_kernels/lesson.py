@@ -12,10 +12,11 @@ import numpy as np
 from minidist.kernels import on_cpu
 from minidist.kernels.attention import attention, attention_reference
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.errors import KernelError
 from minidist.grading import load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
@@ -247,7 +248,15 @@ def mask_off_by_one() -> None:
     print("token 19 is to predict token 20, and sees it: the loss falls to nothing, and the model can say nothing")
 
 
-BREAKS = {"no-barrier": no_barrier, "no-rescale": no_rescale, "mask-off-by-one": mask_off_by_one}
+BREAKS = {
+    "no-barrier": Break(
+        no_barrier,
+        says="read of shared memory that nobody wrote",
+        error=KernelError,
+    ),
+    "no-rescale": Break(no_rescale, says="wrong are 40 queries, the 40 of which"),
+    "mask-off-by-one": Break(mask_off_by_one, says="what tokens 19 to 31 attend to changed"),
+}
 
 
 def main() -> None:

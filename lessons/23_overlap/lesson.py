@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.cost.bucket_size import best_bucket_bytes, exposed_seconds
@@ -242,7 +242,11 @@ def slow_rank() -> None:
         told(name, why(lab.run(job)))
 
 
-BREAKS = {"forward-order": forward_order, "late-bucket": late_bucket, "slow-rank": slow_rank}
+BREAKS = {
+    "forward-order": Break(forward_order, says="buckets in forward order: the step took"),
+    "late-bucket": Break(late_bucket, says="to blame: all_reduce bucket 2"),
+    "slow-rank": Break(slow_rank, says="slower rank 36.0 ms"),
+}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
+from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.chunks import bounds
@@ -279,7 +279,11 @@ def wrong_model() -> None:
         md.run(job, folder, 32, False, size=2)
 
 
-BREAKS = {"manifest-first": manifest_first, "moments-lost": moments_lost, "wrong-model": wrong_model}
+BREAKS = {
+    "manifest-first": Break(manifest_first, says="is damaged", error=CheckpointError),
+    "moments-lost": Break(moments_lost, says="step 4: 2.39"),
+    "wrong-model": Break(wrong_model, says="build the same model", error=CheckpointError),
+}
 
 
 def main() -> None:

@@ -105,3 +105,13 @@ def check_rows(rows: dict[str, dict[str, Any]], **options: Any) -> Any:
         assert not name or row in text, row
         runs.append(run)
     return runs[0]
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_each_half_of_the_ranks_holds_the_experts_of_a_token(ranks: int) -> None:
+    lab = load_module(lessons.find("18").part("experiments.py"), "18")
+    experts = lab.experts_on_nodes(ranks, top_k=4)
+    config = lab.moe_config("bias", experts=experts, top_k=4, node_limit=1)
+    run = md.run(lambda group: lab.train_on_nodes(group, config, 1), size=ranks)[0]
+    assert run.far == run.formula
+    assert (experts == lab.EXPERTS) == (ranks in (2, 4, 8))

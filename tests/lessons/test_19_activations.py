@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 from filling import assert_named, graded, right
 
+import minidist as md
+from minidist import lessons
+from minidist.grading import load_module
+
 RIGHT = right("19")
 WRONG = {
     "counted twice": {1: "segments * x + size * a"},
@@ -38,3 +42,14 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("19", {}, tmp_path)
     assert "fill hole 1" in result.results[-1].line() and "exercise_19.py line" in result.results[-1].line()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_keeps_and_sends_its_share_of_an_input(size: int) -> None:
+    """Also where the ranks do not divide the numbers."""
+    kept = load_module(lessons.find("19").part("kept.py"), "19")
+    config = kept.lab.CONFIG
+    numbers = kept.lab.BATCH * config.context * config.width
+    for way in ("shard", "8bit,shard"):
+        found = md.run(lambda group, way=way: kept.step_with(group, way, group.size), size=size)[0]
+        assert (found["here"], found["sent"]) == kept.shared_bytes(numbers, way.split(","), size)
