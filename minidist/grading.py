@@ -253,13 +253,14 @@ def run_module(tree: ast.Module, file: Path, name: str) -> ModuleType:
 
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
-    """An error of a student's code as a failed Result that names its line."""
+    """Return an error of a student's code as a failed Result that names its line; of a chain, the error raised last."""
     chain = [error]         # the error and its causes, outermost first
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     hole_met = next((cause for cause in reversed(chain) if isinstance(cause, HoleError)), None)
     unparsed = next((cause for cause in chain if isinstance(cause, SyntaxError)), None)
-    where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
+    lines = [_at(cause, exercise_file) for cause in ([hole_met] if hole_met else chain)]
+    where = next(filter(None, lines), "")
     if hole_met:
         task = re.sub(r"^rank \d+: ", "", str(hole_met))
         told = "no holes left", _open_holes(exercise_file), NOT_FILLED, f"{task}{where}"
@@ -268,7 +269,7 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
     elif isinstance(error, TimeoutError):
         told = "an end", "no end within the limit", "it waits for ever", str(error)
     else:
-        told = "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}"
+        told = "no error", type(error).__name__, "your code raised", f"{error}{where}"
     return Result("your code", False, *told)
 
 

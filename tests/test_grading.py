@@ -114,6 +114,37 @@ def test_an_error_names_the_students_line(tmp_path: Path) -> None:
     assert "list index out of range (mine.py line 2)" in result.line()
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("np.split(np.arange(5), 2)", "ValueError, target no error: your code raised: array split does not result"),
+        ("int('x')", "ValueError, target no error: your code raised: invalid literal for int"),
+        ("raised_while_handling()", "RuntimeError, target no error: your code raised: the second (mine.py line 7)"),
+        ("{}['a']", "KeyError, target no error: your code raised: 'a' (mine.py line 9)"),
+    ],
+)
+def test_of_a_chain_of_errors_the_one_that_was_raised_is_shown(tmp_path: Path, code: str, said: str) -> None:
+    lines = [
+        "import numpy as np",
+        "def raised_while_handling():",
+        "    try:",
+        "        [][0]",
+        "    except IndexError:",
+        "        # what is raised here is what the student sees",
+        "        raise RuntimeError('the second')",
+        "def one():",
+        f"    return {code}",
+    ]
+    assert said in graded(tmp_path, "\n".join(lines))[-1].line()
+
+
+def test_of_a_rank_that_fails_its_own_error_is_shown(tmp_path: Path) -> None:
+    exercise = "from minidist.launch import run\ndef one():\n    run(lambda group: {}['a'], size=2, transport='threads')\n"
+    line = graded(tmp_path, exercise)[-1].line()
+    assert "KeyError" in line
+    assert "'a' (mine.py line 3)" in line
+
+
 def test_a_file_named_from_here_has_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = graded(Path(), "def one():\n    return [][3]\n")[-1]
