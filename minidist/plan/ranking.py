@@ -5,7 +5,7 @@
     found.top(10)                                   # Choices, the best first
     print(command(found.best, ["--model", "gpt3-175b"], found))
 
-notes: N2 §11, §12.
+notes: N2 §10.1, §12.1.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@
 
 Places are numbered node by node. `here` is this machine as `minidist bench calibrate` measured it (simulate/here.py).
 
-notes: N2 §11, N4 §1.
+notes: N2 §10.6, N4 §1, §3.
 """
 
 import sys

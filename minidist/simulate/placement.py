@@ -4,7 +4,7 @@
     places = RankPlaces(plan, cluster, order=["pp", "tp", "dp"])                    # dp inside nodes
     places.place_of(5), places.members("dp,cp", 5)
 
-The notes' advice (N2 §12) is an order: tensor parallelism innermost, because its messages are the largest.
+The notes' advice (N2 §12.2) is an order: tensor parallelism innermost, because its messages are the largest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

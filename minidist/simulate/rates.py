@@ -13,7 +13,7 @@
 The constants are defaults with their sources, or a profile's: fitted to measured step times
 (`minidist calibrate`), or to this machine (`minidist bench calibrate`).
 
-notes: N2 §11, N2:35.    Source: Williams, Waterman & Patterson 2009 (roofline).
+notes: N2 §10.6, N2:35.    Source: Williams, Waterman & Patterson 2009 (roofline).
 """
 
 import json

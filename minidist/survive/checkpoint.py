@@ -17,7 +17,7 @@ So a run that goes on under the same plan gives the same bits as one that never 
 Cost, of a save: state bytes / ranks written by each rank, an fsync, and small records under `control`; of a load: the
 bytes that a rank wants, in whole blocks of 256 KiB.
 
-notes:   N2 §12.4 抢占式实例 (N2:555), 资源弹性调度 (N2:557); N2 §9.3 多租户支持 (N2:432); 实时调整并行策略 (N2:360)
+notes:   N2 §12.4 抢占式实例 (N2:555), 资源弹性调度 (N2:557); N2 §10.5 多租户支持 (N2:432); 实时调整并行策略 (N2:360)
 Source:  Li et al. 2024, "ByteCheckpoint" (2407.20143), resharding on load; Eisenman et al. 2022, "Check-N-Run".
 """
 

@@ -40,6 +40,42 @@ def citations(text: str) -> list[tuple[int, int, int, str]]:
     return found
 
 
+def numbered_sections() -> dict[tuple[int, str], list[tuple[int, int, set[str]]]]:
+    """Return the first and last line and the lessons of each row of the index, by document and number of a section.
+
+    A section has the rows of its parts too: 10 has those of 10.1 to 10.7.
+    """
+    found: dict[tuple[int, str], list[tuple[int, int, set[str]]]] = {}
+    for document, first, last, section, taught in index():
+        for number in re.findall(r"(?:^|; )(\d+(?:\.\d+)?)[. ]", section):
+            for level in {number, number.split(".")[0]}:
+                found.setdefault((document, level), []).append((first, last, taught))
+    return found
+
+
+def cited_sections(text: str) -> list[tuple[int, str, str]]:
+    """Return document, number, and what is said behind it, of each section that is cited as `N2 §10.5` or `…, §11.2`.
+
+    A § behind `Source:` or in another paragraph belongs to a paper.
+    """
+    marks = re.compile(r"\bN([0-4])\b|§(\d+(?:\.\d+)?)(?:–(\d+))?|Source:|\n\s*\n")
+    document, found = None, []
+    for mark in marks.finditer(text):
+        if mark[2] is None:
+            document = mark[1] and int(mark[1])
+        elif document is not None:
+            behind = re.split(r"[|;\n]|§|, N\d", text[mark.end():], maxsplit=1)[0]
+            numbers = range(int(mark[2]), int(mark[3]) + 1) if mark[3] else [mark[2]]
+            found += [(document, str(number), behind) for number in numbers]
+    return found
+
+
+def chapter_of(path: Path, text: str) -> str | None:
+    """Return the number of the lesson that a file belongs to, if its folder or its first words say so."""
+    lesson = re.match(r"(\d\d)_", path.parent.name) or re.match(r'"""Chapters? (\d\d)', text)
+    return lesson[1] if lesson else None
+
+
 def quoted_before(text: str) -> list[tuple[int, int, int, str]]:
     """Document, first and last line, and what is quoted right before a citation in brackets.
 
@@ -78,6 +114,52 @@ def test_a_lesson_stands_in_the_index_where_it_cites() -> None:
             taught = next((row[-1] for row in index() if row[0] == document and row[1] <= line <= row[2]), set())
             missing += [] if lesson.number in taught else [f"lesson {lesson.number} cites N{document}:{line}"]
     assert not missing
+
+
+def test_a_section_that_is_cited_exists_and_belongs_to_that_chapter() -> None:
+    sections, wrong, count = numbered_sections(), list[str](), 0
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        chapter = chapter_of(path, text)
+        for document, number, _ in cited_sections(text):
+            count += 1
+            rows = sections.get((document, number), [])
+            lessons_there = set().union(*(taught for _, _, taught in rows))
+            where = f"{path.relative_to(ROOT)} cites N{document} §{number}"
+            if not rows:
+                wrong.append(f"{where}, which is no section")
+            elif chapter and chapter not in lessons_there:
+                wrong.append(f"{where}, of which NOTES.md knows the lessons {sorted(lessons_there)}, not {chapter}")
+    assert not wrong
+    assert count > 130
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("notes: N2 §9.3 多租户支持 (N2:432); N4 §1, §3.", [(2, "9.3", " 多租户支持 (N2:432)"), (4, "1", ", "), (4, "3", ".")]),
+    ("N4 §4–5\n\n§6", [(4, "4", ""), (4, "5", "")]),
+    ("N3 §1.    Source: Zhao 2023, §3.2.2; N1 §2", [(3, "1", ".    Source: Zhao 2023, "), (1, "2", "")])])
+def test_sections_are_found(text: str, found: list[tuple[int, str, str]]) -> None:
+    assert cited_sections(text) == found
+
+
+@needs_notes
+def test_what_is_said_of_a_section_stands_in_it() -> None:
+    """Words in Chinese behind its number, and a line in brackets."""
+    documents = [path.read_text(encoding="utf-8").splitlines() for path in NOTES]
+    sections, wrong, count = numbered_sections(), list[str](), 0
+    for path in sources():
+        for document, number, behind in cited_sections(path.read_text(encoding="utf-8")):
+            rows = sections[document, number]
+            within = "\n".join("\n".join(documents[document][first - 1:last]) for first, last, _ in rows)
+            where = f"{path.relative_to(ROOT)} cites N{document} §{number}"
+            for words in re.findall(r"[\u3400-\u9fff]+", behind):
+                count += 1
+                wrong += [] if words in within else [f"{where}, which does not say {words}"]
+            for line in map(int, re.findall(rf"\(N{document}:(\d+)", behind)):
+                inside = any(first <= line <= last for first, last, _ in rows)
+                wrong += [] if inside else [f"{where}, in which line {line} does not lie"]
+    assert not wrong
+    assert count > 20
 
 
 @needs_notes

@@ -9,7 +9,7 @@
 A scheme is faster than plain buckets where the bytes that it saves take longer than its encoding and decoding. So there
 is one bandwidth above which it is slower, the break-even.
 
-notes:   N2 §10.1, N3 §4, N4 §2
+notes:   N2 §10.1, §11.2, N3 §3.2
 """
 
 from collections.abc import Callable, Mapping, Sequence

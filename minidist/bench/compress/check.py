@@ -145,7 +145,7 @@ def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ran
 
 
 def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) -> dict[str, Any]:
-    """The notes' two claims of 1-bit Adam, five times fewer bytes and 3.5 times sooner (N3 §4), by the model.
+    """The notes' two claims of 1-bit Adam, five times fewer bytes and 3.5 times sooner (N3 §3.2), by the model.
 
     Args:    plain, compressed: steps of `none` and of 1-bit Adam after its warm-up.
     """

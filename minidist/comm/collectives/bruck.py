@@ -6,7 +6,7 @@ rank sends, in one message, all parts that have this jump to make, its own and t
     P=4, parts by how far they have to go, from r0 to r0+k      step 0 (jump 1)   k = 1, 3
                                                                 step 1 (jump 2)   k = 2, 3
 
-notes: N3 §1 (all-to-all).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
+notes: N4 §3 All-to-All (N4:192).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
 """
 
 import math

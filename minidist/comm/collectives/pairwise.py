@@ -4,7 +4,7 @@ Where all links are alike (a switch, shared memory) an all-reduce needs no ring:
 other rank, adds, and sends the sum to every other rank. That is the ring's bytes and number of messages, but only two
 of them wait for each other. Where ranks outnumber cores that is what counts: each wait is a change of process.
 
-notes: N3 §1 (all-to-all), N4 §3 (fully connected).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
+notes: N4 §3 全连接网络, All-to-All (N4:173, 192).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
 """
 
 from collections.abc import Sequence

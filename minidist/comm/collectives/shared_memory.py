@@ -16,7 +16,7 @@ one copy instead of two, but by a system call, which is slower for arrays that t
 Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts as one message of
 its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
 
-notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
+notes: N4 §1 节点内.    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """
 
 from collections.abc import Mapping, Sequence

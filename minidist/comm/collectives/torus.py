@@ -11,7 +11,7 @@
 The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take more: all_reduce). R x
 C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is one row: the ring itself.
 
-notes: N4 §3 (2-D torus)
+notes: N4 §3 环面网格 (N4:153)
 """
 
 from typing import NamedTuple

@@ -16,7 +16,7 @@ The box: the prime factors of P are its sides, the largest innermost, and two 2s
 since a ring of 2 has one neighbour on both sides. 8 is 2 x 4, 12 is 3 x 4, 27 is 3 x 3 x 3, and a prime is one ring.
 A ring of 2 has one link for both directions, and it then carries both parts.
 
-notes:   N4 §3 (torus)
+notes:   N4 §3 环面网格 (N4:153)
 Source:  Jain & Sabharwal 2010, "Optimal Bucket Algorithms for Large MPI Collectives on Torus Interconnects"; Sack &
          Gropp 2015, "Collective Algorithms for Multiported Torus Networks".
 """

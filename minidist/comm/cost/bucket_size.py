@@ -7,7 +7,7 @@ the last one later, smaller ones cost more messages. For Ψ bytes of gradients i
                + 2(P-1)/P × b × β    the bytes of the last one
     least at b = sqrt(Ψ × P × α / β)
 
-notes: N4 §2.
+notes: N2 §11.1, N4 §2.
 """
 
 from math import sqrt

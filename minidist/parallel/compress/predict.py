@@ -21,7 +21,7 @@ State: worker and server errors, and p, s, q: 3n + 2n/P numbers a rank (ZeRO: 2n
 
 Cost: as two_phase.py's with b(m) = 1 + the codec's bytes of m numbers, or 1; 0 for an empty chunk.
 
-notes:   N2 §11.2 (gradient prediction)
+notes:   N2 §11.2 梯度预测 (N2:502)
 Source:  Mishchenko et al. 2019, "DIANA" (differences to a moving average).
 """
 
