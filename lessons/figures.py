@@ -16,6 +16,7 @@ from minidist.observe.plots import MEMORY as MEMORY
 from minidist.observe.plots import PAPER as PAPER
 from minidist.observe.plots import RANKS as RANKS
 from minidist.observe.plots import SOFT as SOFT
+from minidist.observe.plots import save_picture
 
 if TYPE_CHECKING:           # matplotlib takes longer to load than a lesson to run: only what draws loads it
     from matplotlib.figure import Figure
@@ -83,7 +84,7 @@ def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path
     """
     path = Path(folder) / name
     with _written(path) as draft:
-        figure.savefig(draft, dpi=150, facecolor=PAPER, metadata={"Software": None})
+        save_picture(figure, draft, dpi=150, facecolor=PAPER)
     return path
 
 

@@ -19,6 +19,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 MOST_RANKS = 1024           # of a node: each is a process, or a thread
 MOST_BYTES = 2**62          # of a size
+NEAR = 0.7                  # likeness of two words, from 0 to 1, from which one may be meant by the other
 PROCESS_BYTES = 24 << 20    # of a rank beside what processes share: Python, NumPy, minidist
 
 
@@ -52,9 +53,15 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest of `known`, or the empty string."""
-    nearest = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    """'; did you mean X?' for the nearest of `known`, or the empty string if none is near.
+
+    The dashes of an option do not count: they are alike in all of them.
+    """
+    names = {name.lstrip("-"): name for name in known}
+    word = word.lstrip("-")
+    nearest = difflib.get_close_matches(word, names, 1, NEAR)
+    nearest = nearest or [name for name in names if sorted(name) == sorted(word)]   # a short word, as tpc for tcp
+    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def fail(message: str) -> NoReturn:

@@ -6,6 +6,7 @@ from typing import Any
 
 from minidist.bench.overlap_plots import draw_step, legend, spans_of
 from minidist.console import size_text
+from minidist.observe.plots import save_picture
 from minidist.observe.why_report import draw_paths
 
 COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
@@ -39,7 +40,7 @@ def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict
     panels[0].set_ylabel("bus bandwidth, GB/s")
     panels[-1].legend(frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_overlap(path: Path, result: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ def draw_overlap(path: Path, result: dict[str, Any]) -> None:
     panel.set_title(f"{size_text(result['nbytes'])} over {result['ranks']} ranks; × the longer of the two", loc="left")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
         panel.set_xlim(0, longest)
     panels[-1].set_xlabel("ms")
     legend(figure)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_save(path: Path, result: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def draw_save(path: Path, result: dict[str, Any]) -> None:
     panel.set_ylabel("MiB/s")
     panel.set_title(f"checkpoints of {size_text(result['nbytes'])} over {result['ranks']} ranks", loc="left")
     panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_calibration(path: Path, result: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
     panels[0].set_ylabel("µs")
     panels[0].legend(frameon=False)
     figure.suptitle("an exchange: measured (points) and fitted α + nβ (lines)", x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def _over_bytes(panel: Any, ranks: Any, label: str) -> None:

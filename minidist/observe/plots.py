@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
           "communication": "#8172b3", "workspace": "#9aa5b1"}
@@ -12,6 +16,10 @@ MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 """Colours that a colour-blind reader, too, tells apart."""
+
+WITHOUT = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None},
+           ".pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+"""What matplotlib writes into a file of a format that depends on the day or the version."""
 
 
 def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
@@ -39,4 +47,16 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
     axes.grid(alpha=0.25)
     if len(losses):
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)
+
+
+def save_picture(figure: "Figure", path: str | Path, *, dpi: int, **options: Any) -> None:
+    """Write a picture without date, version or random names, so that equal pictures are equal files.
+
+    Args:    path: its ending chooses the format (png, svg, pdf). options: further ones of Figure.savefig.
+    Raises:  OSError if `path` cannot be written.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "minidist"}):
+        figure.savefig(path, dpi=dpi, metadata=WITHOUT.get(Path(path).suffix.lower()), **options)

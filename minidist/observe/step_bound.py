@@ -108,7 +108,7 @@ def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: 
 def path_of(record: StepRecord, replayed: Replayed) -> list[dict[str, Any]]:
     """The critical path of the replayed step: its pieces, neighbours of one name joined, seconds from the begin."""
     begins: dict[str, list[tuple[float, Any]]] = defaultdict(list)
-    for station in {station for mine in replayed.stations for station in mine}:
+    for station in dict.fromkeys(station for mine in replayed.stations for station in mine):
         begins[station.slot.axis] += list(zip(station.begins, station.jobs, strict=True))
     path = list[dict[str, Any]]()
     for piece in critical_path(replayed, calls=False):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minidist.observe.plots import GRID, INK, PAPER, RANKS, SOFT
+from minidist.observe.plots import GRID, INK, PAPER, RANKS, SOFT, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def draw_storm(path: str | Path, told: Sequence[Event], works: Sequence[Work], f
     handles, labels = lanes.get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=10, labelcolor=INK, loc="upper right",
                   ncols=len(labels) or 1, bbox_to_anchor=(0.985, 1 - 0.2 / height), handletextpad=0.4)
-    figure.savefig(path, dpi=150, facecolor=PAPER, metadata={"Software": None} if str(path).endswith("png") else None)
+    save_picture(figure, path, dpi=150, facecolor=PAPER)
 
 
 def _quiet(axes: "Axes") -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 
-from minidist.observe.plots import INK, SOFT
+from minidist.observe.plots import INK, SOFT, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def draw_paths(path: str | Path, reports: dict[str, Report]) -> None:
         panel.set_xlim(0, 1e3 * longest * 1.005)
     panels[-1].set_xlabel("ms")
     legend(figure)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_path(axes: "Axes", report: Report) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from minidist.console import size_text
-from minidist.observe.plots import MEMORY
+from minidist.observe.plots import MEMORY, save_picture
 from minidist.simulate.results import Simulation
 from minidist.simulate.timelines import timelines
 
@@ -32,7 +32,7 @@ def draw_simulation(path: str | Path, found: Simulation) -> None:
     _draw_axes(places["axes"], found)
     figure.suptitle(f"{found.cluster.spec}: {found.step_seconds:.3g} s a step, MFU {found.mfu:.1%}, "
                     f"waiting for others {found.bubble:.1%}")
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)
 
 
 def shown_ranks(found: Simulation) -> list[int]:

@@ -77,6 +77,11 @@ def test_an_unknown_option_is_one_line_with_the_nearest(capsys):
     assert said.startswith("minidist launch: unrecognized arguments: --master-prot; did you mean --master-port?")
 
 
+@pytest.mark.parametrize("word", ["--bogus", "--nproc-per-node", "--workers", "--epochs", "--verbose", "--logdir"])
+def test_an_unknown_option_that_is_like_no_other_gets_no_advice(word, capsys):
+    assert f": unrecognized arguments: {word}; see `minidist" in refusal(capsys, "train", word)
+
+
 def test_an_option_of_another_command_is_not_what_was_meant(capsys):
     assert "did you mean --out?" not in refusal(capsys, "bench", "all-reduce", "--out", "x")
 

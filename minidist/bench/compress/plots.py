@@ -7,6 +7,7 @@ from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.tables import beside_plain
 from minidist.bench.compress.ways import PLAIN
 from minidist.bench.plots import new_figure
+from minidist.observe.plots import save_picture
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
@@ -37,7 +38,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     figure.legend(*times.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(f"{result['ranks']} ranks, {result['parameters'] / 1e6:.2f} million parameters", x=0.01, ha="left",
                     fontweight="bold")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def _draw_advice(path: Path, result: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ def _draw_advice(path: Path, result: dict[str, Any]) -> None:
     panels[0].set_ylabel("times faster than plain buckets")
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle("compress or not: predicted (lines), measured (points)", x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def _style(way: str, index: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.bench.plots import new_figure
+from minidist.observe.plots import save_picture
 
 INK, SOFT = "#1f2933", "#616e7c"
 RUNGS = ("#c44e52", "#e08e3c", "#d9b64a", "#5b9a68", "#3b6fb6")     # from naive to fast
@@ -30,7 +31,7 @@ def _draw_times(path: Path, result: dict[str, Any]) -> None:
     _legend(panels[-1])
     figure.suptitle(f"{result['gpu']['name']}: kernels at the sizes of a step of GPT-2 124M", x=0.01, ha="left",
                     fontweight="bold")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def _fractions(ax: Any, moving: list[dict[str, Any]], kernels: list[str], rows: list[dict[str, Any]]) -> None:
@@ -123,4 +124,4 @@ def _draw_counts(path: Path, result: dict[str, Any]) -> None:
     ax.set_title("kernels counted on the CPU build; numbers are rungs, naive to fast", loc="left", fontweight="bold")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)

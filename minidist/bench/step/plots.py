@@ -6,7 +6,7 @@ from typing import Any
 from minidist.bench.plots import new_figure
 from minidist.bench.step.plan import plan_label
 from minidist.bench.step.ranks import STAGES
-from minidist.observe.plots import MEMORY
+from minidist.observe.plots import MEMORY, save_picture
 
 COLOURS = {"minidist": "#3b6fb6", "minidist, one graph": "#2a9d8f", "separate": "#9aa5b1", "PyTorch": "#e08e3c",
            "PyTorch eager": "#e08e3c", "torch.compile": "#8172b3"}
@@ -35,7 +35,7 @@ def draw_device(path: Path, result: dict[str, Any]) -> None:
         panel.margins(x=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     speed.margins(x=0.75)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def _bars(panel: Any, values: dict[str, float], title: str, colours: Any) -> None:
@@ -61,7 +61,7 @@ def draw_steps(path: Path, result: dict[str, Any]) -> None:
         panel.set_title(title, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_stages(path: Path, result: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def draw_stages(path: Path, result: dict[str, Any]) -> None:
         panel.set_title(f"{count} ranks, ms a step", loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.28)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_plans(path: Path, result: dict[str, Any]) -> None:
@@ -113,4 +113,4 @@ def draw_plans(path: Path, result: dict[str, Any]) -> None:
         panel.set_title(f"{plan}: tokens/s", loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.5)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)

@@ -38,13 +38,15 @@ def result_metrics(trainer: Trainer, settings: Settings, course: Course, saver: 
     Args:    threads: BLAS threads a rank.
     """
     args, count = settings.args, sum(array.size for array in weights.values())
+    tokens = args.batch * args.context
     return {"parameters": count, "parameter_bytes": count * next(trainer.model.parameters()).dtype.itemsize,
             "weights_sha256": weights_digest(weights),
             "plan": trainer.plan.as_dict(), "size": trainer.survivors().size,
             "transport": trainer.world.transport.name, "threads": threads, "device": args.device,
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
             "losses": course.losses, "validation_loss": None, "step_seconds": course.step_seconds,
-            "tokens_per_second": args.batch * args.context / course.step_seconds, "steps": trainer.steps_here,
+            "tokens_per_second": tokens / course.step_seconds if course.step_seconds else 0.0,
+            "steps": trainer.steps_here,
             "resumed_from": trainer.steps_before if settings.resume else None,
             "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols,
             "config": asdict(settings.config),

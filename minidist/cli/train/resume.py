@@ -15,6 +15,8 @@ command line that it began with.
 import argparse
 import hashlib
 import os
+import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from minidist.errors import CheckpointError
 from minidist.launch import Launch, detect
 from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
+from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
 from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
@@ -62,6 +65,16 @@ class Resumption:
     def losses(self) -> list[float]:
         """Of all steps before this job's."""
         return unpacked(self.about["metrics"]["losses"])
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of the job before: the median of its log, if the checkpoint does not say; 0: unknown."""
+        if "step_seconds" in self.about["metrics"]:
+            return float(self.about["metrics"]["step_seconds"])
+        with suppress(OSError):
+            seconds = [line["seconds"] for line in read_step_log(self.run / STEP_LOG) if "seconds" in line]
+            return statistics.median(seconds) if seconds else 0.0
+        return 0.0
 
     @property
     def how_saved(self) -> str:

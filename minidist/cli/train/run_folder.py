@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,12 +20,14 @@ from minidist.cli.train.attempts import by_itself
 from minidist.cli.train.rings import BAD_INPUT, drop_rings
 from minidist.comm.health.failure import LAUNCHER
 from minidist.console import fail, write_json
+from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, PeerLostError
 from minidist.files import DISK_FAILED, lock_holder, scratch, sweep
 from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.observe.why_report import draw_why
+from minidist.survive.shard_file import DTYPES, header_bytes
 
 MANIFEST = "metrics.json"
 WEIGHTS = "model.safetensors"
@@ -157,22 +158,20 @@ def _draw_why(place: Path, metrics: dict[str, Any]) -> None:
 def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:
     """Write weights and the model's sizes in the format of safetensors. Raises: OSError.
 
-    The file gets the mode that other new files get, which the library's have not.
+    It is written here, because the library writes its metadata in another order each time: equal weights are equal
+    files.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    try:
-        file.touch()
-        mode = file.stat().st_mode
-        save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, file,
-                  metadata={"config": json.dumps(config), "minidist": minidist.__version__})
-        file.chmod(mode)
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
+    about = {"config": json.dumps(config), "minidist": minidist.__version__}
+    tensors: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, array in weights.items():
+        tensors[name] = {"dtype": DTYPES[dtype_name(array.dtype)], "shape": [*array.shape],
+                         "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    with file.open("wb") as stream:
+        stream.write(header_bytes(tensors))
+        for array in weights.values():
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def sha256(file: Path) -> str:

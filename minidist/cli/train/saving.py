@@ -212,9 +212,14 @@ class Saver:
 
     def _described(self, losses: Sequence[float], step_seconds: float,
                    histories: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """What the manifest says of the run."""
-        metrics = {"losses": packed(losses, "<f8"), "step_seconds": step_seconds,
-                   **{name: packed(history, "<i4") for name, history in histories.items()}}
+        """What the manifest says of the run.
+
+        Measured times are in it only where a resumed job goes by them, so that equal runs write equal checkpoints.
+        """
+        metrics: dict[str, Any] = {"losses": packed(losses, "<f8")}
+        if histories or self.interval is not None:
+            metrics["step_seconds"] = step_seconds
+        metrics |= {name: packed(history, "<i4") for name, history in histories.items()}
         if self.interval is not None:
             metrics["interval"] = self.interval.about()
         return {**self._about, "metrics": metrics}

@@ -37,7 +37,7 @@ def begun(settings: Settings) -> Course:
     """What the steps before this job's gave."""
     if settings.resume is None:
         return Course()
-    return Course(settings.resume.losses, [], settings.resume.about["metrics"]["step_seconds"])
+    return Course(settings.resume.losses, [], settings.resume.step_seconds)
 
 
 def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:

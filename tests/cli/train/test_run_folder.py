@@ -8,11 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from minidist.cli import main
-from minidist.cli.train.run_folder import run_folder, sha256, write_results, write_views
+from minidist.cli.train.run_folder import (
+    run_folder,
+    save_weights,
+    sha256,
+    write_results,
+    write_views,
+)
 
 TINY = ["train", "--steps", "1", "--batch", "64", "--context", "8", "--layers", "1", "--width", "8", "--heads", "1"]
 NAMES = ["loss.png", "metrics.json", "model.safetensors", "trace.json"]
@@ -93,6 +101,20 @@ def test_the_next_runs_results_come_without_what_the_run_before_alone_had(folder
         (folder / name).touch()
     write(folder, 2)
     assert sorted(os.listdir(folder)) == sorted([*NAMES, "mine.txt"]) and is_whole(folder)
+
+
+def test_equal_weights_are_equal_files_that_every_reader_of_safetensors_opens(tmp_path: Path) -> None:
+    """Each call of the library's own writer puts its metadata in another order."""
+    weights = {"é.weight": np.arange(6, dtype=np.float32).reshape(2, 3).T, "a": np.array(2.5),
+               "empty": np.zeros((0, 3)), "half": np.ones(3, ml_dtypes.bfloat16), "b": np.arange(4, dtype=np.float16)}
+    for number in range(8):
+        save_weights(tmp_path / f"{number}.safetensors", weights, {"width": 8, "symbols": "äß"})
+    assert len({sha256(tmp_path / f"{number}.safetensors") for number in range(8)}) == 1
+    with safe_open(tmp_path / "0.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["config"]) == {"width": 8, "symbols": "äß"}
+        for name in weights.keys() - {"half"}:          # which NumPy's reader does not know
+            assert np.array_equal(file.get_tensor(name), weights[name])
+            assert file.get_tensor(name).shape == weights[name].shape
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])

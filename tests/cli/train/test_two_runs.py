@@ -85,6 +85,39 @@ def test_the_same_command_twice_at_once(by: list[str], book: Path, tmp_path: Pat
         (False, 0), (True, 1)]
 
 
+@pytest.mark.parametrize("options", [
+    ["-n", "2", "--transport", "threads"],
+    *(pytest.param(options, marks=pytest.mark.soak) for options in (
+        ["-n", "2", "--plan", "tp=2"], ["-n", "4", "--plan", "dp=2,ep=2", "--experts", "4"], ["-n", "2", "--plan", "pp=2"],
+        ["-n", "3", "--zero", "3"]))])
+def test_equal_runs_write_equal_weights_checkpoints_and_pictures(options: list[str], book: Path, tmp_path: Path) -> None:
+    """Whatever the order in which a Python keeps its sets. What is measured differs, but not what it is called."""
+    for number in (1, 2):
+        run = subprocess.run([*MINIDIST, "train", *TINY[:-3], "--quiet", *options, "--data", str(book), "--steps", "4",
+                              "--save-every", "2", "--out", "run"], cwd=place(tmp_path, number), timeout=100,
+                             env={**os.environ, "PYTHONHASHSEED": str(number)}, capture_output=True, text=True,
+                             check=False)
+        assert (run.returncode, run.stderr) == (0, "")
+    ours, theirs = (contents(place(tmp_path, number) / "run") for number in (1, 2))
+    measured = {name for name in ours if name.startswith(("steps/", "metrics.json", "trace.json"))}
+    assert {name for name in ours if ours[name] != theirs[name]} <= measured
+    assert {"model.safetensors", "loss.png", "step-000004/manifest.json"} <= ours.keys() - measured
+    assert names(json.loads(ours["metrics.json"])) == names(json.loads(theirs["metrics.json"]))
+
+
+def place(folder: Path, number: int) -> Path:
+    """The folder of a run."""
+    (folder / str(number)).mkdir(exist_ok=True)
+    return folder / str(number)
+
+
+def names(value: Any) -> Any:
+    """The keys of a JSON value, in their order."""
+    if isinstance(value, dict):
+        return [(name, names(each)) for name, each in value.items()]
+    return [names(each) for each in value] if isinstance(value, list) else None
+
+
 @pytest.mark.soak
 def test_default_folders_of_one_second(book: Path, tmp_path: Path) -> None:
     runs = [start([*MINIDIST, "train"], tmp_path, book, "--steps", "2") for _ in range(3)]
