@@ -1,4 +1,4 @@
-"""Small records (spans, ledgers, memory accounts) from every rank to rank 0, or to all; and from rank 0 to all.
+"""Small records (spans, ledgers, memory accounts) between ranks: to rank 0, to all, and from rank 0.
 
 What every rank must be given alike is compared: a digest tells, for eight bytes a rank.
 """
@@ -10,7 +10,7 @@ import numbers
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,16 @@ def _unpacked(lengths: np.ndarray, joined: np.ndarray) -> list[Any]:
     return [unpack(joined[end - length:end].tobytes()) for length, end in zip(lengths, ends, strict=True)]
 
 
-# ------------------------------------------------------------------------------- what all ranks must have alike
+# ----------------------------------------------------------------- what all ranks must have alike
 
-def check_alike(group: Group, parts: Mapping[str, Any], *, advice: str = "give every rank the same") -> None:
+def check_alike(
+    group: Group, parts: Mapping[str, Any], *, advice: str = "give every rank the same"
+) -> None:
     """Compare named values over the ranks of a group. Every rank calls it.
 
-    Args:    parts: each value under the name that a user knows it by; advice: the end of the error.
-    Cost:    one all-gather of 8 bytes a rank, counted under `control`, and nothing in a group of one rank. Where the
-             ranks differ, two all-gathers more, of the values as texts.
+    Args:    parts: each value under the name that a user knows it by; advice: ends the error.
+    Cost:    one all-gather of 8 bytes a rank, counted under `control`; nothing for one rank alone.
+             Where the ranks differ, two all-gathers more, of the values as texts.
     Raises:  MismatchError, the same on every rank: which rank differs, and in what.
     """
     if group.size == 1 or is_simulated():
@@ -105,38 +107,43 @@ def check_alike(group: Group, parts: Mapping[str, Any], *, advice: str = "give e
         digests = group.all_gather(np.frombuffer(digest, dtype=np.uint64))
     if (digests == digests[0]).all():
         return
-    usual = int((digests[:, None] == digests).sum(axis=1).argmax())     # the first of most ranks
+    usual = int((digests[:, None] == digests).sum(axis=1).argmax())  # the first of most ranks
     others = [rank for rank in range(group.size) if digests[rank] != digests[usual]]
     told = share_records(group, texts)
-    raise MismatchError(_difference(group, told, usual, others, advice))
+    raise MismatchError(f"{_difference(group, told, usual, others)}; {advice}")
 
 
 def named(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` for check_alike, each under "prefix name"; dicts in them in the same way."""
+    """Return `values` for check_alike, each under "prefix name"; those of dicts in them, too."""
     parts: dict[str, Any] = {}
     for name, value in values.items():
-        inner = named(f"{prefix} {name}", value) if isinstance(value, dict) else {f"{prefix} {name}": value}
-        parts |= inner
+        longer = f"{prefix} {name}"
+        parts |= named(longer, value) if isinstance(value, dict) else {longer: value}
     return parts
 
 
 def described(value: Any) -> str:
     """Return a text of a value that is equal on two ranks if the values are.
 
-    Arrays are told by a checksum; functions by their name, source, defaults and the values that they capture; objects
-    that can be called by their numbers and texts; other objects by their type alone.
+    Arrays are told by a checksum; functions by their name, source, defaults and the values that
+    they capture; objects that can be called by their numbers and texts; others by their type alone.
     """
+    kind = type(value).__qualname__
     if value is None or isinstance(value, bool | str | bytes):
         return repr(value)
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
     if isinstance(value, numbers.Real):
         number = float(value)
-        return str(int(value)) if number.is_integer() else repr(number)
+        return str(int(number)) if number.is_integer() else repr(number)
     if isinstance(value, type):
         return value.__qualname__
     if is_array(value):
-        return f"{value.dtype} array {value.shape} with checksum {zlib.crc32(digested(value)):08x}"
+        checksum = zlib.crc32(digested(value))
+        return f"{value.dtype} array {value.shape} with checksum {checksum:08x}"
     if is_dataclass(value):
-        return f"{type(value).__name__}{described(asdict(value))}"
+        inner = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{kind}{described(inner)}"
     if isinstance(value, Mapping):
         pairs = sorted((described(key), described(item)) for key, item in value.items())
         return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}"
@@ -147,33 +154,37 @@ def described(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial of {described(value.func)} with {described([value.args, value.keywords])}"
     if inspect.ismethod(value):
-        return f"method of {type(value.__self__).__qualname__}: {described(value.__func__)}"
+        return f"method of {described(value.__self__)}: {described(value.__func__)}"
     if inspect.isfunction(value):
         return _function(value)
     if callable(value):
-        plain = {name: item for name, item in getattr(value, "__dict__", {}).items()
-                 if isinstance(item, str | numbers.Real)}
-        return f"a {type(value).__qualname__} with {described(plain)}"
-    return f"a {type(value).__qualname__}"
+        plain = {
+            name: item
+            for name, item in getattr(value, "__dict__", {}).items()
+            if isinstance(item, str | numbers.Real)
+        }
+        return f"a {kind} with {described(plain)}"
+    return f"a {kind}"
 
 
 def _function(function: Any) -> str:
-    """Return the text of a function: byte code would differ between versions of Python, its source does not.
+    """Return the text of a function; of its byte code, which differs by Python's version, nothing.
 
-    Two functions on one line have the same source, so numbers and texts in the code count, too.
+    Two functions on one line have the same source, so fractions in the code count, too.
     """
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):
         source = ""
-    constants = [each for each in function.__code__.co_consts if isinstance(each, float | str)]
+    checksum = zlib.crc32(source.encode())
+    constants = [each for each in function.__code__.co_consts if isinstance(each, float)]
     captured = [_content(cell) for cell in function.__closure__ or ()]
-    beside = described([*constants, *captured, function.__defaults__, function.__kwdefaults__])
-    return f"function {function.__qualname__} with source {zlib.crc32(source.encode()):08x} and values {beside}"
+    beside = [*constants, *captured, function.__defaults__, function.__kwdefaults__]
+    return f"function {function.__qualname__} {described(beside)} with source {checksum:08x}"
 
 
 def _content(cell: Any) -> Any:
-    """Return what a function captures in a cell; None in one that is empty, or has the function itself."""
+    """Return what a function captures in a cell; None for a function, and in an empty cell."""
     try:
         content = cell.cell_contents
     except ValueError:
@@ -181,20 +192,22 @@ def _content(cell: Any) -> Any:
     return None if inspect.isroutine(content) else content
 
 
-def _difference(group: Group, told: Sequence[Mapping[str, str]], usual: int, others: Sequence[int],
-                advice: str) -> str:
+def _difference(
+    group: Group, told: Sequence[Mapping[str, str]], usual: int, others: Sequence[int]
+) -> str:
     """Return which ranks differ from rank `usual`, and in what the first of them does."""
-    first = others[0]
-    names = [*dict.fromkeys([*told[usual], *told[first]])]
-    differing = [name for name in names if told[first].get(name) != told[usual].get(name)]
-    name = differing[0]
-    here = _shown(told[first].get(name, NOT_GIVEN))
-    there = _shown(told[usual].get(name, NOT_GIVEN))
-    more = f"; {', '.join(differing[1:6])} differ too" if differing[1:] else ""
-    ranks = [group.world_ranks[rank] for rank in others[1:]]
-    further = f"; ranks {ranks} differ too" if ranks else ""
-    return (f"rank {group.world_ranks[first]}: {name} is {here}, rank {group.world_ranks[usual]} has {there}"
-            f"{more}{further}; {advice}")
+    theirs = told[others[0]]
+    ours = told[usual]
+    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    there = _shown(theirs.get(names[0], NOT_GIVEN))
+    here = _shown(ours.get(names[0], NOT_GIVEN))
+    first, *further = [group.world_ranks[rank] for rank in others]
+    text = f"rank {first}: {names[0]} is {there}, rank {group.world_ranks[usual]} has {here}"
+    if names[1:]:
+        text += f"; {', '.join(names[1:6])} differ too"
+    if further:
+        text += f"; ranks {', '.join(map(str, further))} differ too"
+    return text
 
 
 def _shown(text: str) -> str:

@@ -175,13 +175,15 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
 
     def unknown(told: list[tuple[str, list[str]]]) -> str:
         if others := [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]:
-            return f"rank {others[0]} reads another checkpoint than rank 0; give every rank the same"
-        left = sorted(key for key in there.difference(*(taken for _, taken in told)) if not is_schemes(key))
+            return f"rank {others[0]} reads another checkpoint than rank 0; give all the same"
+        taken = [keys for _, keys in told]
+        left = sorted(key for key in there.difference(*taken) if not is_schemes(key))
         return (f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training has not; it is of "
                 f"another model") if left else ""
 
+    mine = sorted({place.key for place in places if place.size})
     with unhurried(group):              # the slowest rank's disk decides
-        problem = _verdict(group, problem, [read, sorted({place.key for place in places if place.size})], unknown)
+        problem = _verdict(group, problem, [read, mine], unknown)
     if problem:
         raise CheckpointError(problem)
     strategy.state_replaced()

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.train.rate import check_rate, lr_options, warmup_steps
-from minidist.cli.train.resume import OF_AN_ELASTIC_JOB, Resumption, options_of, resumed, text_digest
+from minidist.cli.train.resume import (
+    OF_AN_ELASTIC_JOB,
+    Resumption,
+    options_of,
+    resumed,
+    text_digest,
+)
 from minidist.comm.cost.bucket_size import best_bucket_bytes
 from minidist.comm.group import Group
 from minidist.console import fail, plural, require_memory
@@ -42,7 +48,7 @@ OF_THE_LAUNCHER = ("ranks", "hosts", "ssh", "cores", "memory_limit", "command", 
 """Options that the ranks which a launcher of ours starts do not get."""
 
 OF_A_RANK = ("data", "expert_placement", "offload_dir", "threads")
-"""Options that a rank may have to itself: paths, of which what they hold is compared, and where and how it computes."""
+"""Options that a rank may have to itself: paths, as what they hold is compared, and threads."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,17 @@ class Settings:
 
         Raises:  ConfigError, the same line on every rank: which rank has what.
         """
-        text, options = self.text, options_of(self.args)
-        shared = {name: value for name, value in options.items() if name not in OF_A_RANK}
-        shared |= {name: getattr(self.args, name) for name in ("verify", "why")}        # all ranks work for these
-        found = f"{len(text.train) + len(text.validation):,} symbols with digest {text_digest(text)[:16]}"
-        parts = {"the text": found, **{f"--{name.replace('_', '-')}": shared[name] for name in shared}}
+        symbols = len(self.text.train) + len(self.text.validation)
+        digest = text_digest(self.text)[:16]
+        parts: dict[str, Any] = {"the text": f"{symbols:,} symbols with digest {digest}"}
+        options = options_of(self.args)
+        for name in ("verify", "why"):      # no options of the run, but all ranks work for them
+            options[name] = getattr(self.args, name)
+        for name in options.keys() - {*OF_A_RANK}:
+            parts[f"--{name.replace('_', '-')}"] = options[name]
         try:
-            check_alike(world, parts, advice="give every rank the same text and options; `python` is another text in "
-                                             "another version of CPython")
+            check_alike(world, parts, advice="give every rank the same text and options; `python` is "
+                                             "another text in another version of CPython")
         except MismatchError as error:
             raise ConfigError(f"the ranks disagree (MismatchError): {error}") from error
 

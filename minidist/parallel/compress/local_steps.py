@@ -95,7 +95,7 @@ RECENT = 4
 class GatheredLoss(LateLoss):
     """The loss of a step, whose shares the ranks of a group send each other.
 
-    Args:    pending: an all-gather of loss_record; wait() raises MismatchError if the ranks' batches differ.
+    Args:    pending: an all-gather of loss_record; wait() raises MismatchError if batches differ.
     """
 
     def __init__(self, pending: Pending, group: Group) -> None:
@@ -175,7 +175,8 @@ class LocalSteps(Strategy):
         self.rows = sum(rows)
         self.recent.append((self.steps, mean * share, share))
         with self.group.ledger.control():
-            pending = self.scalars.start_all_gather(loss_record(mean * share, batch), algorithm="ring")
+            record = loss_record(mean * share, batch)
+            pending = self.scalars.start_all_gather(record, algorithm="ring")
         self._meet(share)
         return GatheredLoss(pending, self.scalars)
 
@@ -301,8 +302,8 @@ class LocalSteps(Strategy):
 
 def without_rows(who: str) -> ConfigError:
     """The error of a step in which a rank would have nothing to train on."""
-    return ConfigError(f"local steps: {who} has no row of the batch; each rank trains on its own rows, so give every "
-                       f"rank at least one")
+    return ConfigError(f"local steps: {who} has no row of the batch; each rank trains on its own "
+                       f"rows, so give every rank at least one")
 
 
 def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | None, clip: float | None,

@@ -39,7 +39,7 @@ FINISHED, PAUSE = -1.0, -2.0
 """
 
 REFUSED = -3
-"""In place of its version, in a server's answer: the batches of two workers differ. The ranks and digests follow."""
+"""In place of its version, in a server's answer: two workers' batches differ, which follow."""
 
 
 class Update(NamedTuple):
@@ -141,7 +141,8 @@ class Service:
         self._holders: set[int] = set()         # workers that were sent a copy
         self.servers = group.size - workers
         self.refusal: list[float] = []          # the answer to every worker, if there is one
-        self._batches: dict[int, tuple[int, list[float]]] = {}  # of a step: the first worker to push it, its digests
+        # of a step: the first worker to push it, and the digests of its batch
+        self._batches: dict[int, tuple[int, list[float]]] = {}
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
@@ -234,7 +235,7 @@ class Service:
         return comes_again
 
     def _compare(self, worker: int, step: int, digests: list[float]) -> None:
-        """Compare the batch of a worker's step with that of the first worker that made this step. Under the lock.
+        """Compare the batch of a step with that of the first worker that made it. Under the lock.
 
         Raises:  MismatchError if they differ.
         """
@@ -274,8 +275,8 @@ class Service:
 def raise_refusal(answer: Sequence[float]) -> None:
     """Raise MismatchError, the same on server and workers, if a server's answer is REFUSED."""
     if answer and answer[0] == REFUSED:
-        told = sorted([answer[1:4], answer[4:]])        # by rank
-        check_digests(np.array(told)[:, 1:], [int(rank) for rank, *_ in told])
+        told = np.array(sorted([tuple(answer[1:4]), tuple(answer[4:])]))     # by rank
+        check_digests(told[:, 1:], [int(rank) for rank in told[:, 0]])
 
 
 def state_of(optimizer: Optimizer) -> list[Array]:

@@ -249,7 +249,8 @@ class ParameterServer(Strategy):
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
             self.pushes += 1
-            self._push_and_pull([self.pushes - 1.0, float("nan") if lr is None else lr, scale], digests_of(batch))
+            header = [self.pushes - 1.0, float("nan") if lr is None else lr, scale]
+            self._push_and_pull(header, digests_of(batch))
             return loss
         share = 0.0
         if self.serves:
@@ -320,9 +321,10 @@ class ParameterServer(Strategy):
         return state
 
     def _push_and_pull(self, header: list[float], digests: Sequence[float] = ()) -> None:
-        """Say which step this is, made from which weights; push, unless it is the end; pull, and note which weights.
+        """Say which step this is, from which weights; push, unless it is the end; pull, and note which.
 
-        Args:    digests: of the step's batch, which a server compares with the other workers' of that step.
+        Args:    digests: of the step's batch, which a server compares with those of other workers.
+        Raises:  MismatchError if a server finds two that differ.
         """
         ledger, ranks = self.group.ledger, [self.workers + server for server in range(self.servers)]
         with self._naming_servers(), ledger.control():

@@ -31,6 +31,7 @@ import numpy as np
 from minidist.autograd.ops.gather import SortedIds, positions_in
 from minidist.autograd.ops.random import dropout_key
 from minidist.autograd.tensor import Tensor
+from minidist.data.rank_batch import check_batch
 from minidist.device import account
 from minidist.device.backend import Array, device_of
 from minidist.device.cublas import Products
@@ -114,8 +115,12 @@ class CapturedStep:
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """As `step`; the loss is still on its way. Raises KernelError if the step cannot be captured, and as send."""
+        """As `step`; the loss is still on its way.
+
+        Raises:  KernelError if the step cannot be captured; as check_batch; as send.
+        """
         trainer, late = self.trainer, LateLoss()
+        check_batch("captured step", batch, trainer.config.context)
         self._late = [each for each in self._late if not each.done()] + [late]
         trainer.world.tell_step(trainer.steps_done)
         with (trainer.world.ledger.during("step"), trainer.recorder.span("step", step=trainer.steps_done),

@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam,
 
 
 class Trainer:
-    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments: they are compared.
+    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments: compared.
 
     Args:    plan: how the job is cut; its size must be the size of world, the Group of all ranks.
              config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
@@ -98,8 +98,8 @@ class Trainer:
                 steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
-    Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError on every rank if an argument
-             differs on one, or if replicas do not start equal.
+    Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError on every rank
+             if an argument differs on one, or if replicas do not start equal.
     """
 
     def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
@@ -108,9 +108,10 @@ class Trainer:
                  clip: float | None = 1.0, device: str = "cpu", recorder: Recorder | None = None,
                  offload_dir: str | Path | None = None) -> None:
         check_alike(world, {
-            **named("plan", plan.as_dict()), **named("config", asdict(config)), "seed": seed, "optimizer": optimizer,
-            "lr": lr, **named("optimizer option", optimizer_options or {}), "lr_schedule": lr_schedule,
-            "warmup": warmup, "steps": steps, **named("lr option", lr_options or {}), "clip": clip, "device": device})
+            **named("plan", plan.as_dict()), **named("config", asdict(config)),
+            **named("optimizer option", optimizer_options or {}), **named("lr option", lr_options or {}),
+            "seed": seed, "optimizer": optimizer, "lr": lr, "lr_schedule": lr_schedule,
+            "warmup": warmup, "steps": steps, "clip": clip, "device": device})
         plan.require(world.size, config)
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
@@ -196,24 +197,28 @@ class Trainer:
 
         Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as step.
         Returns: the mean of all tokens' losses.
-        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and one of 8 bytes a
-                 rank that compares the batches.
+        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and one
+                 of 8 bytes a rank that compares the batches.
         """
-        group, readers = self.strategy.readers(self.survivors())
+        everyone = self.survivors()
+        group, readers = self.strategy.readers(everyone)
         total, tokens = 0.0, 0
         digests: list[float] = []
         self.model.eval()
-        with no_grad(), self.strategy.evaluating(), self.recorder.span("evaluate"):
-            for batch in batches:
-                check_batch("evaluate", batch, self.config.context)
-                digests += with_digests(batch, len(digests)).digests
-                part = part_of(batch, size=readers, rank=group.rank)
-                total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
-                tokens += part.targets.size
-        self.model.train()
+        try:
+            with no_grad(), self.strategy.evaluating(), self.recorder.span("evaluate"):
+                for batch in batches:
+                    check_batch("evaluate", batch, self.config.context)
+                    digests += with_digests(batch, len(digests)).digests
+                    part = part_of(batch, size=readers, rank=group.rank)
+                    total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
+                    tokens += part.targets.size
+        finally:
+            self.model.train()
         if not digests:
             raise ShapeError("evaluate: there is no batch; pass at least one")
-        check_alike(self.survivors(), {"digest of the batches to evaluate": crc32(repr(digests).encode())})
+        digest = crc32(repr(digests).encode())
+        check_alike(everyone, {"digest of the batches to evaluate": digest})
         total, count = self.strategy.sum_shares(total, tokens, group)
         return total / count
 
@@ -270,8 +275,8 @@ class Trainer:
 
         Args:    plan: the plan to come, the same on every rank.
         Cost:    as state_exchange.restore; nothing touches the disk.
-        Raises:  PlanError, ConfigError for what cannot work; MismatchError if the plan differs on a rank; after
-                 another error than PlanError and MismatchError the state is gone.
+        Raises:  PlanError, ConfigError for what cannot work; MismatchError if it differs on a rank;
+                 after another error than PlanError and MismatchError the state is gone.
         """
         check_alike(self.world, named("plan", plan.as_dict()))
         plan.require(self.world.size, self.config)
@@ -322,18 +327,22 @@ class Trainer:
     def step(self, batch: Batch, *, local: bool = False) -> float:
         """One optimizer step on the *global* batch.
 
-        Args:    batch: (inputs, targets), each (sequences, tokens) of integers, equal on all ranks: compared.
-                 local: the batch has this rank's own sequences, any number of them, all of one length; the global
-                 batch is those of all ranks that divide its rows, in rank order. Ranks along pp, cp and tp that share
-                 rows pass the same, a parameter server none.
+        Args:    batch: (inputs, targets), each (sequences, tokens) of integers; equal on all ranks,
+                 which is compared.
+                 local: the batch has this rank's own sequences alone, any number of one length. The
+                 global batch is those of all ranks that divide its rows, in rank order; ranks along
+                 pp, cp and tp that share rows pass the same, a parameter server passes none. Where
+                 ranks update by their own rows (local steps, PipeDream) or compress their sums, the
+                 weights depend on who has which.
         Returns: the global mean token loss, the same bits on every rank.
-        Cost:    the strategy's, in the phase "step". To compare the batch: 16 bytes a rank beside each loss, before
-                 the first step an all-gather of 48 bytes a rank, with `local` before each; all under `control`.
-        Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks' batches differ, of
-                 the first step before anything is moved; MemoryLimitError; DiskError (offload=all); GradientError if
-                 float16's gradients overflow at the smallest scale; ConfigError for a rank without rows where each
-                 needs one (local steps); PlanError for `local` where ranks make steps of their own (asynchronous);
-                 CommError as all verbs (Group).
+        Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes a
+                 rank beside each loss; before the first step, and with `local` before each, an
+                 all-gather of 48 bytes a rank.
+        Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
+                 batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
+                 float16's gradients overflow at the smallest scale; ConfigError for a rank without
+                 rows where each needs one (local steps); PlanError for `local` on asynchronous
+                 plans; CommError as all verbs (Group).
         """
         return self.start_step(batch, local=local).wait()
 
@@ -347,7 +356,8 @@ class Trainer:
         moves = (self.keeper or self.store).traffic
         with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
               self.recorder.span("step", step=self.steps_done)):
-            batch = self._meeting.take(batch, step=self.steps_done, context=self.config.context, local=local)
+            batch = self._meeting.take(batch, step=self.steps_done, local=local,
+                                       context=self.config.context)
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
                                             clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()

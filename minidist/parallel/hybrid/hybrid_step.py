@@ -191,10 +191,10 @@ class Hybrid(Strategy):
         return self._add_losses(share, batch)
 
     def _add_losses(self, share: float, batch: Batch) -> float:
-        """The loss of all ranks; where batches are compared, ranks of tp take part, whose shares are equal."""
-        compares = self.tp.size > 1 and digests_of(batch)
-        return (add_losses(self.everyone, share, batch, each=self.tp.size) if compares else
-                add_losses(self.shares, share, batch))
+        """The loss of all ranks. To compare batches ranks of tp take part, whose shares are equal."""
+        if self.tp.size > 1 and digests_of(batch):
+            return add_losses(self.everyone, share, batch, each=self.tp.size)
+        return add_losses(self.shares, share, batch)
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""

@@ -1,11 +1,14 @@
-"""Options of minidist train survive the way to the ranks."""
+"""Options of minidist train survive the way to the ranks, which all have the same."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import minidist as md
 from minidist.cli.train import arguments
 from minidist.cli.train import settings as train_settings
 from minidist.cli.train.resume import Resumption
@@ -57,3 +60,65 @@ def test_a_folder_without_a_placement_is_refused(found: str | None, says: str, t
         (tmp_path / "metrics.json").write_text(found)
     with pytest.raises(ConfigError, match=says):
         train_settings.mixture_of(parsed("--experts", "2", "--expert-placement", str(tmp_path)))
+
+
+def disagreement(world: Any, of_rank: Any) -> str:
+    """What a rank says that has such words; "" if the ranks have the same run."""
+    words = ["--context", "16", "--out", f"run-{world.rank}", *of_rank(world.rank)]
+    settings = train_settings.check(parsed(*words), begins=False)
+    try:
+        settings.require_alike(world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+TEXTS = [letters * 300 for letters in ("abcd", "dcba")]       # as many symbols, and the same ones
+
+
+@pytest.mark.parametrize(("of_rank", "words"), [
+    (lambda rank: ["--data", f"{rank // 2}.txt"], "rank 2: the text is '1,200 symbols with digest "),
+    (lambda rank: ["--data", "0.txt", "--batch", str(8 + (rank == 1))], "rank 1: --batch is 9, rank 0 has 8; give "),
+    (lambda rank: ["--data", "0.txt", "--seed", str(int(rank == 0))], "rank 0: --seed is 1, rank 1 has 0; give every"),
+    (lambda rank: ["--data", "0.txt", *["--verify"] * (rank == 1)], "rank 1: --verify is True, rank 0 has False; ")])
+def test_a_rank_with_another_run_is_named(of_rank: Any, words: str, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank, in one line; such ranks trained without a word."""
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    found = md.run(disagreement, of_rank, size=3)
+    assert len({*found}) == 1 and "\n" not in found[0]
+    assert found[0].startswith(f"the ranks disagree (MismatchError): {words}")
+
+
+def test_a_rank_has_paths_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts may keep the same text at different places."""
+    monkeypatch.chdir(tmp_path)
+    for rank in range(2):
+        (tmp_path / f"{rank}.txt").write_text(TEXTS[0])
+
+    def words(rank: int) -> list[str]:
+        return ["--data", f"{rank}.txt", "--threads", str(1 + rank), "--json", f"{rank}.json"]
+
+    assert md.run(disagreement, words, size=2) == ["", ""]
+
+
+RANK = """
+import os, sys
+from minidist.cli import main
+sys.exit(main(["train", "--data", os.environ["RANK"] + ".txt", "--steps", "2", "--context", "16", "--width", "16",
+               "--layers", "1", "--out", "run"]))
+"""
+
+
+def test_one_line_and_status_2_for_another_text(tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "rank.py").write_text(RANK)
+    done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", sys.executable, "rank.py"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.count("the ranks disagree (MismatchError): rank 1: the text is ") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.json").exists()

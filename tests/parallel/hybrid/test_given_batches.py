@@ -1,4 +1,4 @@
-"""What the ranks of a Trainer are given: compared on every plan; each rank's own sequences; batches that cannot be."""
+"""What ranks give a Trainer: compared on every plan; own sequences; batches that cannot be."""
 
 from typing import Any
 
@@ -9,25 +9,41 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.data.rank_batch import rows_of_all
-from minidist.errors import ConfigError, DtypeError, MinidistError, MismatchError, PlanError, ShapeError
+from minidist.errors import (
+    ConfigError,
+    DtypeError,
+    MinidistError,
+    MismatchError,
+    PlanError,
+    ShapeError,
+)
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 EXPERTS = {"mixture": MixtureConfig(experts=4, top_k=2)}
 SERVERS = {"strategy": "parameter-server"}
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp": ({"dp": 3}, {}), "accumulate": ({"dp": 2, "accumulate": 2}, {}), "zero-1": ({"dp": 2, "zero": 1}, {}),
-    "zero-2": ({"dp": 2, "zero": 2}, {}), "zero-3": ({"dp": 2, "zero": 3}, {}), "tp": ({"tp": 2}, {}),
-    "sequence": ({"dp": 2, "tp": 2, "sequence_parallel": True}, {}), "cp": ({"dp": 2, "cp": 2}, {}),
-    "pp": ({"dp": 2, "pp": 2, "microbatches": 2}, {}), "ep": ({"ep": 2}, EXPERTS),
+    "dp": ({"dp": 3}, {}),
+    "accumulate": ({"dp": 2, "accumulate": 2}, {}),
+    "zero-1": ({"dp": 2, "zero": 1}, {}),
+    "zero-2": ({"dp": 2, "zero": 2}, {}),
+    "zero-3": ({"dp": 2, "zero": 3}, {}),
+    "tp": ({"tp": 2}, {}),
+    "sequence": ({"dp": 2, "tp": 2, "sequence_parallel": True}, {}),
+    "cp": ({"dp": 2, "cp": 2}, {}),
+    "pp": ({"dp": 2, "pp": 2, "microbatches": 2}, {}),
+    "ep": ({"ep": 2}, EXPERTS),
     "dp, ep": ({"dp": 2, "ep": 2}, EXPERTS),
     "pipedream": ({"dp": 2, "pp": 2, "schedule": "pipedream", "microbatches": 2}, {"tied": False}),
-    "servers": ({"dp": 3, **SERVERS}, {}), "asynchronous": ({"dp": 3, "asynchronous": True, **SERVERS}, {}),
+    "servers": ({"dp": 3, **SERVERS}, {}),
+    "asynchronous": ({"dp": 3, "asynchronous": True, **SERVERS}, {}),
     "local steps": ({"dp": 2, "local_steps": 2}, {}),
     "asynchronous local steps": ({"dp": 3, "asynchronous": True, "local_steps": 2, **SERVERS}, {}),
-    "offload": ({"dp": 2, "zero": 2, "offload": "optimizer"}, {}), "disk": ({"dp": 2, "zero": 3, "offload": "all"}, {}),
+    "offload": ({"dp": 2, "zero": 2, "offload": "optimizer"}, {}),
+    "disk": ({"dp": 2, "zero": 3, "offload": "all"}, {}),
     "top-k": ({"dp": 2, "compress": "top-k:density=0.5"}, {}),
-    "three axes": ({"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 2}, {})}
+    "three axes": ({"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 2}, {}),
+}
 
 ONE_PROCESS = ({}, {})
 WHOSE_ROWS_MATTER = ("pipedream", "local steps", "top-k")
@@ -42,7 +58,7 @@ def trainer_of(world: Any, name: str) -> Trainer:
 
 
 def config_of(name: str) -> GPTConfig:
-    return tiny(layers=4, heads=4, dropout=0.1, **PLANS.get(name, ONE_PROCESS)[1])
+    return tiny(dropout=0.1, **PLANS.get(name, ONE_PROCESS)[1])
 
 
 def size_of(name: str) -> int:
@@ -56,20 +72,23 @@ def readers_of(name: str) -> int:
 
 def odd_rank(name: str) -> int:
     """The last rank that reads rows."""
-    return Plan(**PLANS[name][0]).workers - 1 if PLANS[name][0].get("strategy") else size_of(name) - 1
+    return (
+        Plan(**PLANS[name][0]).workers - 1 if PLANS[name][0].get("strategy") else size_of(name) - 1
+    )
 
 
 def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# -------------------------------------------------------------------------------------------- the same on all ranks
+# ---------------------------------------------------------------------------- the same on all ranks
+
 
 def steps_with_another(world: Any, name: str, first: int, change: Any) -> str:
     """What a rank says where one rank passes another batch from step `first` on."""
     trainer = trainer_of(world, name)
     try:
-        for step in range(4):
+        for step in range(first + 2):  # with local steps two make a round
             batch = global_batch(step, 6, trainer.config)
             odd = world.rank == odd_rank(name) and step >= first
             trainer.step(change(batch) if odd else batch)
@@ -101,27 +120,38 @@ def other_dtype(batch: Any) -> Any:
     return tuple(ids.astype(np.int32) for ids in batch)
 
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "first"), [*((name, 2) for name in PLANS), ("dp", 0), ("asynchronous", 0)]
+)
 def test_a_rank_that_passes_another_batch_is_named(name: str, first: int) -> None:
     """By every rank, with the same words; weights of all ten plans went apart without a word."""
     found = md.run(steps_with_another, name, first, other_numbers, size=size_of(name))
     usual = 2 if size_of(name) == 2 else 0
     assert len({*found}) == 1
-    assert found[0].startswith(f"MismatchError: rank {odd_rank(name)}: the batch's inputs and targets differ from "
-                               f"rank {usual % 2}'s; pass every rank the same global batch")
+    assert found[0].startswith(
+        f"MismatchError: rank {odd_rank(name)}: the batch's inputs and targets differ from "
+        f"rank {usual % 2}'s; pass every rank the same global batch"
+    )
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (other_targets, "the batch's targets differ from"), (fewer_rows, "have another shape or dtype than"),
-    (shorter_rows, "have another shape or dtype than"), (other_dtype, "have another shape or dtype than")])
-@pytest.mark.parametrize("name", ["dp", "zero-3", "pp", "cp", "ep", "sequence", "servers", "local steps"])
-def test_what_differs_is_told_before_a_message_does_not_fit(name: str, change: Any, words: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_targets, "the batch's targets differ from"),
+        (fewer_rows, "have another shape or dtype than"),
+        (shorter_rows, "have another shape or dtype than"),
+        (other_dtype, "have another shape or dtype than"),
+    ],
+)
+@pytest.mark.parametrize("name", ["zero-3", "pp", "servers", "local steps"])
+def test_what_differs_is_told_before_a_message_does_not_fit(
+    name: str, change: Any, words: str
+) -> None:
     found = md.run(steps_with_another, name, 0, change, size=size_of(name))
     assert len({*found}) == 1 and found[0].startswith("MismatchError: rank ") and words in found[0]
 
 
-@pytest.mark.parametrize("name", ["dp", "zero-3", "pp", "cp", "ep", "servers"])
+@pytest.mark.parametrize("name", ["dp", "zero-3", "pp"])
 def test_the_first_batch_is_compared_before_weights_move(name: str) -> None:
     def rank(world: Any) -> bool:
         trainer = trainer_of(world, name)
@@ -135,8 +165,11 @@ def test_the_first_batch_is_compared_before_weights_move(name: str) -> None:
 
 
 def test_what_is_compared_counts_as_control_alone() -> None:
-    """16 bytes a rank beside each loss, and 48 once; ranks of tp tell each other the loss for it. The clipping norm
-    of tp is 8 bytes, as it was."""
+    """16 bytes a rank beside each loss, which ranks of tp tell each other for it, and 48 once.
+
+    The clipping norm of tp is 8 bytes.
+    """
+
     def rank(world: Any, name: str) -> int:
         trainer = trainer_of(world, name)
         for step in range(3):
@@ -144,7 +177,9 @@ def test_what_is_compared_counts_as_control_alone() -> None:
         return int(sum(world.ledger.sent_bytes("step")["control"].values()))
 
     for name, others, norm in (("dp", 2, 0), ("tp", 1, 8)):
-        assert md.run(rank, name, size=size_of(name)) == [others * (48 + 3 * (8 + 16 + norm))] * size_of(name)
+        assert md.run(rank, name, size=size_of(name)) == [
+            others * (48 + 3 * (8 + 16 + norm))
+        ] * size_of(name)
 
 
 def test_evaluate_compares_its_batches() -> None:
@@ -157,39 +192,60 @@ def test_evaluate_compares_its_batches() -> None:
         return str(error.value)
 
     found = md.run(rank, size=3)
-    assert len({*found}) == 1 and found[0].startswith("rank 2: digest of the batches to evaluate is ")
+    assert len({*found}) == 1 and found[0].startswith(
+        "rank 2: digest of the batches to evaluate is "
+    )
 
 
-# ------------------------------------------------------------------------------------------------ each rank its own
+# -------------------------------------------------------------------------------- each rank its own
+
 
 def own_rows(batch: Any, trainer: Trainer, rows: list[int]) -> Any:
     """The rows of a global batch that a rank passes by itself; a server passes none."""
     group, readers = trainer.strategy.readers(trainer.world)
-    start, stop = (sum(rows[:group.rank]), sum(rows[:group.rank + 1])) if group.rank < readers else (0, 0)
+    start, stop = (
+        (sum(rows[: group.rank]), sum(rows[: group.rank + 1])) if group.rank < readers else (0, 0)
+    )
     return tuple(ids[start:stop] for ids in batch)
 
 
-def train_by_rows(world: Any, name: str, rows: list[int], local: bool) -> tuple[dict[str, np.ndarray], list[float]]:
+def train_by_rows(
+    world: Any, name: str, rows: list[int], local: bool
+) -> tuple[dict[str, np.ndarray], list[float]]:
     trainer = trainer_of(world, name)
     losses = []
     for step in range(2):
         batch = global_batch(step, sum(rows), trainer.config)
-        losses.append(trainer.step(own_rows(batch, trainer, rows), local=True) if local else trainer.step(batch))
+        losses.append(
+            trainer.step(own_rows(batch, trainer, rows), local=True)
+            if local
+            else trainer.step(batch)
+        )
     weights = trainer.state_dict()
     trainer.close()
     return weights, losses
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    (name, kind) for name, (plan, _) in PLANS.items() for kind in ("even", "uneven", "none on rank 0")
-    if not plan.get("asynchronous") and (kind == "even" or readers_of(name) > 1 and name not in WHOSE_ROWS_MATTER)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name, (plan, _) in PLANS.items()
+        for kind in ("even", "uneven")
+        if not plan.get("asynchronous")
+        and (kind == "even" or readers_of(name) > 1 and name not in WHOSE_ROWS_MATTER)
+    ],
+)
 def test_own_sequences_are_the_global_batch(name: str, kind: str) -> None:
-    """With dropout, and on the data axis any numbers of sequences; to the bit where array_split cuts so."""
+    """With dropout, and any numbers of sequences; to the bit where array_split cuts so."""
     readers = readers_of(name)
     batch = global_batch(0, 7, config_of(name))
-    rows = {"even": rows_of_all(batch, readers), "uneven": [1 + 3 * reader for reader in range(readers)],
-            "none on rank 0": [0, *[3] * (readers - 1)]}[kind]
-    ours, theirs = (md.run(train_by_rows, name, rows, local, size=size_of(name)) for local in (True, False))
+    rows = (
+        rows_of_all(batch, readers) if kind == "even" else [3 * reader for reader in range(readers)]
+    )
+    ours, theirs = (
+        md.run(train_by_rows, name, rows, local, size=size_of(name)) for local in (True, False)
+    )
     for weights, losses in ours:
         assert difference(weights, theirs[0][0]) < (BOUND if kind != "even" else 1e-300)
         assert losses == ours[0][1]
@@ -222,18 +278,46 @@ def whole(trainer: Trainer, rank: int) -> Any:
     return global_batch(0, 4, trainer.config)
 
 
-@pytest.mark.parametrize(("name", "given", "words"), [
-    ("servers", whole, "ConfigError: rank 2 is a parameter server, which reads no rows, and passes 4 sequences"),
-    ("asynchronous", whole, "PlanError: step: local=True needs the number of all ranks' tokens"),
-    ("asynchronous local steps", whole, "PlanError: step: local=True needs the number of all ranks' tokens"),
-    ("dp", lambda trainer, rank: tuple(ids[:0] for ids in whole(trainer, rank)),
-     "ShapeError: step: no rank passes a sequence"),
-    ("dp", lambda trainer, rank: tuple(ids[:, :6 - rank // 2] for ids in whole(trainer, rank)),
-     "MismatchError: rank 2 passes sequences of 5 tokens, rank 0 of 6"),
-    ("three axes", lambda trainer, rank: tuple((ids + (rank == 6)) % 11 for ids in whole(trainer, rank)),
-     "MismatchError: rank 6: the batch's inputs and targets differ from rank 4's; ranks along pp, cp and tp share"),
-    ("local steps", lambda trainer, rank: tuple(ids[:rank] for ids in whole(trainer, rank)),
-     "ConfigError: local steps: rank 0 has no row of the batch")])
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        (
+            "servers",
+            whole,
+            "ConfigError: rank 2 is a parameter server, which reads no rows, and passes 4",
+        ),
+        (
+            "asynchronous",
+            whole,
+            "PlanError: step: local=True needs the number of all ranks' tokens",
+        ),
+        (
+            "asynchronous local steps",
+            whole,
+            "PlanError: step: local=True needs the number of all ranks' tokens",
+        ),
+        (
+            "dp",
+            lambda trainer, rank: tuple(ids[:0] for ids in whole(trainer, rank)),
+            "ShapeError: step: no rank passes a sequence",
+        ),
+        (
+            "dp",
+            lambda trainer, rank: tuple(ids[:, : 6 - rank // 2] for ids in whole(trainer, rank)),
+            "MismatchError: rank 2 passes sequences of 5 tokens, rank 0 of 6",
+        ),
+        (
+            "three axes",
+            lambda trainer, rank: tuple((ids + (rank == 6)) % 11 for ids in whole(trainer, rank)),
+            "MismatchError: rank 6: the batch's inputs and targets differ from rank 4's; ranks along pp",
+        ),
+        (
+            "local steps",
+            lambda trainer, rank: tuple(ids[:rank] for ids in whole(trainer, rank)),
+            "ConfigError: local steps: rank 0 has no row of the batch",
+        ),
+    ],
+)
 def test_own_sequences_that_do_not_go_together(name: str, given: Any, words: str) -> None:
     found = md.run(refusals, name, given, size=size_of(name))
     assert len({*found}) == 1 and found[0].startswith(words)
@@ -248,18 +332,32 @@ def test_some_pass_their_own_and_some_all() -> None:
 
     found = md.run(rank, size=3)
     assert len({*found}) == 1
-    assert found[0].startswith("rank 1 passes its own sequences (local=True), rank 0 the global batch; pass every rank")
+    assert found[0].startswith(
+        "rank 1 passes its own sequences (local=True), rank 0 the global batch; pass every rank"
+    )
 
 
-# --------------------------------------------------------------------------------------------- batches that cannot be
+# --------------------------------------------------------------------------- batches that cannot be
 
 IDS = np.zeros((4, 6), np.int64)
 CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
-    "no sequence": ((IDS[:0], IDS[:0]), ShapeError, r"the batch has no sequence, its shape is \(0, 6\)"),
-    "no token": ((IDS[:, :0], IDS[:, :0]), ShapeError, r"have no token, its shape is \(4, 0\)"),
+    "no sequence": (
+        (IDS[:0], IDS[:0]),
+        ShapeError,
+        r"the batch has no sequence, its shape is \(0, 6\)",
+    ),
+    "no token": ((IDS[:, :0], IDS[:, :0]), ShapeError, r"have no token, their shape is \(4, 0\)"),
     "no dim": ((IDS[0, 0], IDS[0, 0]), DtypeError, "inputs are int64, no array"),
-    "an array without dims": ((IDS[0, 0, ...], IDS[0, 0, ...]), ShapeError, r"inputs have shape \(\)"),
-    "one dim": ((IDS[0], IDS[0]), ShapeError, r"inputs have shape \(6,\); pass \(sequences, tokens\)"),
+    "an array without dims": (
+        (IDS[0, 0, ...], IDS[0, 0, ...]),
+        ShapeError,
+        r"inputs have shape \(\)",
+    ),
+    "one dim": (
+        (IDS[0], IDS[0]),
+        ShapeError,
+        r"inputs have shape \(6,\); pass \(sequences, tokens\)",
+    ),
     "three dims": ((IDS[None], IDS[None]), ShapeError, r"inputs have shape \(1, 4, 6\)"),
     "lists": ((IDS.tolist(), IDS.tolist()), DtypeError, "inputs are list, no array"),
     "floats": ((IDS * 1.0, IDS), DtypeError, "inputs have dtype float64"),
@@ -267,22 +365,31 @@ CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
     "texts": ((IDS, IDS.astype(str)), DtypeError, "targets have dtype <U21"),
     "objects": ((IDS, IDS.astype(object)), DtypeError, "targets have dtype object"),
     "fewer targets": ((IDS, IDS[:3]), ShapeError, r"inputs have shape \(4, 6\), targets \(3, 6\)"),
-    "too long": ((np.tile(IDS, 2), np.tile(IDS, 2)), ShapeError, "sequences of 12 tokens are longer than the context"),
-    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), and ndarray of 4 came"),
+    "too long": (
+        (np.tile(IDS, 2), np.tile(IDS, 2)),
+        ShapeError,
+        "sequences of 12 tokens are longer than the context",
+    ),
+    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), and ndarray came"),
     "nothing": (None, ShapeError, "and NoneType came"),
-    "three parts": ((IDS, IDS, IDS), ShapeError, "and tuple of 3 came")}
+    "three parts": ((IDS, IDS, IDS), ShapeError, "and tuple of 3 came"),
+}
 
 
 @pytest.mark.parametrize("name", [*PLANS, "one process"])
 def test_batches_that_cannot_be(name: str) -> None:
-    """In one line, of the promised type, on every rank, before anything is moved; by step and by evaluate."""
+    """In one line, of the promised type, on every rank, by step and by evaluate."""
+
     def rank(world: Any) -> list[str]:
         trainer = trainer_of(world, name)
         found = []
         for batch, kind, words in CANNOT_BE.values():
-            for call in ((lambda batch=batch: trainer.step(batch)), (lambda batch=batch: trainer.evaluate([batch]))):
+            for call in (
+                (lambda batch=batch: trainer.step(batch)),
+                (lambda batch=batch: trainer.evaluate([batch])),
+            ):
                 if trainer.strategy.asynchronous and len(found) % 2:
-                    found.append("")        # a worker that evaluates has made its last step
+                    found.append("")  # a worker that evaluates has made its last step
                     continue
                 with pytest.raises(kind, match=words) as error:
                     call()
@@ -312,7 +419,8 @@ def test_an_empty_batch_moves_no_weight(name: str) -> None:
     assert all(md.run(rank, size=size_of(name)))
 
 
-# ------------------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
+
 
 def make_with(world: Any, of_rank: Any) -> str:
     arguments = of_rank(world.rank)
@@ -325,22 +433,44 @@ def make_with(world: Any, of_rank: Any) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("of_rank", "words"), [
-    (lambda rank: {"lr": 1e-3 * (1 + (rank == 2))}, "rank 2: lr is 0.002, rank 0 has 0.001"),
-    (lambda rank: {"lr": 1e-3 * (1 + (rank == 0))}, "rank 0: lr is 0.002, rank 1 has 0.001"),
-    (lambda rank: {"seed": rank}, "rank 1: seed is 1, rank 0 has 0; ranks [2] differ too"),
-    (lambda rank: {"clip": None if rank == 1 else 1.0}, "rank 1: clip is None, rank 0 has 1"),
-    (lambda rank: {"optimizer": "sgd" if rank == 1 else "adam"}, "rank 1: optimizer is 'sgd', rank 0 has 'adam'"),
-    (lambda rank: {"optimizer_options": {"betas": (0.9, 0.99 if rank == 1 else 0.95)}},
-     "rank 1: optimizer option betas is (0.9, 0.99), rank 0 has (0.9, 0.95)"),
-    (lambda rank: {"optimizer_options": {"weight_decay": 0.3} if rank == 1 else {}},
-     "rank 1: optimizer option weight_decay is 0.3, rank 0 has none given"),
-    (lambda rank: {"lr_schedule": "cosine", "steps": 9 + rank // 2}, "rank 2: steps is 10, rank 0 has 9"),
-    (lambda rank: {"config": {"dropout": 0.1 * (rank == 1)}}, "rank 1: config dropout is 0.1, rank 0 has 0"),
-    (lambda rank: {"config": {"mixture": MixtureConfig(experts=3, top_k=1 + rank // 2)}},
-     "rank 2: config mixture top_k is 2, rank 0 has 1"),
-    (lambda rank: {"plan": {"zero": rank // 2}}, "rank 2: plan zero is 1, rank 0 has 0"),
-    (lambda rank: {"plan": {"dp": 1, "tp": 3} if rank else {}}, "rank 0: plan dp is 3, rank 1 has 1; plan tp differ")])
+@pytest.mark.parametrize(
+    ("of_rank", "words"),
+    [
+        (lambda rank: {"lr": 1e-3 * (1 + (rank == 2))}, "rank 2: lr is 0.002, rank 0 has 0.001"),
+        (lambda rank: {"lr": 1e-3 * (1 + (rank == 0))}, "rank 0: lr is 0.002, rank 1 has 0.001"),
+        (lambda rank: {"seed": rank}, "rank 1: seed is 1, rank 0 has 0; ranks 2 differ too"),
+        (lambda rank: {"clip": None if rank == 1 else 1.0}, "rank 1: clip is None, rank 0 has 1"),
+        (
+            lambda rank: {"optimizer": "sgd" if rank == 1 else "adam"},
+            "rank 1: optimizer is 'sgd', rank 0 has 'adam'",
+        ),
+        (
+            lambda rank: {"optimizer_options": {"betas": (0.9, 0.99 if rank == 1 else 0.95)}},
+            "rank 1: optimizer option betas is (0.9, 0.99), rank 0 has (0.9, 0.95)",
+        ),
+        (
+            lambda rank: {"optimizer_options": {"weight_decay": 0.3} if rank == 1 else {}},
+            "rank 1: optimizer option weight_decay is 0.3, rank 0 has none given",
+        ),
+        (
+            lambda rank: {"lr_schedule": "cosine", "steps": 9 + rank // 2},
+            "rank 2: steps is 10, rank 0 has 9",
+        ),
+        (
+            lambda rank: {"config": {"dropout": 0.1 * (rank == 1)}},
+            "rank 1: config dropout is 0.1, rank 0 has 0",
+        ),
+        (
+            lambda rank: {"config": {"mixture": MixtureConfig(experts=3, top_k=1 + rank // 2)}},
+            "rank 2: config mixture top_k is 2, rank 0 has 1",
+        ),
+        (lambda rank: {"plan": {"zero": rank // 2}}, "rank 2: plan zero is 1, rank 0 has 0"),
+        (
+            lambda rank: {"plan": {"dp": 1, "tp": 3} if rank else {}},
+            "rank 0: plan dp is 3, rank 1 has 1; plan tp differ",
+        ),
+    ],
+)
 def test_arguments_that_differ_by_rank(of_rank: Any, words: str) -> None:
     found = md.run(make_with, of_rank, size=3)
     assert len({*found}) == 1 and found[0].startswith(f"MismatchError: {words}")
@@ -351,10 +481,12 @@ def test_another_plan_for_one_rank() -> None:
         trainer = trainer_of(world, "dp")
         with pytest.raises(MismatchError) as error:
             trainer.change_plan(Plan(dp=3, zero=1 + world.rank // 2))
-        trainer.step(global_batch(0, 4, trainer.config))        # it has stayed as it was
+        trainer.step(global_batch(0, 4, trainer.config))  # it has stayed as it was
         return str(error.value)
 
-    assert {*md.run(rank, size=3)} == {"rank 2: plan zero is 2, rank 0 has 1; give every rank the same"}
+    assert {*md.run(rank, size=3)} == {
+        "rank 2: plan zero is 2, rank 0 has 1; give every rank the same"
+    }
 
 
 def test_an_argument_that_cannot_work_is_told_as_itself() -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -312,13 +313,18 @@ def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
 
 def test_too_small_a_disk_is_told_with_the_whole_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(p.size for p in GPT(tiny()).parameters())
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, 5000))
+    room = threading.local()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, room.free))
+
+    def first(world: Any) -> None:
+        room.free = 5000
+        job(world, HOMES[4], offload_dir=tmp_path)
+
     with pytest.raises(DiskError, match=f"rank 0 needs {32 * count:,} bytes in .*, and 5,000 are free"):
-        md.run(lambda world: job(world, HOMES[4], offload_dir=tmp_path), size=1)
+        md.run(first, size=1)
 
     def second(world: Any) -> None:
-        if world.rank == 0:
-            world.recv(1)
+        room.free = 5000 if world.rank == 1 else 10**6
         job(world, HOMES[4], offload_dir=tmp_path)
 
     with pytest.raises(DiskError, match=f"rank 1 needs {32 * count // 2:,} bytes in .*, and 5,000 are free"):
