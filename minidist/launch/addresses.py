@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from minidist.comm.health.acceptor import is_loopback
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.errors import HandshakeError, LaunchError, TimeoutError
+from minidist.errors import HandshakeError, LaunchError, PeerLostError, TimeoutError
 from minidist.launch.launchers import Launch
 
 MOST = 16           # addresses that are told
@@ -21,7 +21,7 @@ TRY = 1.0           # seconds that one of them gets to answer
 
 
 def own_addresses() -> list[str]:
-    """This host's addresses (IPv4) that other hosts may reach, the likely ones first.
+    """This host's addresses that other hosts may reach, the likely ones first; IPv6 after IPv4.
 
     Raises: LaunchError if it has none but loopback.
     """
@@ -34,33 +34,44 @@ def own_addresses() -> list[str]:
     import psutil  # here: most ranks need it for nothing
 
     states = psutil.net_if_stats()
-    found += [entry.address for card, entries in sorted(psutil.net_if_addrs().items()) for entry in entries
-              if entry.family == socket.AF_INET and card in states and states[card].isup]
-    addresses = [address for address in dict.fromkeys(found) if not is_loopback(address)]
+    up = [entry for card, entries in sorted(psutil.net_if_addrs().items()) for entry in entries
+          if card in states and states[card].isup]
+    found += [entry.address for entry in up if entry.family == socket.AF_INET]
+    found += [entry.address for entry in up if entry.family == socket.AF_INET6]
+    addresses = [address for address in dict.fromkeys(found)
+                 if not (is_loopback(address) or address.lower().startswith("fe80:"))]
     if not addresses:
         raise LaunchError(f"{platform.node()} has no network address but loopback, and the job has several hosts; see "
                           "`ip address`")
     return addresses[:MOST]
 
 
-def connect_to_any(hosts: Sequence[str], port: int, token: bytes, launch: Launch, limit: float) -> MonitorClient:
+def connect_to_any(hosts: Sequence[str], port: int, token: bytes, launch: Launch, limit: float, *,
+                   begun: bool = False) -> MonitorClient:
     """Connect to the monitor, which is at one or more of these addresses; nothing else knows the token.
 
-    Raises: HandshakeError if the monitor refuses us; TimeoutError, with every address, after `limit` seconds.
+    Args:   begun: the monitor has listened before; if each address refuses the call, it is gone.
+    Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError, with every address,
+            after `limit` seconds.
     """
     rank, size, deadline = launch.world_rank, launch.world_size, time.monotonic() + limit
     if len(hosts) == 1:
-        return MonitorClient((hosts[0], port), token, rank, size, limit=limit)
+        return MonitorClient((hosts[0], port), token, rank, size, limit=limit, begun=begun)
     refused: HandshakeError | None = None
     while refused is None and time.monotonic() < deadline:
+        gone: list[PeerLostError] = []
         for host in hosts:
             try:
-                link = MonitorClient((host, port), token, rank, size, limit=TRY)
+                link = MonitorClient((host, port), token, rank, size, limit=TRY, begun=begun)
                 link.limit = limit
                 return link
             except HandshakeError as error:
                 refused = error
+            except PeerLostError as error:
+                gone.append(error)
             except TimeoutError:
                 continue
+        if len(gone) == len(hosts):
+            raise gone[0]
     raise refused or TimeoutError(f"rank {rank} could not reach the job's monitor within {limit:g} s, at none of "
                                   f"{', '.join(hosts)}, port {port}; is there a firewall between the hosts?")

@@ -143,7 +143,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
     try:
         if job.size > 1:
             limit_blas_threads(None, job.size, job.libraries)
-        link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit)
+        link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit, begun=True)
         transport = transports.build(job.transport, link, job.token, job.limit, node=job.nodes[rank])
         link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = job.profile

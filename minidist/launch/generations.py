@@ -62,7 +62,8 @@ class Generations:
         self.stop_at: int | None = None
         self.steps, self.saves = 0, False
         self._said = time.monotonic()                       # when this process, as rank 0, said how many steps are made
-        self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT)
+        self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT,
+                                        begun=True)
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
         self._heard: dict[str, dict[str, Any]] = {}     # from the launcher, by kind, not yet taken

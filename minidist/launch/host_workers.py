@@ -180,7 +180,7 @@ def _connect(addresses: list[str], port: int, token: bytes, node: int) -> tuple[
     for address in addresses:
         try:
             return connect_to_monitor((address, port), token, {"host_workers": node}, f"host {platform.node()}",
-                                      TRY), (address, port)
+                                      TRY, begun=True), (address, port)
         except CommError as error:
             problem = error
     assert problem is not None

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import listen, where_to_listen
-from minidist.comm.health.failure import how_it_ended, say_line
+from minidist.comm.health.failure import MONITOR, Failure, how_it_ended, say_line
+from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
@@ -34,6 +35,7 @@ from minidist.launch.launchers import Launch
 from minidist.launch.own_python import module_command
 from minidist.launch.token_file import TokenFile
 
+STAND_IN = 1.5            # seconds that rank 0 tells those that come late that the monitor is gone
 _MESSAGE_BYTES = 4096     # of the MPI broadcast
 
 
@@ -93,36 +95,53 @@ def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Jo
     Raises: LaunchError, HandshakeError or TimeoutError, as md.init says.
     """
     place = place_from_environment()
-    if place is not None:
-        return _connect(launch, place, limit)
+    if place is not None:                                   # other nodes may be earlier than the launcher of node 0
+        begun = launch.node_rank == 0 or "MINIDIST_ELASTIC" in os.environ
+        return _connect(launch, place, limit, begun=begun)
     by_file = launch.other_mpi and not launch.master_port
     joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(launch, limit, patience)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
-        joined.helpers.append(HelperProcess(joined.token, "node_agent", *joined.link.address))  # for all of this host
+        joined.helpers.append(NodeAgentProcess(joined.link, joined.token))      # for all of this host
     return joined
 
 
-def _connect(launch: Launch, place: MonitorAddress, limit: float, *helpers: "HelperProcess") -> Joined:
-    link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
-    return Joined(link, place.token, list(helpers))
+def _connect(launch: Launch, place: MonitorAddress, limit: float, *, begun: bool = False) -> Joined:
+    link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit, begun=begun)
+    return Joined(link, place.token)
+
+
+def _connect_to_own(launch: Launch, monitor: "MonitorProcess", limit: float) -> Joined:
+    """Rank 0 joins by the monitor that it has started. Raises: PeerLostError with how that ended, if it has."""
+    try:
+        joined = _connect(launch, monitor.place, limit, begun=True)
+    except BaseException as error:
+        monitor.close()                                     # it tells those that are yet to come
+        if monitor.loss is not None:
+            raise monitor.loss.error() from error
+        raise
+    joined.helpers.append(monitor)
+    return joined
 
 
 def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
     """Rank 0 starts the monitor and tells the others by MPI, also if it could not."""
-    helpers, words = [], [""]
+    monitor: MonitorProcess | None = None
+    words = [""]
     if launch.world_rank == 0:
         try:
             monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
                                      host="127.0.0.1" if launch.one_host else "", patience=patience)
-            helpers, words = [monitor], [str(monitor.place.port), monitor.place.token.decode(),
-                                         *(["127.0.0.1"] if launch.one_host else own_addresses())]
+            words = [str(monitor.place.port), monitor.place.token.decode(),
+                     *(["127.0.0.1"] if launch.one_host else own_addresses())]
         except (LaunchError, OSError) as error:
             words = [str(error)[:500]]
     words = _broadcast(words, limit)
     if len(words) == 1:
         raise LaunchError(words[0])
+    if monitor is not None:
+        return _connect_to_own(launch, monitor, limit)
     port, token, *hosts = words
-    return Joined(connect_to_any(hosts, int(port), token.encode(), launch, limit), token.encode(), list(helpers))
+    return Joined(connect_to_any(hosts, int(port), token.encode(), launch, limit, begun=True), token.encode())
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
@@ -135,7 +154,7 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
                                  host=host if launch.one_host else where_to_listen(host))
         if file is not None:
             file.write(monitor.place.token)
-        joined = _connect(launch, monitor.place, limit, monitor)
+        joined = _connect_to_own(launch, monitor, limit)
         joined.file = file
         return joined
     if file is None:
@@ -159,7 +178,7 @@ def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
     monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
                              host="127.0.0.1" if launch.one_host else "", patience=patience)
     file.write(f"{','.join(hosts)} {monitor.place.port} ".encode() + monitor.place.token)
-    joined = _connect(launch, monitor.place, limit, monitor)
+    joined = _connect_to_own(launch, monitor, limit)
     joined.file = file
     return joined
 
@@ -171,18 +190,28 @@ class HelperProcess:
 
     A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
     monitor hangs up on it. The helper watches the ranks, and its rank watches the helper: one that is frozen is killed,
-    and a killed monitor ends the job, because every rank loses its connection to it.
+    and a killed one ends the job, also one that dies before it is connected.
+
+    Attributes: loss: how it ended, if not well. met: all ranks have met, so none is yet to come.
     """
+
+    world_rank = MONITOR                            # in whose place it stands in a Failure
 
     def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = (),
                  patience: float = PATIENCE) -> None:
         command = module_command(f"minidist.comm.health.{module}", *map(str, arguments))
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         start_new_session=True, pass_fds=fds)
-        assert self._process.stdin is not None
-        self._process.stdin.write(token + b"\n")
-        self._process.stdin.flush()
         self._name, self._ended = module.removesuffix("_process").replace("_", " "), threading.Event()
+        self.loss: Failure | None = None
+        self.met = False
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             start_new_session=True, pass_fds=fds)
+        except OSError as error:
+            raise LaunchError(f"cannot start the job's {self._name} on {platform.node()}: {error.strerror}") from error
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):          # it has died; _watch says how
+            self._process.stdin.write(token + b"\n")
+            self._process.stdin.flush()
         self._watcher = threading.Thread(target=self._watch, args=(patience,), name="helper's watch", daemon=True)
         self._watcher.start()
 
@@ -206,7 +235,12 @@ class HelperProcess:
             frozen = bool(looks.frozen({pid})) or frozen        # the look after the first that finds it so kills it
         if status := self._process.poll():
             how = "was frozen (stopped), and is killed" if frozen else how_it_ended(status)
+            self.loss = Failure(self.world_rank, pid, platform.node(), how)
             say_line(f"minidist: the job's {self._name} (process {pid} on {platform.node()}) {how}")
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the job of the `loss`."""
 
 
 class MonitorProcess(HelperProcess):
@@ -214,10 +248,39 @@ class MonitorProcess(HelperProcess):
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
                  patience: float = PATIENCE) -> None:
+        self._host, self._size = host, size
         with listen(host, port) as listener:              # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host or "127.0.0.1", listener.getsockname()[1], token)
             super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()],
                              patience=patience)
+
+
+    def tell(self) -> None:
+        """In its place, tell the ranks that are yet to come; those that are there have lost their connections."""
+        if self.met or self.loss is None:
+            return
+        with contextlib.suppress(LaunchError, OSError):     # another process has taken the port
+            monitor = Monitor(self._size, self.place.token, listen(self._host, self.place.port))
+            monitor.start()
+            monitor.lose(self.loss)
+            deadline = time.monotonic() + STAND_IN
+            while not all(map(monitor.has_left, range(1, self._size))) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            monitor.close()
+
+
+class NodeAgentProcess(HelperProcess):
+    """The node agent of a host, a child of its first rank, whose `link` tells the job if it dies."""
+
+    def __init__(self, link: MonitorClient, token: bytes) -> None:
+        self._link = link
+        super().__init__(token, "node_agent", *link.address)
+
+    def tell(self) -> None:
+        """Without it nobody knows how this host's ranks end: the job ends."""
+        if self.loss is not None and not self._link.closed:
+            self._link.lose_with(Failure.here(self._link.world_rank, f"has lost its host's {self._name} (process "
+                                                                     f"{self.loss.pid}), which {self.loss.how}"))
 
 
 # --- how a rank learns where the monitor is ---------------------------------------------------------------------------

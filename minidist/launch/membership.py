@@ -88,6 +88,8 @@ class Membership:
             finally:
                 if joined.file is not None:
                     joined.file.remove()                    # all ranks have met, or never will
+            for helper in joined.helpers:
+                helper.met = True
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import SOON
+from helpers import SOON, nobodys_port
 from leftovers import nothing_left
 
 from minidist.comm import wire
@@ -17,9 +17,10 @@ from minidist.comm.health import acceptor
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import state_of
-from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
+from minidist.errors import ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 from minidist.launch import joining
-from minidist.launch.joining import MonitorAddress, MonitorProcess
+from minidist.launch.addresses import connect_to_any
+from minidist.launch.joining import MonitorAddress, MonitorProcess, NodeAgentProcess
 from minidist.launch.launchers import Launch
 from minidist.launch.token_file import TokenFile
 
@@ -87,6 +88,59 @@ def test_a_monitor_process_that_is_killed_or_frozen_ends_the_job_and_is_named(la
                         capfd.readouterr().err)
     for link in links:
         link.close()
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+def test_a_monitor_process_that_dies_at_its_start_is_named_to_the_ranks_that_come(way, capfd):
+    """Rank 0 finds it gone, and tells the others in its place."""
+    launch = Launch("torchrun", world_rank=0, world_size=2, local_size=2)
+    monitor = MonitorProcess(2, TOKEN, patience=0.1)
+    monitor._process.send_signal(getattr(signal, way))
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(joining._connect_to_own, launch, monitor, 100.0)
+        while not monitor.loss and not zero.done():
+            time.sleep(0.01)
+        one = connect(monitor, 1, 2)                # patient: it cannot know that a monitor was there
+        assert one.wait_for_loss(SOON).how == monitor.loss.how
+        one.close()
+        with pytest.raises(PeerLostError, match=rf"the job's monitor \(process {monitor._process.pid} on \S+\) was"):
+            zero.result(SOON)
+    assert "minidist: the job's monitor (process" in capfd.readouterr().err
+
+
+def test_a_monitor_that_is_gone_is_waited_for_by_no_rank_that_knows_of_it():
+    with nobodys_port() as address, pytest.raises(PeerLostError, match="rank 1 finds the job's monitor at .* gone"):
+        MonitorClient(address, TOKEN, 1, 2, limit=100, begun=True)
+    with nobodys_port() as (_, port), pytest.raises(PeerLostError, match="gone"):
+        connect_to_any(["127.0.0.1", "127.0.0.2"], port, TOKEN, Launch(world_rank=1, world_size=2), 100, begun=True)
+
+
+@pytest.mark.parametrize("when", ["at its start", "connected"])
+def test_a_node_agent_that_dies_ends_the_job(when, capfd):
+    monitor = MonitorProcess(2, TOKEN)
+    links = [connect(monitor, rank, 2) for rank in range(2)]
+    agent = NodeAgentProcess(links[1], TOKEN)
+    if when == "connected":                         # it looks at the ranks, so the monitor has let it in
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda link: link.meet({}), links))
+    agent._process.kill()
+    for link in links:
+        assert link.wait_for_loss(SOON) is not None
+    agent.close()
+    for link in links:
+        link.close()
+    monitor.close()
+    assert re.search(r"minidist: the job's node agent \(process \d+ on \S+\) was killed by SIGKILL\n",
+                     capfd.readouterr().err)
+
+
+def test_a_helper_that_cannot_be_started_is_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(joining.subprocess, "Popen", refuse)
+    with pytest.raises(LaunchError, match="cannot start the job's monitor on .*: Resource temporarily unavailable"):
+        MonitorProcess(2, TOKEN)
 
 
 def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():

@@ -8,6 +8,7 @@ connection for others any more.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -24,6 +25,7 @@ from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostErro
 
 PENDING = 64              # connections that have not proven themselves yet
 QUEUE = 4096              # callers that the kernel keeps until they are accepted; a system may grant fewer
+_NO_WAY = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)     # no patience helps: no route, no IPv6
 TOLD = 10                 # refusals that are logged: strangers cannot fill a disk
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 SILENCE = 5.0             # seconds of silence after which a host is lost
@@ -120,38 +122,65 @@ def where_to_listen(host: str) -> str:
     return host
 
 
+def plain_address(text: str) -> str:
+    """Return the address or name of a host as it is without the brackets that a port's `:` needs: [fd00::1].
+
+    Raises: LaunchError for a link-local address, which means another host on each network card.
+    """
+    address = text.removeprefix("[").removesuffix("]")
+    if address.lower().startswith("fe80:"):
+        raise LaunchError(f"{text} is a link-local address, which leads nowhere without a network card's name; give "
+                          "the host's name or another address of it (`ip address`)")
+    return address
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine reaches itself there."""
     return address.startswith("127.") or address == "::1"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listener; port 0 takes a free one. Raises LaunchError if the port is taken."""
+    """Return a listener at an address of this host, IPv4 or IPv6, or at all it has (""); port 0: a free one.
+
+    Raises: LaunchError if the port is taken, or the address is none of this host's.
+    """
+    every = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), backlog=QUEUE)
+        return socket.create_server((host, port), family=family, backlog=QUEUE, dualstack_ipv6=every)
     except OSError as error:
-        raise LaunchError(f"cannot listen on {host or 'any address'}:{port} ({error.strerror}); is another job using "
-                          "it? choose another port with --master-port or MASTER_PORT") from error
+        where = wire.written((host or "any address", port))
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "is another job using it? choose another port with --master-port or MASTER_PORT"
+        else:
+            remedy = f"it has to be an address of this host, {platform.node()}: give --master-addr or MASTER_ADDR one"
+        raise LaunchError(f"cannot listen on {where} ({error.strerror}); {remedy}") from error
 
 
 def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
-                       limit: float) -> socket.socket:
+                       limit: float, *, begun: bool = False) -> socket.socket:
     """The caller's side: a connection to the monitor, tried again until it listens.
 
     Args:   hello: says what this process is to the job, beside its number and system. name: the same, for messages.
-    Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
+            begun: the monitor listened before this process began; if none is there, it is gone.
+    Raises: HandshakeError if it refuses us; PeerLostError if it is gone; TimeoutError naming the address after
+            `limit` seconds, or at once if this host has no way there.
     """
     deadline = time.monotonic() + limit
     who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
     try:
-        sock = call(lambda: _dial(address, deadline), token, hello | who, deadline, patient=True)
+        sock = call(lambda: _dial(address, deadline), token, hello | who, deadline, patient=not begun)
     except PeerLostError as error:
-        raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within {limit:g} s "
+        if begun:
+            raise PeerLostError(f"{name} finds the job's monitor at {wire.written(address)} gone ({error})") from error
+        no_way = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_WAY
+        when = "and this host has no way there" if no_way else f"within {limit:g} s"
+        raise TimeoutError(f"{name} could not reach the job's monitor at {wire.written(address)} {when} "
                            f"({error})") from error
     try:
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
-            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")
+            raise HandshakeError(f"the monitor at {wire.written(address)} refused {name}: {welcome.get('reason')}")
     except (CommError, OSError):
         sock.close()
         raise
@@ -184,7 +213,8 @@ def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any],
             if sock is not None:
                 sock.close()
             hung_up = isinstance(error, HandshakeError) and error.__cause__ is not None
-            busy = hung_up or isinstance(error, BlockingIOError) or (patient and not isinstance(error, CommError))
+            waits = patient and not isinstance(error, CommError) and error.errno not in _NO_WAY
+            busy = hung_up or waits or isinstance(error, BlockingIOError)
             if busy and time.monotonic() < deadline:
                 time.sleep(0.02)
             elif isinstance(error, CommError) and not hung_up:

@@ -16,6 +16,9 @@ from minidist.errors import CommError, ConfigError, LinkLostError, PeerLostError
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
 
+MONITOR = -2
+"""In place of a world rank: the process of the job's monitor."""
+
 ENDING = 30
 """Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills it by SIGALRM."""
 
@@ -27,7 +30,7 @@ _TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a job fails: the first rank that did not end well, or the LAUNCHER.
+    """Why a job fails: the first rank that did not end well, or the LAUNCHER, or the MONITOR.
 
     `traceback` is empty if the rank could not report it. `status` is the exit status of the whole job: 2 for bad input,
     130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's number if the launcher was told to stop.
@@ -71,7 +74,8 @@ class Failure:
         return cls.here(LAUNCHER, f"was told to stop by {signal.Signals(number).name}", status=128 + number)
 
     def __str__(self) -> str:
-        name = "the launcher" if self.world_rank == LAUNCHER else f"rank {self.world_rank}"
+        others = {LAUNCHER: "the launcher", MONITOR: "the job's monitor"}
+        name = others.get(self.world_rank, f"rank {self.world_rank}")
         where = f" (process {self.pid} on {self.host})" if self.pid else ""
         return f"{name}{where} {self.how}"
 

@@ -44,15 +44,17 @@ class MonitorClient:
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                 limit: float = CONNECT_LIMIT, grace: float = GRACE) -> None:
+                 limit: float = CONNECT_LIMIT, grace: float = GRACE, begun: bool = False) -> None:
         """Connect, trying again until the monitor listens.
 
         Args:   limit: seconds until the connection must stand, and that a meeting may last.
                 grace: seconds that this process gets to end after a failure.
-        Raises: HandshakeError if the monitor refuses us; TimeoutError naming the address after `limit` seconds.
+                begun: the monitor listened before this process began; if none is there, it is gone.
+        Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError
+                naming the address after `limit` seconds.
         """
         hello = {"world_rank": world_rank, "world_size": world_size}
-        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
+        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit, begun=begun)
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
@@ -143,6 +145,12 @@ class MonitorClient:
         except CommError:
             self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
             return None
+
+    def lose_with(self, loss: Failure) -> None:
+        """Tell the job, and have this rank stop as the others do: it cannot go on without what is lost here."""
+        self.report_failure(loss)
+        self._leaving = False
+        self._lost(loss)
 
     @property
     def closed(self) -> bool:
