@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minidist.cli.limits import add_limits, limits_of
+from minidist.comm.health.acceptor import plain_address
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
 from minidist.files import check_writable
@@ -43,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), metavar="K",
                         help="which node this is, 0 to M-1")
     parser.add_argument("--hosts", metavar="LIST",
-                        help="a:3,b:4 or gpu[01-16]:8: the hosts of the job and the ranks of each (-n where none are "
+                        help="a:3,b:4, gpu[01-16]:8 or [fd00::1]:8: the hosts of the job and the ranks of each (-n where none are "
                              "given), started from here by ssh; with --node-rank this is one of them, and no ssh is "
                              "used")
     parser.add_argument("--ssh", metavar="COMMAND", help=f"how --hosts reaches a host (default: {SSH})")
     parser.add_argument("--master-addr", metavar="ADDRESS",
-                        help="node 0's address; it listens there, and only there; given a name, at all addresses it "
-                             "has (default: the first of --hosts, else loopback)")
+                        help="node 0's address, IPv4 or IPv6; it listens there, and only there; given a name, at all "
+                             "addresses it has (default: the first of --hosts, else loopback)")
     parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
                         help="its port (default: any free one)")
     parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     limited = {}
     if hosts and args.node_rank is None:
         status = spawn_on_hosts(command, hosts, ssh=SSH if args.ssh is None else args.ssh, port=nodes.master_port,
-                                address=args.master_addr or "", token=token or token_from_environment(),
+                                address=plain_address(args.master_addr or ""), token=token or token_from_environment(),
                                 patience=args.patience, limits=limits)
     else:
         status = spawn(command, hosts[nodes.rank].ranks if hosts else args.ranks, nodes=nodes, token=token,
@@ -103,7 +104,7 @@ def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
         fail(f"--node-rank {rank} is not one of {count} nodes; they count from 0")
     if args.master_port >= 65536:
         fail(f"--master-port {args.master_port} is not a port; choose one between 1024 and 65535")
-    address = args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1")
+    address = plain_address(args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1"))
     if count > 1 and address.startswith(("127.", "localhost")):
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
     return Nodes(count, rank, address, args.master_port, tuple(host.ranks for host in hosts))

@@ -140,7 +140,13 @@ def address_of(sock: socket.socket) -> str:
         name = sock.getpeername()
     except OSError:
         return "a connection that is gone"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local socket"
+    return written(name) if isinstance(name, tuple) else "a local socket"
+
+
+def written(address: tuple[Any, ...]) -> str:
+    """Return a host's address and a port as they are written: 10.0.0.1:29500, [fd00::1]:29500."""
+    host = str(address[0]).removeprefix("::ffff:")          # IPv4, as a listener for both sees it
+    return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
 
 
 def _deadline(limit: float | None) -> float | None:

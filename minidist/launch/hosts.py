@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from minidist.comm import wire
+from minidist.comm.health.acceptor import plain_address
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
@@ -43,6 +44,11 @@ ENDING = 10.0           # seconds that other hosts get to end by themselves when
 LAST_LINES = 2.0        # seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
 PASSED = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NCCL_", "XDG_", "MINIDIST_LOG", "LD_LIBRARY_PATH")
 """Beginnings of the variables that a rank gets from here; it has all others from its own host."""
+
+
+_USER, _RANKS = r"(?P<user>[\w.-]+@)?", r"(?::(?P<ranks>[1-9]\d{0,3}))?"
+_NAME = re.compile(rf"{_USER}(?P<host>\w[\w.-]*){_RANKS}")
+_IPV6 = re.compile(rf"{_USER}(?P<host>\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]){_RANKS}")
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,20 @@ class HostRanks:
 
 
 def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
-    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; `ranks` where none are given.
+    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; "[fd00::1]:8", an IPv6 address;
+    `ranks` where none are given.
 
     Raises: LaunchError, one line, for what is no host, and for one that is named twice.
     """
     found = []
-    for word in expand_hosts(text) if text.strip() else []:
-        match = re.fullmatch(r"((?:[\w.-]+@)?\w[\w.-]*)(?::([1-9]\d{0,3}))?", word)
+    words = [word for part in re.split(r",(?![^\[]*\])", text) if part.strip()
+             for word in ([part] if _IPV6.fullmatch(part) else expand_hosts(part))]
+    for word in words:
+        match = _IPV6.fullmatch(word) or _NAME.fullmatch(word)
         if match is None:
-            raise LaunchError(f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks")
-        found.append(HostRanks(match[1], int(match[2] or ranks)))
+            raise LaunchError(f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks, "
+                              "and an IPv6 address as [fd00::1]:3")
+        found.append(HostRanks((match["user"] or "") + plain_address(match["host"]), int(match["ranks"] or ranks)))
     names = [host.name for host in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise LaunchError(f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4")

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from minidist.comm.health.acceptor import plain_address
 from minidist.errors import LaunchError
 
 
@@ -176,6 +177,7 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
         node_rank = _number(launcher, variables, launcher.node_rank)
     where = (_text(launcher, variables, launcher.master_addr), _number(launcher, variables, launcher.master_port)) \
         if launcher.master_addr else ("127.0.0.1", 0)
+    where = (plain_address(where[0]), where[1])
     return Launch(launcher.name, launcher.transport, rank, size, local_rank, local_size, node_rank, *where,
                   job=variables.get(launcher.job, ""))
 

@@ -39,7 +39,8 @@ def launch(environment, ssh, hosts, *program):
 
 @pytest.mark.parametrize(("text", "found"), [
     ("a", [("a", 2)]), ("a,b:4", [("a", 2), ("b", 4)]), ("gpu[01-03]:8", [(f"gpu0{n}", 8) for n in (1, 2, 3)]),
-    ("me@a.lan:1,b-2", [("me@a.lan", 1), ("b-2", 2)]), ("127.0.0.1:3,127.0.0.2", [("127.0.0.1", 3), ("127.0.0.2", 2)])])
+    ("me@a.lan:1,b-2", [("me@a.lan", 1), ("b-2", 2)]), ("127.0.0.1:3,127.0.0.2", [("127.0.0.1", 3), ("127.0.0.2", 2)]),
+    ("[fd00::1]:3,me@[::1],gpu[1,3]:4", [("fd00::1", 3), ("me@::1", 2), ("gpu1", 4), ("gpu3", 4)])])
 def test_hosts_and_their_ranks(text, found):
     assert [(host.name, host.ranks) for host in hosts_of(text, 2)] == found
 
@@ -51,6 +52,7 @@ def test_the_address_of_a_host_is_its_name_without_the_user():
 
 @pytest.mark.parametrize(("text", "says"), [
     ("", "'' names no host"), ("a:0", "'a:0' is no host"), ("-oProxyCommand=x", "is no host"), ("a;b", "is no host"),
+    ("fd00::1:3,b", "as [fd00::1]:3"), ("[fe80::1]:2", "link-local"), ("[fd00::1]:0", "is no host"),
     ("a:1,b,a:2", "host a is named twice"), ("localhost,b", "'localhost' is another host on each of them")])
 def test_what_names_no_hosts_is_one_line(text, says):
     with pytest.raises(LaunchError, match=re.escape(says)) as caught:

@@ -27,7 +27,7 @@ import numpy as np
 
 from minidist.comm import wire
 from minidist.comm.handle import Handle
-from minidist.comm.health.acceptor import HANDSHAKE_LIMIT, is_silent, keep_alive
+from minidist.comm.health.acceptor import HANDSHAKE_LIMIT, is_silent, keep_alive, listen
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Tag
@@ -53,11 +53,11 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
     connections: dict[int, socket.socket] = {}
     callers: Callers = queue.SimpleQueue()
     try:
-        with socket.create_server((host, 0)) as listener, listening(listener):
+        with listen(host, 0) as listener, listening(listener):
             threading.Thread(target=accept, args=(listener, token, callers), daemon=True).start()
             addresses = [info["address"] for info in link.meet({"address": listener.getsockname()})]
             for rank in range(link.world_rank):
-                connections[rank] = socket.create_connection(tuple(addresses[rank]), limit)
+                connections[rank] = socket.create_connection(tuple(addresses[rank][:2]), limit)
                 wire.greet(connections[rank], token, {"world_rank": link.world_rank}, limit)
             while len(connections) < len(addresses) - 1:
                 rank, connections[rank] = callers.get(timeout=limit)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minidist.comm import wire
 from minidist.comm.health.acceptor import QUEUE, SILENCE, Acceptor, call, keep_alive
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
@@ -114,7 +115,7 @@ def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.connect(address)
     except builtins.TimeoutError as error:
         sock.close()
-        raise LinkLostError(f"{address[0]}:{address[1]} did not answer for {min(limit, DIAL_LIMIT):g} s: packets "
+        raise LinkLostError(f"{wire.written(address)} did not answer for {min(limit, DIAL_LIMIT):g} s: packets "
                             "to it are lost; is there a firewall between the hosts?") from error
     except BaseException:
         sock.close()
