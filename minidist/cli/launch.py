@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=whole_number(0, MOST_NODES - 1), metavar="K",
                         help="which node this is, 0 to M-1")
     parser.add_argument("--hosts", metavar="LIST",
-                        help="a:3,b:4, gpu[01-16]:8 or [fd00::1]:8: the hosts of the job and the ranks of each (-n where none are "
-                             "given), started from here by ssh; with --node-rank this is one of them, and no ssh is "
-                             "used")
+                        help="a:3,b:4, gpu[01-16]:8 or [fd00::1]:8: the hosts of the job and the ranks of each (-n "
+                             "where none are given), started from here by ssh; with --node-rank this is "
+                             "one of them, and no ssh is used")
     parser.add_argument("--ssh", metavar="COMMAND", help=f"how --hosts reaches a host (default: {SSH})")
     parser.add_argument("--master-addr", metavar="ADDRESS",
                         help="node 0's address, IPv4 or IPv6; it listens there, and only there; given a name, at all "

@@ -22,6 +22,7 @@ from threadpoolctl import ThreadpoolController
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
+from minidist.comm.health.acceptor import shortage
 from minidist.comm.health.failure import Failure, ending, how_it_ended
 from minidist.comm.health.flight_signals import hear_dump_signal
 from minidist.comm.health.monitor import Monitor
@@ -30,6 +31,7 @@ from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
+from minidist.errors import LaunchError
 from minidist.launch import failures, transports
 from minidist.launch.children import Children, Forked, flush_output
 from minidist.launch.membership import limit_blas_threads
@@ -51,12 +53,18 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     transports.allow_open_files(size)
     transports.load(transport)          # once, here, rather than in every child
     deadline = time.monotonic() + limit
-    job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
+    try:
+        job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
+    except OSError as error:
+        raise LaunchError(f"cannot start {size} ranks: {shortage(error, size)}") from error
     try:
         for rank in range(size):
             if time.monotonic() > deadline:
                 raise failures.late(range(rank, size), size, limit, "they had not been started yet")
-            job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
+            try:
+                job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
+            except OSError as error:
+                raise LaunchError(f"cannot start rank {rank} of {size}: {shortage(error, size)}") from error
         job.monitor.start()             # now: no thread may run where a process is forked
         outcomes = job.collect(deadline)
         if job.monitor.loss is not None:
@@ -77,6 +85,7 @@ class ForkedJob:
     def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int],
                  patience: float) -> None:
         self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
         self.token = wire.new_token()
         self.profile = load_profile()           # once, for all ranks; so are the libraries
         self.libraries = ThreadpoolController() if size > 1 else None
@@ -84,7 +93,6 @@ class ForkedJob:
         self.children = Children(self.processes, patience=patience)
         self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank),
                                patience=patience)
-        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
         self.waiting = set(range(size))         # ranks whose end has not been noted
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import listen, where_to_listen
+from minidist.comm.health.acceptor import listen, shortage, where_to_listen
 from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
@@ -128,13 +128,17 @@ class SpawnedJob:
                                                stdin=None if rank == 0 else subprocess.DEVNULL,
                                                stderr=None if rank == 0 else subprocess.PIPE)
             except OSError as error:
-                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+                raise LaunchError(f"cannot start {self.command[0]!r}: {shortage(error, self.size)}") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.processes[rank] = process
             self.limits.started(process.pid)
             if process.stderr is not None:
-                self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
+                try:
+                    self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
+                except RuntimeError as error:
+                    process.stderr.close()
+                    raise LaunchError(f"cannot hear rank {rank}, which has just been started: {error}") from error
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place

@@ -1,7 +1,6 @@
 """From a transport's name to a transport; each module is loaded when it is asked for."""
 
 import difflib
-import errno
 import importlib
 import importlib.util
 import queue
@@ -10,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 
+from minidist.comm.health.acceptor import FILES, shortage
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.device import account
@@ -21,7 +21,6 @@ PLAIN = ("plain-tcp",)                                  # the same, to read and 
 _MAKERS = {"auto": ("auto", "connect"), "tcp": ("auto", "connect_tcp"), "shm": ("auto", "connect_shm"),
            "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
            "nccl": ("gpu.nccl", "connect")}
-FILES = 8               # open files for each rank of the job: connection, shared memory, what it inherited
 HEARSAY = 2.0           # most seconds to wait for the reason of a connection that failed; milliseconds mostly
 
 
@@ -92,8 +91,8 @@ def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: i
         if loss is not None:
             raise loss.error() from outcome
     if system:
-        remedy = f"; let `ulimit -n` be {FILES * link.world_size}" if system.errno == errno.EMFILE else ""
-        raise CommError(f"rank {link.world_rank} cannot connect to the other ranks: {system}{remedy}") from system
+        raise CommError(f"rank {link.world_rank} cannot connect to the other ranks: [Errno {system.errno}] "
+                        f"{shortage(system, link.world_size)}") from system
     raise outcome
 
 

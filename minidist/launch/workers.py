@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up
+from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up, shortage
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.elastic_hosts import HOST_LIMIT, OtherHosts, RemoteHost
@@ -131,7 +131,8 @@ class Workforce:
         self.place = "127.0.0.1" if alone else ""   # where this host listens for processes, and for ranks
         self._listener = listen(self.place, 0)
         self.port: int = self._listener.getsockname()[1]
-        self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher")
+        self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher",
+                                  fail=self._cannot_accept)
         self._closed = False
         node = 0 if others is None else others.here
         self.starter = None if node is None else Starter(
@@ -202,6 +203,13 @@ class Workforce:
             self._start(number)
         except LaunchError as error:
             self.events.put(error)
+        except (OSError, RuntimeError) as error:            # no file, no memory, no thread
+            self.events.put(LaunchError(f"cannot start process {number}: {error}"))
+
+    def _cannot_accept(self, error: OSError) -> None:
+        """Processes call, and this one has nothing left to take them with."""
+        size = max(1, len(self.workers))
+        self.events.put(LaunchError(f"cannot take the connection of another process: {shortage(error, size)}"))
 
     def _start(self, number: int) -> None:
         with self._starting:                                # one that is forked may come before start() returns

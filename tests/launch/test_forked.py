@@ -1,5 +1,6 @@
 """run over processes of this machine: results in order, failures with their rank, nothing left over."""
 
+import errno
 import os
 import signal
 import sys
@@ -195,3 +196,26 @@ def test_256_ranks_join_add_up_and_leave(transport):
                              transport=transport, limit=120)
     assert set(results) == {256 * 255 / 2}
     assert time.monotonic() - start < 120
+
+
+def test_a_system_that_forks_no_more_is_one_line(monkeypatch):
+    fork, forked = os.fork, []
+
+    def refuse():
+        forked.append(1)
+        if len(forked) == 3:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with nothing_left(), pytest.raises(LaunchError, match="cannot start rank 2 of 4: Resource temporarily unavailable"):
+        md.run(lambda world: None, size=4, transport="tcp")
+
+
+def test_a_system_without_files_for_all_ranks_is_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("minidist.launch.forked.tempfile.TemporaryFile", refuse)
+    with nothing_left(), pytest.raises(LaunchError, match="cannot start 4 ranks: Too many open files; let `ulimit"):
+        md.run(lambda world: None, size=4, transport="tcp")

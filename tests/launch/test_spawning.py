@@ -344,3 +344,14 @@ def test_ranks_that_need_no_other_may_end_before_the_others_have_come():
         done = finish(start([sys.executable, "-m", "minidist", "launch", "-n", "2", sys.executable, "-c", script],
                             environment))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("files", [14, *(pytest.param(files, marks=pytest.mark.soak) for files in range(6, 24))])
+def test_too_few_open_files_are_told_at_once(files):
+    """Whatever runs short of them, the launcher of six ranks or a rank; no rank is waited for."""
+    launch = f"ulimit -n {files}; exec {sys.executable} -m minidist launch -n 6 {JOB} ok shm"
+    with nothing_left() as environment:
+        done = finish(start(["sh", "-c", launch], environment))
+    assert done.returncode
+    assert re.search(r"Too many open files", done.stderr), done.stderr
+    assert not re.search("did not come|TimeoutError", done.stderr), done.stderr

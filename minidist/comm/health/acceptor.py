@@ -25,6 +25,8 @@ from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostErro
 
 PENDING = 64              # connections that have not proven themselves yet
 QUEUE = 4096              # callers that the kernel keeps until they are accepted; a system may grant fewer
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)       # of accept: the system has no more
+FILES = 8                 # open files for each rank of the job: connection, shared memory, what it inherited
 _NO_WAY = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)     # no patience helps: no route, no IPv6
 TOLD = 10                 # refusals that are logged: strangers cannot fill a disk
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
@@ -42,10 +44,13 @@ class Acceptor:
 
     Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
           size: ranks that may come. run(target, *args): start a thread. name: of the listener, for the log.
+          fail(error): this process has no file, memory or thread left for another caller, and no stranger to send away.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],
-                 size: int, run: Callable[..., None], name: str) -> None:
+                 size: int, run: Callable[..., None], name: str, *,
+                 fail: Callable[[OSError], None] = lambda error: None) -> None:
+        self._fail = fail
         self.listener, self._token, self._enter, self._run, self._name = listener, token, enter, run, name
         self._room, self._refused = max(PENDING, 2 * size), 0
         self.strangers: dict[socket.socket, None] = {}        # in order of arrival
@@ -57,7 +62,9 @@ class Acceptor:
         """A connection is waiting: accept it."""
         try:
             sock, _ = self.listener.accept()
-        except OSError:                                        # gone again, or no file is left, or we are closing
+        except OSError as error:                               # gone again, or no file is left, or we are closing
+            if error.errno in EXHAUSTED and not self._send_one_away():
+                self._fail(error)
             time.sleep(0.01)
             return
         with contextlib.suppress(OSError):                     # gone again
@@ -67,11 +74,25 @@ class Acceptor:
                 sock.close()
                 return
             self.strangers[sock] = None
-            if len(self.strangers) > self._room:
-                oldest = next(iter(self.strangers))
-                del self.strangers[oldest]
-                end_connection(oldest)
-        self._run(self._receive, sock)
+        if len(self.strangers) > self._room:
+            self._send_one_away()
+        try:
+            self._run(self._receive, sock)
+        except RuntimeError as error:                          # no thread can be started
+            with self._lock:
+                self.strangers.pop(sock, None)
+            sock.close()
+            self._fail(OSError(errno.EAGAIN, str(error)))
+
+    def _send_one_away(self) -> bool:
+        """Hang up on the stranger that came first; whether there is one."""
+        with self._lock:
+            oldest = next(iter(self.strangers), None)
+            if oldest is None:
+                return False
+            del self.strangers[oldest]
+            end_connection(oldest)
+            return True
 
     def close(self) -> None:
         """Close the listener and every connection that has not come in."""
@@ -104,6 +125,12 @@ class Acceptor:
                 raise PeerLostError(f"{wire.address_of(sock)} was sent away, and may call again")
             del self.strangers[sock]
             self._proven.add(sock)
+
+
+def shortage(error: OSError, size: int) -> str:
+    """Return what a system has no more of, in words, and what to do where that is known; `size`: ranks of the job."""
+    words = error.strerror or str(error)
+    return f"{words}; let `ulimit -n` be {FILES * size}" if error.errno == errno.EMFILE else words
 
 
 def where_to_listen(host: str) -> str:

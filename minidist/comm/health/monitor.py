@@ -36,10 +36,10 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import SILENCE, Acceptor, listen, set_up
+from minidist.comm.health.acceptor import SILENCE, Acceptor, listen, set_up, shortage
 from minidist.comm.health.crash import crash_told
 from minidist.comm.health.deadlock import LONG_PACKETS, Verdict
-from minidist.comm.health.failure import Failure
+from minidist.comm.health.failure import MONITOR, Failure
 from minidist.comm.health.process_state import PATIENCE, hears_interrupts, state_of, this_system
 from minidist.comm.health.seats import AgentSeat, Seat, Seats
 from minidist.comm.health.wait_state import State
@@ -69,7 +69,8 @@ class Monitor(Seats):
         self._how = how or (lambda seat: None)
         self.listener = listener or listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor")
+        self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor",
+                                  fail=self._cannot_accept)
         self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
@@ -169,8 +170,8 @@ class Monitor(Seats):
         """In a thread that close() will join."""
         thread = threading.Thread(target=target, args=args, name="minidist monitor", daemon=True)
         with self._changed:
-            self._threads = {thread, *(other for other in self._threads if other.is_alive())}
             thread.start()
+            self._threads = {thread, *(other for other in self._threads if other.is_alive())}
 
     def _hear_all(self) -> None:
         """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
@@ -217,6 +218,10 @@ class Monitor(Seats):
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._look_for_missing()
         self._hear_from(seat)
+
+    def _cannot_accept(self, error: OSError) -> None:
+        """Ranks call, and this process has nothing left to take them with."""
+        self.lose(Failure.here(MONITOR, f"cannot take the connection of another rank: {shortage(error, self.size)}"))
 
     def _hear_from(self, seat: Seat) -> None:
         """From now on; and tell it of a loss that came before."""

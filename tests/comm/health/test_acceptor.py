@@ -1,6 +1,8 @@
 """The acceptor: nothing hangs up on a rank that has proven itself, however many strangers call."""
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -74,6 +76,66 @@ def test_a_crowd_hangs_up_on_no_rank_that_has_proven_itself(monkeypatch):
         with greeted[0] as sock, seats[0]:
             sock.settimeout(SOON)
             assert sock.recv(7) == b"welcome"
+
+
+# --- a system that has no more ---------------------------------------------------------------------------------------
+
+class Deaf:
+    """A listener of a process that has no file left."""
+
+    def __init__(self, listener, number):
+        self.listener, self.number = listener, number
+
+    def accept(self):
+        raise OSError(self.number, os.strerror(self.number))
+
+    def shutdown(self, how):
+        self.listener.shutdown(how)
+
+
+@pytest.mark.parametrize("number", acceptor.EXHAUSTED)
+def test_a_caller_for_whom_the_system_has_nothing_left_is_told_of(number, monkeypatch):
+    failed = []
+    with accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address), contextlib.ExitStack() as stack:
+        acceptor_._fail = failed.append
+        crowd(acceptor_, address, stack, count=2)
+        acceptor_.listener = Deaf(acceptor_.listener, number)
+        wait_for(lambda: (acceptor_.accept(), failed)[1])
+        assert failed[0].errno == number
+        assert not acceptor_.strangers, "they were sent away first"
+
+
+def test_a_caller_for_whom_there_is_no_thread_is_told_of(monkeypatch):
+    failed = []
+
+    def refuse(target, *args):
+        raise RuntimeError("can't start new thread")
+
+    with accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address), contextlib.ExitStack() as stack:
+        acceptor_._run, acceptor_._fail = refuse, failed.append
+        crowd(acceptor_, address, stack, count=1)
+    assert "can't start new thread" in str(failed[0])
+
+
+def test_a_monitor_without_a_file_for_the_next_rank_ends_the_job():
+    monitor = Monitor(2, TOKEN)
+    monitor.start()
+    link = MonitorClient(monitor.address, TOKEN, 0, 2, limit=LIMIT, grace=60.0)
+    monitor._acceptor.listener = Deaf(monitor.listener, errno.EMFILE)
+    with socket.create_connection(monitor.address):
+        loss = link.wait_for_loss(SOON)
+    link.close()
+    monitor.close()
+    assert str(loss).startswith("the job's monitor (process")
+    assert "Too many open files; let `ulimit -n` be 16" in str(loss)
+
+
+def test_a_rank_without_a_file_for_the_next_says_so(monkeypatch):
+    listener = listen_tcp("127.0.0.1")
+    monkeypatch.setattr(full_mesh, "Acceptor", lambda sock, *args, **options: Acceptor(
+        Deaf(sock, errno.EMFILE), *args, **options))
+    with full_mesh.listening(listener), pytest.raises(OSError, match="Too many open files"):
+        full_mesh.connect(0, range(2), listener, lambda _: None, TOKEN, LIMIT)
 
 
 # --- the same, many times --------------------------------------------------------------------------------------------

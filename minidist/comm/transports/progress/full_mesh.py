@@ -28,6 +28,9 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import QUEUE, SILENCE, Acceptor, call, keep_alive
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
+News = queue.SimpleQueue["tuple[int, socket.socket] | OSError"]
+"""The ranks that have come, or what this process lacks to take another."""
+
 DIAL_LIMIT = 2 * SILENCE    # seconds that the host of a rank which listens may take to answer
 
 
@@ -41,7 +44,7 @@ def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial
     """
     deadline, connections = time.monotonic() + limit, dict[int, socket.socket]()
     missing = {rank for rank in ranks if rank > world_rank}
-    news: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+    news: News = queue.SimpleQueue()
     if missing:
         threading.Thread(target=_admit, args=(listener, token, set(missing), news), daemon=True).start()
     try:
@@ -55,10 +58,13 @@ def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial
                 raise
         while missing:
             try:
-                rank, connections[rank] = news.get(timeout=max(0.0, deadline - time.monotonic()))
+                came = news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise TimeoutError(f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect"
                                    ) from None
+            if isinstance(came, OSError):
+                raise came
+            rank, connections[rank] = came
             missing.remove(rank)
     except BaseException:
         hang_up(connections)
@@ -72,8 +78,8 @@ def hang_up(connections: Mapping[int, socket.socket]) -> None:
 
 
 def _admit(listener: socket.socket, token: bytes, expected: set[int],
-           news: "queue.SimpleQueue[tuple[int, socket.socket]]") -> None:
-    """Answer callers until all expected ranks are in the news, or the listener is closed."""
+           news: "News") -> None:
+    """Answer callers until all expected ranks are in the news, or the listener is closed; or why that cannot be."""
     lock = threading.Lock()
 
     def enter(sock: socket.socket, hello: dict[str, Any]) -> None:
@@ -88,7 +94,7 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int],
     def run(target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, name="answering a caller", daemon=True).start()
 
-    acceptor = Acceptor(listener, token, enter, len(expected), run, "refused a connection")
+    acceptor = Acceptor(listener, token, enter, len(expected), run, "refused a connection", fail=news.put)
     while expected and listener.fileno() >= 0:
         acceptor.accept()
 
