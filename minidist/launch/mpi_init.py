@@ -23,7 +23,6 @@ import os
 import platform
 import re
 import select
-import shutil
 import signal
 import stat
 import sys
@@ -34,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minidist.comm.health.failure import listed, say_line
+from minidist.comm.health.failure import listed
 from minidist.comm.health.process_state import (
     PATIENCE,
     ProcessLooks,
@@ -48,11 +47,6 @@ from minidist.errors import LaunchError
 from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
 
-SHARED = "/dev/shm"
-SHARED_BYTES = 8 << 20
-SHARED_PER_RANK = 6 << 20
-"""Bytes that MPICH 5.0 may map there, of all ranks and per rank, rounded up: 8 ranks take 42 MiB, die with 40."""
-
 _LOOK = 0.02        # seconds between two looks
 _STOPS = 0.2        # seconds between two looks for ranks that are stopped
 _SETTLE = 0.2       # seconds for others to end, or to come after all
@@ -60,33 +54,12 @@ _GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the jo
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
 
 
-def scarce_memory(ranks: int) -> str:
-    """Return one line if /dev/shm has too little room for MPICH's ranks on this host, else "".
-
-    MPICH then may work, or die of SIGBUS or SIGSEGV in MPI_Init, without a word.
-    """
-    try:
-        free = shutil.disk_usage(SHARED).free
-    except OSError:
-        return ""
-    needed = SHARED_BYTES + ranks * SHARED_PER_RANK
-    if free >= needed:
-        return ""
-    return (f"{SHARED} has {free / 2**20:.0f} MiB free, and MPICH may die of SIGBUS or SIGSEGV with "
-            f"less than {needed >> 20} MiB for {ranks} ranks: make it larger (in Docker: --shm-size "
-            f"1g), or use `minidist launch`, which does not need it")
-
-
 def mpi_world(launch: Launch) -> Any:
-    """MPI_COMM_WORLD, if it is the world that mpirun started. The first rank of a host says if its memory is scarce.
+    """MPI_COMM_WORLD, if it is the world that mpirun started.
 
     Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi how its tasks meet:
             then each process is a world of its own.
     """
-    line = scarce_memory(launch.local_size) if launch.local_rank == 0 else ""
-    if line:
-        say_line(f"minidist: {line}")
-        wait_until_read(2)                                  # the import may begin MPI_Init
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         from mpi4py import MPI
@@ -116,14 +89,6 @@ def unlink(names: set[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
-
-
-def wait_until_read(file: int) -> None:
-    """Return when the reader of a pipe has read all of it, at latest after _GRACE seconds: mpirun loses the rest."""
-    deadline = time.monotonic() + _GRACE
-    with contextlib.suppress(OSError):
-        while any(fcntl.ioctl(file, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
 
 
 @contextlib.contextmanager
@@ -220,7 +185,9 @@ class InitWatch:
         """To stderr, until mpirun has read it: what is in the pipe when it ends the job is lost."""
         with contextlib.suppress(OSError):                  # not by sys.stderr: a thread may have held it at the fork
             os.write(2, line.encode())
-            wait_until_read(2)
+            deadline = time.monotonic() + _GRACE
+            while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
 
     def _is_first(self) -> bool:
         """Whether this is the first rank of the host to ask; it holds a lock on the shared memory from then on."""

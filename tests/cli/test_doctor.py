@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -44,27 +43,6 @@ def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
     finding = doctor._mpi()
     assert finding.state == "optional"
     assert "pip install mpich" in finding.advice
-
-
-@pytest.mark.parametrize("mebibytes, state", [(1, "optional"), (64 << 10, "ok")])
-def test_a_small_dev_shm_is_a_matter_of_mpirun_alone(monkeypatch, mebibytes, state):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=mebibytes << 20))
-    finding = next(found for found in doctor._hardware() if found.what == "shared memory")
-    assert finding.state == state
-    assert "transport shm does not need it" in finding.found
-    assert bool(finding.advice) == (state == "optional")
-    assert "mpirun" in finding.advice or state == "ok"
-
-
-def test_an_mpirun_that_dies_without_a_word_is_explained_by_its_memory(monkeypatch, tmp_path):
-    fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\n[ $1 = --version ] && echo 'HYDRA Version: 5.0' && exit\nexit 7\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.mpirun_at(str(fake)))
-    monkeypatch.setattr(doctor, "scarce_memory", lambda ranks: f"scarce for {ranks}")
-    finding = doctor._mpi()
-    assert finding.state == "broken" and "ended with 7" in finding.found
-    assert finding.advice == "scarce for 2"
 
 
 @pytest.fixture

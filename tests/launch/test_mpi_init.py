@@ -6,15 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import SOON
 from jobs import finish, start
 from leftovers import nothing_left
 
-from minidist.launch import mpi_init
-from minidist.launch.launchers import clean_environment, detect
+from minidist.launch.launchers import clean_environment
 from minidist.launch.mpirun import find_mpirun
 
 WAYS = {
@@ -225,37 +223,3 @@ def test_where_nothing_is_known_of_the_others_the_limit_holds(tmp_path):
                             PYTHONPATH=str(tmp_path), **variables))
     assert (done.returncode, done.stderr) == (-9, "minidist: rank 1 of 2 waited 0.2 s in MPI_Init, which waits for "
                                               "every rank; which one is missing cannot be seen here; the job ends\n")
-
-
-def room(monkeypatch: pytest.MonkeyPatch, mebibytes: float) -> None:
-    """Have /dev/shm say that it has so much free."""
-    usage = SimpleNamespace(free=int(mebibytes * 2**20))
-    monkeypatch.setattr(mpi_init.shutil, "disk_usage", lambda path: usage)
-
-
-@pytest.mark.parametrize("ranks, dies, works", [(2, 16, 20), (4, 20, 32), (8, 40, 56), (16, 64, 128)])
-def test_memory_with_which_mpich_was_seen_to_die_is_scarce(
-        monkeypatch: pytest.MonkeyPatch, ranks: int, dies: int, works: int) -> None:
-    room(monkeypatch, works)
-    assert mpi_init.scarce_memory(ranks) == ""
-    room(monkeypatch, dies)
-    line = mpi_init.scarce_memory(ranks)
-    assert "\n" not in line
-    for word in (f"{dies} MiB free", f"{ranks} ranks", "SIGBUS", "--shm-size", "minidist launch"):
-        assert word in line
-
-
-@pytest.mark.parametrize("local_rank, said", [(0, 1), (1, 0)])
-def test_the_first_rank_of_a_host_says_it_before_mpi_begins(
-        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank: int, said: int) -> None:
-    room(monkeypatch, 1)
-    monkeypatch.setitem(sys.modules, "mpi4py", None)        # its import may begin MPI_Init, and so end the process
-    variables = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": str(local_rank), "MPI_LOCALNRANKS": "2"}
-    with pytest.raises(ImportError):
-        mpi_init.mpi_world(detect(variables))
-    assert capfd.readouterr().err.count("/dev/shm has 1 MiB free") == said
-
-
-def test_a_system_without_dev_shm_has_no_remark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_init, "SHARED", "/nowhere")
-    assert mpi_init.scarce_memory(1000) == ""
