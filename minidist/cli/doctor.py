@@ -28,6 +28,7 @@ from minidist.device import blas as mkl
 from minidist.device import cores
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import check_writable
+from minidist.launch.mpi_init import MPICH_BYTES, shortage
 from minidist.launch.own_python import code_command
 from minidist.observe.machine import processor
 from minidist.observe.machine_parts import machine_parts
@@ -136,9 +137,11 @@ def _hardware() -> Iterator[Finding]:
     yield Finding("memory", OK, f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
-        small = free < 256 << 20
-        yield Finding("shared memory", OPTIONAL if small else OK, f"{free / 2**20:.0f} MiB free in /dev/shm",
-                      "transport shm needs 16 MiB for each pair of ranks; in Docker: --shm-size 1g" if small else "")
+        room = free // MPICH_BYTES
+        small = room < usable
+        yield Finding("shared memory", OPTIONAL if small else OK, f"{free / 2**20:.0f} MiB free in /dev/shm, where "
+                      f"mpirun (MPICH) needs 1 MiB a rank: room for {room}",
+                      "for more ranks in Docker: --shm-size 1g; transport shm does without" if small else "")
 
 
 def _mpi() -> Finding:
@@ -147,10 +150,12 @@ def _mpi() -> Finding:
 
     try:
         mpirun = find_mpirun()
+        found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
+        if mpirun.flavour == "mpich" and (problem := shortage(2)):
+            return Finding("mpirun", BROKEN, f"{found}; {problem}")
         tried = _try_mpirun(mpirun)
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
         return Finding("mpirun", OPTIONAL, str(error).removesuffix(f"; {INSTALL}"), INSTALL)
-    found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
     size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
     if tried.returncode != 0 or not size:
         said = tried.stderr.strip().splitlines() or ["it said nothing"]

@@ -20,6 +20,7 @@ import argparse
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +30,13 @@ from minidist.comm.health.process_state import PATIENCE
 from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
 from minidist.files import check_writable
 from minidist.launch.hosts import SSH, HostRanks, hosts_of, spawn_on_hosts
-from minidist.launch.joining import token_from_environment
+from minidist.launch.joining import checked_token, token_from_environment
+from minidist.launch.launchers import check_host
 from minidist.launch.own_python import is_own, module_command
-from minidist.launch.spawning import Nodes, spawn
+from minidist.launch.spawning import Nodes, spawn, token_on_this_machine
 
 MOST_NODES = 4096
+TORCHRUN_PORT = 29500       # the default of its --master-port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="node 0's address, IPv4 or IPv6; it listens there, and only there; given a name, at all "
                              "addresses it has (default: the first of --hosts, else loopback)")
     parser.add_argument("--master-port", type=whole_number(0, 10**9), default=0, metavar="PORT",
-                        help="its port (default: any free one)")
+                        help=f"its port (default: any free one; {TORCHRUN_PORT}, as of torchrun, where each node is "
+                             "started by itself)")
     parser.add_argument("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
                         help="how long a rank's process may be stopped before it is lost; node 0's counts (default: "
                              "%(default)s)")
@@ -84,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
                                 address=plain_address(args.master_addr or ""), token=token or token_from_environment(),
                                 patience=args.patience, limits=limits)
     else:
-        status = spawn(command, hosts[nodes.rank].ranks if hosts else args.ranks, nodes=nodes, token=token,
-                       patience=args.patience, limits=limits)
+        ranks = hosts[nodes.rank].ranks if hosts else args.ranks
+        token = token or token_from_environment()
+        with token_on_this_machine(nodes) if token is None else nullcontext(token) as secret:
+            status = spawn(command, ranks, nodes=nodes, token=secret, patience=args.patience, limits=limits)
         limited = limits.record()
     if args.json:
         write_json(args.json, {"command": command, "size": nodes.world_size(args.ranks), "exit_status": status,
@@ -104,10 +110,14 @@ def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
         fail(f"--node-rank {rank} is not one of {count} nodes; they count from 0")
     if args.master_port >= 65536:
         fail(f"--master-port {args.master_port} is not a port; choose one between 1024 and 65535")
-    address = plain_address(args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1"))
-    if count > 1 and address.startswith(("127.", "localhost")):
+    if count > 1 and not hosts and not args.master_addr:
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
-    return Nodes(count, rank, address, args.master_port, tuple(host.ranks for host in hosts))
+    address = plain_address(args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1"))
+    check_host("--master-addr", address)
+    by_ssh = hosts and args.node_rank is None
+    port = args.master_port or (TORCHRUN_PORT if count > 1 and not by_ssh else 0)
+    return Nodes(count, rank, "127.0.0.1" if address == "localhost" else address, port,
+                 tuple(host.ranks for host in hosts))
 
 
 def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
@@ -133,7 +143,4 @@ def _token(file: str | None) -> bytes | None:
         token = Path(file).read_bytes().strip()
     except OSError as error:
         fail(f"--token-file {shown(file)[1:-1]}: {error.strerror}")
-    if len(token) < 16:
-        fail(f"--token-file {file} holds fewer than 16 characters; make one with "
-             "`python -c 'import secrets; print(secrets.token_hex())'`")
-    return token
+    return checked_token(token, f"--token-file {shown(file)[1:-1]}")

@@ -8,6 +8,7 @@ threads of their own. Linux only: elsewhere `usable` is None.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -22,7 +23,9 @@ def usable() -> list[int] | None:
 def of_all_ranks() -> int:
     """How many cores the ranks of this host have together, as far as this rank knows."""
     told, mine = os.environ.get(VARIABLE, ""), usable()
-    return int(told) if told.isdigit() and int(told) else len(mine) if mine else os.cpu_count() or 1
+    if re.fullmatch("[0-9]{1,6}", told) and int(told):
+        return int(told)
+    return len(mine) if mine else os.cpu_count() or 1
 
 
 def deal(cores: Sequence[int], ranks: int) -> list[list[int]]:

@@ -26,8 +26,8 @@ from minidist.comm.health.failure import words
 from minidist.errors import CommError, LaunchError, LinkLostError, MinidistError, PeerLostError, TimeoutError
 from minidist.launch import transports
 from minidist.launch.exits import replace_exit
-from minidist.launch.joining import token_from_environment
-from minidist.launch.launchers import detect
+from minidist.launch.joining import address_of, token_from_environment
+from minidist.launch.launchers import detect, number_of
 from minidist.launch.membership import Membership, adopt, limit_blas_threads
 
 REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
@@ -74,13 +74,12 @@ class Generations:
     @classmethod
     def from_environment(cls, libraries: ThreadpoolController | None = None) -> "Generations":
         """The place of a process that the launcher of an elastic job has started. Raises: LaunchError for another."""
-        address = os.environ.get("MINIDIST_ELASTIC", "")
-        host, _, port = address.rpartition(":")
-        number, token = os.environ.get("MINIDIST_PROCESS", ""), token_from_environment()
-        if not (host and port.isdigit() and number.isdigit() and token):
-            raise LaunchError(f"MINIDIST_ELASTIC={address!r} needs the form host:port, and MINIDIST_PROCESS and "
-                              "MINIDIST_TOKEN beside it")
-        return cls((host, int(port)), token, int(number), libraries)
+        address = address_of("MINIDIST_ELASTIC", os.environ.get("MINIDIST_ELASTIC", ""))
+        number = number_of("MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job afresh")
+        token = token_from_environment()
+        if token is None:
+            raise LaunchError("MINIDIST_ELASTIC is set, and needs MINIDIST_TOKEN beside it; start the job afresh")
+        return cls(address, token, number, libraries)
 
     # --- from one generation to the next -----------------------------------------------------------------------------
 

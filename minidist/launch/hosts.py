@@ -23,12 +23,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import plain_address
+from minidist.comm.health.acceptor import is_loopback, plain_address
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
@@ -46,8 +47,10 @@ PASSED = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NCCL_", "XDG_", "MINI
 """Beginnings of the variables that a rank gets from here; it has all others from its own host."""
 
 
-_USER, _RANKS = r"(?P<user>[\w.-]+@)?", r"(?::(?P<ranks>[1-9]\d{0,3}))?"
+_USER = r"(?P<user>\w[\w.-]*@)?"
+_RANKS = r"(?::(?P<ranks>[1-9][0-9]{0,3}))?"
 _NAME = re.compile(rf"{_USER}(?P<host>\w[\w.-]*){_RANKS}")
+_COLON_IN_BRACKETS = re.compile(r"[^\[]*\[[^\]]*:")
 _IPV6 = re.compile(rf"{_USER}(?P<host>\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]){_RANKS}")
 
 
@@ -64,6 +67,11 @@ class HostRanks:
         return self.name.rpartition("@")[2]
 
     @property
+    def is_own_name(self) -> bool:
+        """Whether every host means itself by it."""
+        return self.address == "localhost" or is_loopback(self.address)
+
+    @property
     def is_here(self) -> bool:
         """Whether it is this host, for which no ssh is needed."""
         return self.name in ("localhost", platform.node())
@@ -76,22 +84,22 @@ def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
     Raises: LaunchError, one line, for what is no host, and for one that is named twice.
     """
     found = []
-    words = [word for part in re.split(r",(?![^\[]*\])", text) if part.strip()
-             for word in ([part] if _IPV6.fullmatch(part) else expand_hosts(part))]
+    words = [word for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()
+             for word in ([part] if _COLON_IN_BRACKETS.match(part) else expand_hosts(part))]
     for word in words:
         match = _IPV6.fullmatch(word) or _NAME.fullmatch(word)
         if match is None:
             raise LaunchError(f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks, "
                               "and an IPv6 address as [fd00::1]:3")
         found.append(HostRanks((match["user"] or "") + plain_address(match["host"]), int(match["ranks"] or ranks)))
-    names = [host.name for host in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    names = Counter(host.name for host in found)
+    if twice := sorted(name for name, times in names.items() if times > 1):
         raise LaunchError(f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4")
     if not found:
         raise LaunchError(f"{text!r} names no host; write a:3,b:4")
-    if len(found) > 1 and found[0].name == "localhost":
-        raise LaunchError("'localhost' is another host on each of them; give the name by which the others reach this "
-                          f"one (here {platform.node()})")
+    if found[0].is_own_name and not all(host.is_own_name for host in found):
+        raise LaunchError(f"{found[0].address!r} is another host on each of them; give the name by which the others "
+                          f"reach this one (here {platform.node()})")
     return found
 
 

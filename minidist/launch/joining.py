@@ -5,6 +5,7 @@
     mpirun                     a child of rank 0, on any free port     a broadcast by MPI
     torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN, or a private file
                                (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
+    by hand, by an operator    a child of rank 0, on MASTER_PORT       the same
     mpirun of another MPI      a child of rank 0, on any free port     the same file, which holds the address too
 
 The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
@@ -17,6 +18,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import threading
 import time
@@ -31,12 +33,13 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 from minidist.launch.addresses import connect_to_any, own_addresses
-from minidist.launch.launchers import Launch
+from minidist.launch.launchers import LAST_PORT, Launch, check_host
 from minidist.launch.own_python import module_command
 from minidist.launch.token_file import TokenFile
 
 STAND_IN = 1.5            # seconds that rank 0 tells those that come late that the monitor is gone
 _MESSAGE_BYTES = 4096     # of the MPI broadcast
+_TOKEN_BYTES = 2048       # of a secret, at most
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,27 @@ class MonitorAddress:
 
 
 def token_from_environment() -> bytes | None:
-    """MINIDIST_TOKEN, or None. Raises LaunchError if it is too short to be a secret."""
+    """MINIDIST_TOKEN, or None. Raises: LaunchError if it cannot be a secret."""
     token = os.environ.get("MINIDIST_TOKEN")
-    if token is not None and len(token) < 16:
-        raise LaunchError("MINIDIST_TOKEN has fewer than 16 characters; make one with "
-                          "`python -c 'import secrets; print(secrets.token_hex())'` and give it to every node")
-    return None if token is None else token.encode()
+    return None if token is None else checked_token(os.fsencode(token), "MINIDIST_TOKEN")
+
+
+def checked_token(token: bytes, name: str) -> bytes:
+    """The secret without white space around it. Raises: LaunchError, which names its variable or file, if it is none.
+
+    It travels in lines, in variables and in JSON, so it is text; 2048 bytes leave room in MPI's broadcast.
+    """
+    token = token.strip()
+    try:
+        printable = token.decode().isprintable()
+    except UnicodeDecodeError:
+        printable = False
+    if 16 <= len(token) <= _TOKEN_BYTES and printable:
+        return token
+    problem = "has fewer than 16 characters" if len(token) < 16 else \
+        f"has more than {_TOKEN_BYTES} bytes" if len(token) > _TOKEN_BYTES else "is not one line of UTF-8 text"
+    raise LaunchError(f"{name} {problem}; make one with `python -c 'import secrets; print(secrets.token_hex())'` and "
+                      "give it to every node")
 
 
 def place_from_environment() -> MonitorAddress | None:
@@ -70,11 +88,20 @@ def place_from_environment() -> MonitorAddress | None:
     address = os.environ.get("MINIDIST_MONITOR")
     if address is None:
         return None
-    host, _, port = address.rpartition(":")
+    host, port = address_of("MINIDIST_MONITOR", address)
     token = token_from_environment()
-    if not (host and port.isdigit() and token):
-        raise LaunchError(f"MINIDIST_MONITOR={address!r} needs the form host:port, and MINIDIST_TOKEN beside it")
-    return MonitorAddress(host, int(port), token)
+    if token is None:
+        raise LaunchError("MINIDIST_MONITOR is set, and needs MINIDIST_TOKEN beside it; start the job afresh")
+    return MonitorAddress(host, port, token)
+
+
+def address_of(name: str, text: str) -> tuple[str, int]:
+    """The host and the port that a variable of ours holds. Raises: LaunchError, which names it, for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= LAST_PORT:
+        raise LaunchError(f"{name}={text!r:.60} needs the form host:port; start the job afresh")
+    check_host(name, host)
+    return host, int(port)
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------
@@ -100,7 +127,8 @@ def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Jo
         return _connect(launch, place, limit, begun=begun)
     by_file = launch.other_mpi and not launch.master_port
     joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(launch, limit, patience)
-    if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
+    elsewhere = launch.knows_places or not joined.link.beside_monitor
+    if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host and elsewhere:
         joined.helpers.append(NodeAgentProcess(joined.link, joined.token))      # for all of this host
     return joined
 
@@ -145,8 +173,9 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
-    """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT."""
-    host, port = "127.0.0.1" if launch.one_host else launch.master_addr, launch.master_port + 1
+    """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT; by hand, at MASTER_PORT."""
+    host = "127.0.0.1" if launch.one_host else launch.master_addr
+    port = launch.monitor_port
     token = token_from_environment()
     file = TokenFile(f"{launch.launcher} {launch.job} {host} {port}") if token is None else None
     if launch.world_rank == 0:

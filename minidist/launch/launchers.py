@@ -10,17 +10,28 @@ in the names only, so the table LAUNCHERS holds the names and one function reads
     LOCAL_WORLD_SIZE                  MPI_LOCALNRANKS   OMPI_COMM_WORLD_LOCAL_SIZE    from SLURM_STEP_TASKS_PER_NODE
     GROUP_RANK     node (NODE_RANK)   -                 -                             SLURM_NODEID
     MASTER_ADDR, MASTER_PORT          -                 -                             first of SLURM_JOB_NODELIST
+
+Operators of clusters, and whoever starts ranks by hand, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone, as
+torch's env:// wants them. Then all ranks are here if MASTER_ADDR is loopback; else the ranks' meeting tells which of
+them share a host.
 """
 
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
-from minidist.comm.health.acceptor import plain_address
+from minidist.comm.health.acceptor import is_loopback, plain_address
 from minidist.errors import LaunchError
+
+MOST_RANKS = 1 << 20        # of a job
+MOST_HOSTS = 1 << 16        # of a list of nodes: as many as Slurm itself expands
+MOST_ID = 1 << 63           # of a job or a step
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,10 @@ LAUNCHERS = (
 )
 """The order in which a process looks for its launcher: mpirun inside a Slurm allocation is mpirun."""
 
+BY_HAND = replace(LAUNCHERS[1], name="env://", local_rank="", local_size="", node_rank="", job="",
+                  command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python script.py")
+"""The four variables alone: torchrun sets more, and has a store at MASTER_PORT."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -81,6 +96,7 @@ class Launch:
     job: str = ""
     other_mpi: bool = False             # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
     mpi_by_srun: bool = False           # srun started it, and transport mpi was asked for
+    knows_places: bool = True           # the launcher says which ranks share a host
 
     @property
     def alone(self) -> bool:
@@ -95,7 +111,20 @@ class Launch:
     @property
     def numbers_nodes(self) -> bool:
         """Whether the launcher says which node a rank is on; mpirun does not."""
-        return self.launcher not in ("mpich", "openmpi")
+        return self.launcher not in ("mpich", "openmpi") and self.knows_places
+
+    @property
+    def monitor_port(self) -> int:
+        """Where rank 0's monitor listens: torchrun's store has MASTER_PORT itself."""
+        return self.master_port if self.launcher == BY_HAND.name else self.master_port + 1
+
+    def placed(self, nodes: Sequence[int]) -> "Launch":
+        """This place, with the ranks on each node as the meeting told them, where the launcher did not."""
+        if self.knows_places:
+            return self
+        here = [rank for rank, node in enumerate(nodes) if node == nodes[self.world_rank]]
+        return replace(self, local_rank=here.index(self.world_rank), local_size=len(here),
+                       node_rank=sorted({*nodes}).index(nodes[self.world_rank]))
 
     @property
     def one_host(self) -> bool:
@@ -106,7 +135,7 @@ class Launch:
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables.
 
-    Raises: LaunchError, one line, if a variable is missing, is no number, or contradicts another.
+    Raises: LaunchError, one line, if a variable is missing, is not what its launcher sets, or contradicts another.
     """
     variables = os.environ if environ is None else environ
     found = [launcher for launcher in LAUNCHERS if launcher.marker in variables]
@@ -121,11 +150,17 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         if "WORLD_SIZE" in variables:
             raise LaunchError("WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun or torchrun")
         return Launch()
-    launch = _slurm(found[0], variables) if found[0].name == "slurm" else _read(found[0], variables)
+    first = found[0]
+    by_hand = {first.master_addr, first.master_port} & {*variables}
+    if first.name == "torchrun" and by_hand and not {first.local_rank, first.local_size} & {*variables}:
+        launch = _by_hand(variables)
+    else:
+        launch = (_slurm if first.name == "slurm" else _read)(first, variables)
     for other in found[1:]:
         if other.name == "slurm":                       # an allocation's variables do not count the ranks inside it
             continue
-        rank, size = _number(other, variables, other.rank), _number(other, variables, other.size)
+        rank = _number(other, variables, other.rank)
+        size = _number(other, variables, other.size)
         if (rank, size) != (launch.world_rank, launch.world_size):
             raise LaunchError(f"two launchers contradict each other: {launch.launcher} says rank {launch.world_rank} "
                               f"of {launch.world_size}, {other.name} says rank {rank} of {size}; use one of them")
@@ -138,12 +173,18 @@ def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
     mpirun does not number nodes. But it says which place on its node a rank has, and of how many. So the k-th rank of a
     host that has such a place is on the host's k-th node, whether ranks are dealt node by node or in turn.
 
-    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local": (rank, ranks) on it.
+    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local": (rank, ranks) on it
+          (None: it did not say that either, and a host is one node).
     """
-    nodes, seen = [], Counter[tuple[Any, ...]]()
-    for host, node, (local_rank, local_size) in ((info["host"], info["node"], info["local"]) for info in told):
+    nodes: list[tuple[Any, ...]] = []
+    seen = Counter[tuple[Any, ...]]()
+    for host, node, local in ((info["host"], info["node"], info["local"]) for info in told):
+        if node is not None or local is None:
+            nodes.append((host, node))
+            continue
+        local_rank, local_size = local
         seen[host, local_rank, local_size] += 1
-        nodes.append((host, node) if node is not None else (host, local_size, seen[host, local_rank, local_size]))
+        nodes.append((host, local_size, seen[host, local_rank, local_size]))
     return [nodes.index(node) for node in nodes]
 
 
@@ -151,7 +192,7 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
     """How often this job was started again, as Slurm (--requeue) or torchrun (--max-restarts) says; 0 by default."""
     variables = os.environ if environ is None else environ
     told = [variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
-    return max(int(count) if count.isdigit() else 0 for count in told)
+    return max(int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for count in told)
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -163,58 +204,138 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
-    rank, size = _number(launcher, variables, launcher.rank), _number(launcher, variables, launcher.size)
+    rank = _number(launcher, variables, launcher.rank)
+    size = _number(launcher, variables, launcher.size)
     local_rank = _number(launcher, variables, launcher.local_rank)
     local_size = _number(launcher, variables, launcher.local_size)
     for low, high, names in ((rank, size, (launcher.rank, launcher.size)),
                              (local_rank, local_size, (launcher.local_rank, launcher.local_size)),
                              (local_size - 1, size, (launcher.local_size, launcher.size))):
-        if not 0 <= low < high:
-            values = " but ".join(f"{name}={variables[name]}" for name in names)
-            raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job afresh")
+        _check_below(launcher, variables, low, high, names)
     node_rank = rank // local_size                      # ranks are placed node by node unless mpirun is told otherwise
     if launcher.node_rank in variables:
         node_rank = _number(launcher, variables, launcher.node_rank)
-    where = (_text(launcher, variables, launcher.master_addr), _number(launcher, variables, launcher.master_port)) \
+        _check_below(launcher, variables, node_rank, size, (launcher.node_rank, launcher.size))
+    host, port = _meeting(launcher, variables, LAST_PORT - (launcher.name != "minidist")) \
         if launcher.master_addr else ("127.0.0.1", 0)
-    where = (plain_address(where[0]), where[1])
-    return Launch(launcher.name, launcher.transport, rank, size, local_rank, local_size, node_rank, *where,
+    return Launch(launcher.name, launcher.transport, rank, size, local_rank, local_size, node_rank, host, port,
                   job=variables.get(launcher.job, ""))
+
+
+def _by_hand(variables: Mapping[str, str]) -> Launch:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone: until the ranks meet, each takes itself to be alone here."""
+    rank = _number(BY_HAND, variables, BY_HAND.rank)
+    size = _number(BY_HAND, variables, BY_HAND.size)
+    _check_below(BY_HAND, variables, rank, size, (BY_HAND.rank, BY_HAND.size))
+    host, port = _meeting(BY_HAND, variables, LAST_PORT)
+    here = is_loopback(host) or host == "localhost"
+    return Launch(BY_HAND.name, BY_HAND.transport, rank, size, rank if here else 0, size if here else 1,
+                  0 if here else rank, host, port, knows_places=here)
 
 
 def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
     """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from its other variables."""
     node_rank = _number(launcher, variables, launcher.node_rank)
     size = _number(launcher, variables, launcher.size)
-    nodes = variables.get("SLURM_STEP_NODELIST") or _text(launcher, variables, launcher.master_addr)
-    hosts = expand_hosts(nodes)
-    tasks = variables.get(launcher.local_size) or variables.get("SLURM_TASKS_PER_NODE") or ""
-    per_node = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-                for _ in range(int(times or 1))]
-    job, step = variables.get(launcher.job, "0"), variables.get("SLURM_STEP_ID", "0")
-    # two ports a step, below the ephemeral range: ours is the one above MASTER_PORT
-    port = 20000 + 2 * ((int(job) * 31 + int(step)) % 6000) if (job + step).isdigit() else 20000
+    listed = "SLURM_STEP_NODELIST" if variables.get("SLURM_STEP_NODELIST") else launcher.master_addr
+    hosts = expand_hosts(_text(launcher, variables, listed), listed)
+    tasks = launcher.local_size if variables.get(launcher.local_size) else "SLURM_TASKS_PER_NODE"
+    local_size = _tasks_on(node_rank, variables.get(tasks, ""), tasks) or -(-size // len(hosts))
+    job = _number(launcher, {launcher.job: "0", **variables}, launcher.job, most=MOST_ID)
+    step = _number(launcher, {"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID", most=MOST_ID)
+    port = 20000 + 2 * ((job * 31 + step) % 6000)       # two ports a step, below the ephemeral range: ours is the next
+    if address := variables.get("MASTER_ADDR", ""):
+        check_host("MASTER_ADDR", address)
     completed = {
         **variables,
-        launcher.local_size: str(per_node[node_rank] if node_rank < len(per_node) else -(-size // len(hosts))),
-        launcher.master_addr: "127.0.0.1" if len(hosts) == 1 else variables.get("MASTER_ADDR", hosts[0]),
+        launcher.local_size: str(local_size),
+        launcher.master_addr: "127.0.0.1" if len(hosts) == 1 else address or hosts[0],
         launcher.master_port: variables.get("MASTER_PORT", str(port)),
         launcher.job: f"{job}.{step}",
     }
     return _read(launcher, completed)
 
 
-def expand_hosts(nodes: str) -> list[str]:
-    """Slurm's shorthand, one host each: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03 gpu7 login."""
-    hosts = []
-    for prefix, inside, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes):
-        for part in inside.split(","):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last) + 1) if last else ()
-            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers] or [f"{prefix}{part}{suffix}"]
+def _tasks_on(node: int, tasks: str, name: str) -> int:
+    """How many tasks a node has by Slurm's shorthand "4(x2),3"; 0 if it does not say. Raises: LaunchError."""
+    if not tasks:
+        return 0
+    first, found = 0, 0
+    for part in tasks.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        if match is None:
+            raise LaunchError(f"{name}={tasks!r:.60} is not what Slurm sets, such as 4(x2),3: tasks of each node")
+        found = int(match[1]) if first <= node < first + int(match[2] or 1) else found
+        first += int(match[2] or 1)
+    return found
+
+
+def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
+    """The hosts of a list in Slurm's shorthand, one each: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03 gpu7 login.
+
+    A host may have several brackets, and text after each: 'rack[0-1]_blade[0-1]-ib'. The last bracket counts fastest.
+
+    Args:   name: of the variable or option that holds the list, for messages.
+    Raises: LaunchError, one line, for what is no such list, or names no host or more than MOST_HOSTS.
+    """
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", nodes):
+        pieces = re.split(r"\[([^\[\]]*)\]", word)       # text, inside of a bracket, text, …
+        if word in "[]":
+            raise LaunchError(f"{name}={nodes!r:.60}: a bracket is not closed; write gpu[01-03,7],login")
+        numbers = [_Numbers(inside, f"{name}={nodes!r:.60}") for inside in pieces[1::2]]
+        count = len(hosts) + math.prod(choices.count for choices in numbers)
+        if count > MOST_HOSTS:
+            raise LaunchError(f"{name}={nodes!r:.60} names {count} hosts or more; at most {MOST_HOSTS} can be named")
+        for chosen in product(*numbers):
+            hosts.append(pieces[0] + "".join(map("".join, zip(chosen, pieces[2::2], strict=True))))
     if not hosts:
-        raise LaunchError(f"SLURM_JOB_NODELIST={nodes!r} names no host")
+        raise LaunchError(f"{name}={nodes!r:.60} names no host; write gpu[01-03,7],login")
     return hosts
+
+
+class _Numbers:
+    """What stands inside a bracket, '01-03,7': 01 02 03 7. Raises: LaunchError, which begins with `where`."""
+
+    def __init__(self, inside: str, where: str) -> None:
+        self._ranges: list[tuple[range, int]] = []
+        for part in inside.split(","):
+            match = re.fullmatch("([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
+            if match is None or int(match[2] or match[1]) < int(match[1]):
+                raise LaunchError(f"{where}: {part!r:.40} is neither a number nor a range of numbers, such as 01-03")
+            self._ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return sum(numbers.stop - numbers.start for numbers, _ in self._ranges)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number:0{width}d}" for numbers, width in self._ranges for number in numbers)
+
+
+def _check_below(launcher: Launcher, variables: Mapping[str, str], low: int, high: int,
+                 names: tuple[str, str]) -> None:
+    if not 0 <= low < high:
+        values = " but ".join(f"{name}={variables[name]}" for name in names)
+        raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job afresh")
+
+
+def _meeting(launcher: Launcher, variables: Mapping[str, str], last: int) -> tuple[str, int]:
+    """The address and the port where the ranks meet. Raises: LaunchError."""
+    host = plain_address(_text(launcher, variables, launcher.master_addr))
+    check_host(launcher.master_addr, host)
+    return host, _number(launcher, variables, launcher.master_port, least=1, most=last)
+
+
+def check_host(name: str, host: str) -> None:
+    """Raise LaunchError, which names the variable, unless its value can be a host's name or address."""
+    try:
+        known = re.fullmatch(r"[\w.:%-]{1,253}", host) is not None and bool(host.encode("idna"))
+    except UnicodeError:
+        known = False
+    if not known:
+        raise LaunchError(f"{name}={host!r:.60} is neither a host's name nor its address, such as 10.0.0.1")
 
 
 def _text(launcher: Launcher, variables: Mapping[str, str], name: str) -> str:
@@ -224,8 +345,14 @@ def _text(launcher: Launcher, variables: Mapping[str, str], name: str) -> str:
     return variables[name]
 
 
-def _number(launcher: Launcher, variables: Mapping[str, str], name: str) -> int:
+def _number(launcher: Launcher, variables: Mapping[str, str], name: str, *, least: int = 0,
+            most: int = MOST_RANKS) -> int:
     text = _text(launcher, variables, name)
-    if not text.isdigit():
-        raise LaunchError(f"{name}={text!r} is not a whole number; {launcher.name} sets it, so start the job afresh")
+    return number_of(name, text, f"{launcher.name} sets it, so start the job afresh", least=least, most=most)
+
+
+def number_of(name: str, text: str, remedy: str, *, least: int = 0, most: int = MOST_RANKS) -> int:
+    """The number that a variable holds. Raises: LaunchError, which names the variable, its value and the bounds."""
+    if not re.fullmatch("[0-9]{1,20}", text) or not least <= int(text) <= most:
+        raise LaunchError(f"{name}={text!r:.60} is not a whole number from {least} to {most}; {remedy}")
     return int(text)

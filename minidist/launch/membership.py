@@ -82,7 +82,8 @@ class Membership:
             try:
                 infos = joined.link.meet({"transport": name, "host": platform.node(),
                                           "node": launch.node_rank if launch.numbers_nodes else None,
-                                          "local": (launch.local_rank, launch.local_size),
+                                          "local": (launch.local_rank, launch.local_size) if launch.knows_places
+                                          else None,
                                           "monitor": (joined.link.address[0], joined.link.beside_monitor),
                                           "profile": profile and profile.as_json()})
             finally:
@@ -97,6 +98,7 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         nodes = nodes_of(infos)
+        self.launch = launch.placed(nodes)
         if joined.link.beside_monitor:                      # ranks of other hosts know where this host is reached
             joined.link.local_host = next((address for address, beside in (info["monitor"] for info in infos)
                                            if not beside), joined.link.local_host)
@@ -223,7 +225,7 @@ def run_rank(fn: Callable[..., Any], world: Group, *args: Any) -> Any:
 
 def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None,
          patience: float = PATIENCE) -> Group:
-    """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
+    """Join the job that mpirun, srun, torchrun, `minidist launch` or an operator (env://) started; alone: of size 1.
 
     Args:
         transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or "nccl"; left out:
@@ -274,6 +276,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         _let_interrupts_in()
         if not launch.alone:
             _membership.world = _membership.join(name, limit)
+            if not launch.knows_places:
+                limit_blas_threads(threads, _membership.launch.local_size)
     world = _membership.world
     if world is None:
         raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")

@@ -47,6 +47,10 @@ from minidist.errors import LaunchError
 from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
 
+SHM = "/dev/shm"
+MPICH_BYTES = 1_061_440     # of /dev/shm that MPICH takes for each rank of a host
+UCX_BYTES = 4_333_568       # that UCX, on which it stands, takes for each rank, where UCX_FREE bytes are free
+UCX_FREE = 16 << 20
 _LOOK = 0.02        # seconds between two looks
 _STOPS = 0.2        # seconds between two looks for ranks that are stopped
 _SETTLE = 0.2       # seconds for others to end, or to come after all
@@ -58,8 +62,11 @@ def mpi_world(launch: Launch) -> Any:
     """MPI_COMM_WORLD, if it is the world that mpirun started.
 
     Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi how its tasks meet:
-            then each process is a world of its own.
+            then each process is a world of its own; or if MPICH would be killed by its first look at what it needs.
     """
+    if launch.launcher != "openmpi" and not _is_initialized():
+        check_pmi()
+        make_room(launch.local_size)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         from mpi4py import MPI
@@ -75,6 +82,59 @@ def mpi_world(launch: Launch) -> Any:
                           f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
                           "(`pip install mpich`), or `minidist launch`")
     return MPI.COMM_WORLD
+
+
+def _is_initialized() -> bool:
+    """Whether this process has called MPI_Init, as importing mpi4py.MPI does."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def check_pmi() -> None:
+    """Raise LaunchError if PMI_FD or PMI_PORT cannot be what mpirun set: MPI_Init would end the process."""
+    file, port = os.environ.get("PMI_FD"), os.environ.get("PMI_PORT")
+    if file is not None and not _is_socket(file):
+        raise LaunchError(f"PMI_FD={file!r:.60} is not the number of an open socket; mpirun sets it, for the ranks "
+                          "that it starts and not for what they start, so start the job afresh")
+    if file is None and port is not None and not re.fullmatch(r"[\w.:%-]{1,253}:[0-9]{1,5}", port):
+        raise LaunchError(f"PMI_PORT={port!r:.60} needs the form host:port; mpirun sets it, so start the job afresh")
+
+
+def _is_socket(number: str) -> bool:
+    with contextlib.suppress(OSError, OverflowError):
+        return re.fullmatch("[0-9]{1,9}", number) is not None and stat.S_ISSOCK(os.fstat(int(number)).st_mode)
+    return False
+
+
+def make_room(ranks: int) -> None:
+    """Before MPI_Init: keep UCX off /dev/shm where it is small; MPICH can do without UCX's part of it.
+
+    UCX takes its part wherever it finds UCX_FREE bytes free, and dies if another rank was faster to take them.
+    Raises: LaunchError if there is no room for MPICH's own part.
+    """
+    if problem := shortage(ranks):
+        raise LaunchError(problem)
+    if _free_bytes() < UCX_FREE + ranks * (MPICH_BYTES + UCX_BYTES):
+        os.environ.setdefault("UCX_TLS", "^posix")
+
+
+def shortage(ranks: int) -> str:
+    """What is missing, if MPICH would die of a full /dev/shm with so many ranks on this host; else ""."""
+    needed, free = ranks * MPICH_BYTES, _free_bytes()
+    if free >= needed or any(Path(SHM).glob("mpich_shm_*")):        # of this job, it may be: then it has its room
+        return ""
+    return (f"MPICH needs {needed / 2**20:.1f} MiB of {SHM} for {ranks} ranks on {platform.node()}, and "
+            f"{free / 2**20:.1f} MiB are free; make it larger (in Docker: --shm-size 1g), or start the job with "
+            "`minidist launch`, which does without")
+
+
+def _free_bytes() -> float:
+    """The bytes of /dev/shm that are free; infinite where there is no such folder."""
+    try:
+        state = os.statvfs(SHM)
+    except OSError:
+        return math.inf
+    return state.f_bavail * state.f_frsize
 
 
 def shared_memory(pid: int) -> set[str]:
@@ -280,10 +340,10 @@ class InitWatch:
 
 def abort_by_mpirun(status: int = 1) -> None:
     """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init (MPICH's PMI 1)."""
-    with contextlib.suppress(KeyError, ValueError, OSError):
-        file = int(os.environ["PMI_FD"])
-        if stat.S_ISSOCK(os.fstat(file).st_mode):
-            os.write(file, f"cmd=abort exitcode={status}\n".encode())
+    with contextlib.suppress(KeyError, OSError):
+        file = os.environ["PMI_FD"]
+        if _is_socket(file):
+            os.write(int(file), f"cmd=abort exitcode={status}\n".encode())
 
 
 def abort_mpi(status: int) -> NoReturn:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import listen, shortage, where_to_listen
+from minidist.comm.health.acceptor import is_loopback, listen, shortage, where_to_listen
 from minidist.comm.health.failure import AGAIN, LAUNCHER, Failure, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import NodeAgent
@@ -31,9 +31,11 @@ from minidist.launch.children import UNMET, Children
 from minidist.launch.joining import MonitorAddress, token_from_environment
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
+from minidist.launch.token_file import TokenFile
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
 STOP = 1.0          # the same when the launcher is told to stop
+MEET_LIMIT = 60.0   # seconds that a node waits for node 0 of its machine
 LAST_LINES = 5.0    # seconds until what ranks printed last has been passed on: a grandchild may hold a pipe for ever
 
 
@@ -79,6 +81,33 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
         raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
                           "MINIDIST_TOKEN, or give --token-file, on each of them")
     return SpawnedJob(list(command), size, nodes, token or wire.new_token(), patience, limits or Limits()).run()
+
+
+@contextmanager
+def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
+    """The secret of a job whose nodes are all launchers of this machine: node 0's, in a private file; else None.
+
+    Raises: LaunchError if node 0 has not written it within MEET_LIMIT s.
+    """
+    if nodes.count == 1 or not is_loopback(nodes.master_addr):
+        yield None
+        return
+    file = TokenFile(f"launch {nodes.master_addr} {nodes.master_port}")
+    if nodes.rank == 0:
+        token = wire.new_token()
+        file.write(token)
+        try:
+            yield token
+        finally:
+            file.remove()
+        return
+    deadline = time.monotonic() + MEET_LIMIT
+    while (found := file.read()) is None or not file.is_held():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"node 0 of the job at {nodes.master_addr}:{nodes.master_port} was not there within "
+                              f"{MEET_LIMIT:g} s; start it with --node-rank 0 and the same --master-port")
+        time.sleep(0.05)
+    yield found
 
 
 class SpawnedJob:

@@ -21,7 +21,7 @@ class TokenFile:
 
     def __init__(self, job: str) -> None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(os.fsencode(job)).hexdigest()[:24]}"
         self._lock: int | None = None
 
     def write(self, token: bytes) -> None:
@@ -50,6 +50,13 @@ class TokenFile:
                 return file.read()
         except OSError:
             return None
+
+    def is_held(self) -> bool:
+        """Whether the process that wrote the token still holds it; else a killed job left it there."""
+        with contextlib.suppress(OSError), open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        return self.path.exists()                       # locked, or a file system without locks
 
     def remove(self) -> None:
         """Forget the token: every rank has it."""

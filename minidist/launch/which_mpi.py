@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 
 from minidist.errors import LaunchError
-from minidist.launch.launchers import Launch, detect
+from minidist.launch.launchers import LAST_PORT, Launch, check_host, detect, number_of
 
 
 def find_launch() -> Launch:
@@ -28,9 +28,14 @@ def find_launch() -> Launch:
     launch = detect()
     if launch.launcher != "openmpi" or "Open MPI" in library():
         return launch
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    where = {"master_addr": host, "master_port": int(port)} if host and port.isdigit() else {}
-    return replace(launch, other_mpi=True, transport="auto", **where)      # type: ignore[arg-type]
+    launch = replace(launch, other_mpi=True, transport="auto")
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not (host and port):
+        return launch
+    check_host("MASTER_ADDR", host)
+    number = number_of("MASTER_PORT", port, "name a port, or unset it", least=1, most=LAST_PORT - 1)
+    return replace(launch, master_addr=host, master_port=number)
 
 
 def library() -> str:

@@ -4,12 +4,15 @@ import json
 import sys
 
 import pytest
-from jobs import JOB, finish, start
+from jobs import JOB, finish, free_port, start
 from leftovers import nothing_left
 
+from minidist.cli import launch as launch_module
 from minidist.cli import main
 from minidist.cli.launch import program
 from minidist.errors import ConfigError
+from minidist.launch import spawning
+from minidist.launch.spawning import Nodes
 
 
 def launch(environment, *arguments):
@@ -66,6 +69,32 @@ def test_what_cannot_start_is_one_line(arguments, says, capsys):
     assert captured.err.startswith("minidist launch: ")
     assert says in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_two_nodes_of_one_machine_need_neither_a_port_nor_a_secret(monkeypatch, tmp_path):
+    """As of torchrun: its port by default; node 0 leaves the secret in a private file."""
+    told = []
+    monkeypatch.setattr(launch_module, "spawn", lambda command, size, **rest: told.append(rest["nodes"]) or 0)
+    assert main(["launch", "--nnodes", "2", "--master-addr", "127.0.0.1", "true"]) == 0
+    assert main(["launch", "--nnodes", "2", "--master-addr", "localhost", "--master-port", "29600", "true"]) == 0
+    assert main(["launch", "true"]) == 0
+    assert told == [Nodes(2, 0, "127.0.0.1", 29500), Nodes(2, 0, "127.0.0.1", 29600), Nodes()]
+    with nothing_left() as environment:
+        words = [sys.executable, "-m", "minidist", "launch", "--nnodes", "2", "--master-addr", "localhost",
+                 "--master-port", free_port(), "--node-rank"]
+        nodes = [start([*words, rank, JOB, "ok"], environment, XDG_CACHE_HOME=str(tmp_path)) for rank in "10"]
+        done = [finish(node) for node in nodes]
+    assert [(node.returncode, node.stderr) for node in done] == [(0, "")] * 2
+    assert "hello from 1 of 2 over tcp" in done[0].stdout
+    assert [*(tmp_path / "minidist").iterdir()] == []
+
+
+def test_a_node_whose_machine_has_no_node_0_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(spawning, "MEET_LIMIT", 0.1)
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "29500", "true"]
+    assert main(["launch", *words]) == 2
+    assert "node 0 of the job at 127.0.0.1:29500 was not there within 0.1 s" in capsys.readouterr().err
 
 
 def test_a_secret_from_a_file(tmp_path, capsys):

@@ -53,7 +53,10 @@ def test_the_address_of_a_host_is_its_name_without_the_user():
 @pytest.mark.parametrize(("text", "says"), [
     ("", "'' names no host"), ("a:0", "'a:0' is no host"), ("-oProxyCommand=x", "is no host"), ("a;b", "is no host"),
     ("fd00::1:3,b", "as [fd00::1]:3"), ("[fe80::1]:2", "link-local"), ("[fd00::1]:0", "is no host"),
-    ("a:1,b,a:2", "host a is named twice"), ("localhost,b", "'localhost' is another host on each of them")])
+    ("a:1,b,a:2", "host a is named twice"), ("localhost,b", "'localhost' is another host on each of them"),
+    ("127.0.0.1:2,b:2", "'127.0.0.1' is another host on each of them"), ("-Fx@b:1", "'-Fx@b:1' is no host"),
+    ("a[1-9999999999999]", "names 9999999999999 hosts or more"), ("a[x]", "'x' is neither a number"),
+    ("a:²", "'a:²' is no host")])
 def test_what_names_no_hosts_is_one_line(text, says):
     with pytest.raises(LaunchError, match=re.escape(says)) as caught:
         hosts_of(text)

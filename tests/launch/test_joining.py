@@ -280,3 +280,30 @@ def test_places_in_the_environment(monkeypatch):
 
 def test_losses_read_well():
     assert str(Failure(2, 0, "", "never came")) == "rank 2 never came"
+
+
+@pytest.mark.parametrize(("token", "says"), [
+    (b"short", "fewer than 16 characters"), (b"\xff" * 20, "is not one line of UTF-8 text"),
+    (b"two lines\nof a secret", "is not one line"), (b"\0" * 20, "is not one line"), (b"x" * 3000, "more than 2048")])
+def test_what_cannot_be_a_secret_is_one_line(token, says, monkeypatch):
+    with pytest.raises(LaunchError, match=says) as caught:
+        joining.checked_token(token, "--token-file f")
+    assert str(caught.value).startswith("--token-file f ") and "\n" not in str(caught.value)
+    if b"\0" not in token:
+        monkeypatch.setenv("MINIDIST_TOKEN", os.fsdecode(token))
+        with pytest.raises(LaunchError, match=f"MINIDIST_TOKEN .*{says}"):
+            joining.token_from_environment()
+
+
+def test_a_secret_is_taken_without_the_white_space_around_it(monkeypatch):
+    monkeypatch.setenv("MINIDIST_TOKEN", " pässword of several words \n")
+    assert joining.token_from_environment() == "pässword of several words".encode()
+
+
+def test_a_token_without_its_holder_is_a_killed_jobs():
+    file = TokenFile("a job")
+    assert not file.is_held()
+    file.write(TOKEN)
+    assert TokenFile("a job").is_held()
+    os.close(file._lock)
+    assert not TokenFile("a job").is_held()

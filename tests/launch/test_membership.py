@@ -94,6 +94,17 @@ def test_blas_threads_are_shared_among_the_ranks():
     assert threads(None) == before
 
 
+def test_four_variables_by_hand_make_a_job():
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone, as operators of clusters set them for torch's env://."""
+    port = free_port()
+    with nothing_left() as environment:
+        ranks = by_hand(environment, "ok", size=2, variables=lambda rank: {
+            "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        done = [finish(rank) for rank in ranks]
+    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 2
+    assert [one.stdout.splitlines()[0] for one in done] == [f"hello from {rank} of 2 over shm" for rank in range(2)]
+
+
 # --- mpirun ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.soak       # tests/cli/train/test_command.py runs under mpirun, and nothing is said that should not be

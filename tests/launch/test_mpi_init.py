@@ -2,16 +2,21 @@
 
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import SOON
 from jobs import finish, start
 from leftovers import nothing_left
 
+from minidist.errors import LaunchError
+from minidist.launch import mpi_init
 from minidist.launch.launchers import clean_environment
 from minidist.launch.mpirun import find_mpirun
 
@@ -223,3 +228,63 @@ def test_where_nothing_is_known_of_the_others_the_limit_holds(tmp_path):
                             PYTHONPATH=str(tmp_path), **variables))
     assert (done.returncode, done.stderr) == (-9, "minidist: rank 1 of 2 waited 0.2 s in MPI_Init, which waits for "
                                               "every rank; which one is missing cannot be seen here; the job ends\n")
+
+
+# --- before MPI_Init -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("value", ["x", "", "-1", "²", "0x7", "99999", "9" * 30])
+def test_a_number_that_is_no_socket_of_mpirun_is_refused(value, monkeypatch):
+    with open(os.devnull) as nothing:
+        monkeypatch.setenv("PMI_FD", value or str(nothing.fileno()))
+        with pytest.raises(LaunchError, match="PMI_FD=.* is not the number of an open socket"):
+            mpi_init.check_pmi()
+
+
+def test_a_socket_of_mpirun_or_its_address_is_taken(monkeypatch):
+    monkeypatch.delenv("PMI_FD", raising=False)
+    monkeypatch.setenv("PMI_PORT", "node1:40000")
+    mpi_init.check_pmi()
+    for junk in ("x", "", "a b:1", "node1:"):
+        monkeypatch.setenv("PMI_PORT", junk)
+        with pytest.raises(LaunchError, match="PMI_PORT=.* needs the form host:port"):
+            mpi_init.check_pmi()
+    with socket.socket() as sock:
+        monkeypatch.setenv("PMI_FD", str(sock.fileno()))
+        mpi_init.check_pmi()
+
+
+@pytest.mark.parametrize(("ranks", "free", "told"), [
+    (4, 1 << 20, "MPICH needs 4.0 MiB of /dev/shm for 4 ranks on "),
+    (16, 16 << 20, "16.2 MiB of /dev/shm for 16 ranks"),
+    (4, 8 << 20, "^posix"), (16, 64 << 20, "^posix"), (2, 16 << 20, "^posix"), (2, 64 << 20, None),
+    (16, 100 << 20, None)])
+def test_where_dev_shm_is_small_ucx_keeps_off_it_or_mpich_is_not_begun(ranks, free, told, monkeypatch, tmp_path):
+    """MPICH 5.0.2 dies there: of SIGBUS without room for its own part; of SIGSEGV in UCX, if ranks race for theirs."""
+    environ = {}
+    monkeypatch.setattr(mpi_init, "SHM", str(tmp_path))
+    monkeypatch.setattr(mpi_init.os, "environ", environ)
+    monkeypatch.setattr(mpi_init.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096))
+    if told and told != "^posix":
+        with pytest.raises(LaunchError, match=told.replace("/dev/shm", str(tmp_path))):
+            mpi_init.make_room(ranks)
+        (tmp_path / "mpich_shm_1_0").touch()                # of another rank of this job, which has its room
+        assert mpi_init.shortage(ranks) == ""
+        return
+    mpi_init.make_room(ranks)
+    assert environ == ({"UCX_TLS": told} if told else {})
+    environ["UCX_TLS"] = "tcp"
+    mpi_init.make_room(ranks)
+    assert environ == {"UCX_TLS": "tcp"}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kibibytes", "ranks", "ends"), [
+    (1024, 4, "MPICH needs 4.0 MiB of /dev/shm for 4 ranks on "), (65536, 16, ""), (16384, 2, ""), (28672, 4, "")])
+def test_jobs_in_a_small_dev_shm(kibibytes, ranks, ends, tmp_path):
+    """In a namespace of mounts of its own, which needs root."""
+    (tmp_path / "program.py").write_text("import minidist as md\nworld = md.init()\nassert world.all_reduce(1.0) > 1\n")
+    mpirun = shlex.join([*find_mpirun().command(ranks), sys.executable, str(tmp_path / "program.py")])
+    mount = f"mount -t tmpfs -o size={kibibytes}k tmpfs /dev/shm && exec {mpirun}"
+    with nothing_left() as environment:
+        done = finish(start(["unshare", "--mount", "sh", "-c", mount], environment), 100)
+    assert (done.returncode, ends in done.stderr) == (2 if ends else 0, True), done.stderr

@@ -1,4 +1,4 @@
-"""launch/own_python.py: no process of ours runs a module of the current folder; a user's program finds its own there."""
+"""launch/own_python.py: no process of ours runs a module of the current folder; a user's program finds its own."""
 
 import subprocess
 import sys
@@ -76,7 +76,8 @@ MINIDIST = str(Path(sys.executable).parent / "minidist")
 @pytest.mark.parametrize("command", [
     pytest.param([MINIDIST, "train", "-n2"], id="train"),
     pytest.param([MINIDIST, "launch", "-n2", "-m", "minidist", "train"], id="launch", marks=pytest.mark.soak),
-    pytest.param(["mpirun", "-n", "2", sys.executable, "-m", "minidist", "train"], id="mpirun", marks=pytest.mark.soak)])
+    pytest.param(["mpirun", "-n", "2", sys.executable, "-m", "minidist", "train"], id="mpirun",
+                 marks=pytest.mark.soak)])
 def test_no_process_of_a_training_runs_a_file_of_the_current_folder(command, shadows, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("a text of a few words, again and again. " * 60)
