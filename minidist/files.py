@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,41 @@ from minidist.errors import ConfigError
 DRAFTS = ".minidist-"       # how the names of folders of drafts begin
 PIECE = 1 << 20             # bytes of zeros that are written at once
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)      # not the user's mistake
+
+
+def user_folder(variable: str, below: str) -> Path:
+    """Return the user's folder that an XDG variable names, or the one that is so far below the home folder.
+
+    Raises: ConfigError for a user without a home, where no private folder can be made either.
+    """
+    named = os.environ.get(variable, "")
+    return Path(named) if os.path.isabs(named) else home() / below
+
+
+def home() -> Path:
+    """Return the user's home folder.
+
+    A container may run as a user without HOME and without an entry in the list of users. Such a user gets a folder
+    among the temporary files, which no other user can read or write.
+    Raises: ConfigError if that cannot be.
+    """
+    with suppress(RuntimeError, KeyError):
+        if (found := Path.home()).is_absolute():
+            return found
+    try:
+        folder = Path(tempfile.gettempdir()) / f"minidist-home-{os.geteuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        state = folder.lstat()
+        problem = "" if stat.S_ISDIR(state.st_mode) else "is no folder"
+        if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+            problem = "is not private to this user"
+    except OSError as error:
+        folder = Path(error.filename or tempfile.gettempprefix())
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"this user has no home folder, and {folder} cannot stand for one: {problem}; set HOME")
+    return folder
 
 
 @contextmanager

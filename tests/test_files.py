@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from minidist.lessons.running import insert_mermaid
 
 from minidist import files
 from minidist.errors import ConfigError
-from minidist.files import DRAFTS, check_writable, lock_holder, scratch, sweep, whole
+from minidist.files import DRAFTS, check_writable, home, lock_holder, scratch, sweep, user_folder, whole
 
 LONG = "x" * 300
 
@@ -177,3 +178,65 @@ def test_who_has_locked_a_folder(tmp_path: Path) -> None:
     os.close(mine)
     assert lock_holder(theirs) is None
     os.close(theirs)
+
+
+# --- a user without a home -------------------------------------------------------------------------------------------
+
+NO_USERS = "import pwd\ndef getpwuid(uid):\n    raise KeyError(f'uid not found: {uid}')\npwd.getpwuid = getpwuid\n"
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder for temporary files of a user without HOME and without an entry in the list of users."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_user_without_a_home_gets_a_private_folder(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = homeless / f"minidist-home-{os.geteuid()}"
+    assert home() == home() == folder and folder.stat().st_mode & 0o777 == 0o700
+    assert user_folder("XDG_CACHE_HOME", ".cache") == folder / ".cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert user_folder("XDG_CACHE_HOME", ".cache") == folder / ".cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert user_folder("XDG_CACHE_HOME", ".cache") == Path("/cache")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert home() == Path("/home/somebody")
+
+
+@pytest.mark.parametrize("planted", ["open to others", "a link", "a file", "nowhere"])
+def test_a_folder_that_others_may_have_planted_is_no_home(planted: str, homeless: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = homeless / f"minidist-home-{os.geteuid()}"
+    if planted == "open to others":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif planted == "a link":
+        folder.symlink_to("/")
+    elif planted == "a file":
+        folder.touch(mode=0o600)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(homeless / "nowhere"))
+    with pytest.raises(ConfigError, match="this user has no home folder, and .*; set HOME") as caught:
+        home()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [
+    ["-m", "minidist", "doctor", "--help"], ["-m", "minidist", "bench", "calibrate", "--help"],
+    ["-m", "minidist", "train", "--layers=1", "--width=16", "--heads=2", "--batch=4", "--context=8", "--steps=1",
+     "--data=book.txt", "--quiet", "--out=run"],
+    ["-c", "import minidist as md; assert md.init().size == 1; "
+           "assert md.run(lambda world: world.size, size=1, transport='tcp') == [1]"]], ids=["doctor", "bench", "train", "init"])
+def test_commands_of_a_user_without_a_home(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(NO_USERS)
+    (tmp_path / "book.txt").write_text("a text of a few words, again and again. " * 60)
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                          env={**environment, "PYTHONPATH": str(tmp_path / "start"), "TMPDIR": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")

@@ -9,13 +9,16 @@ the command still does all its work.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from minidist.cli.process import interrupts_wait, own_process, refusal
 from minidist.comm.health.failure import say_line
 from minidist.errors import ConfigError
+from minidist.files import home
 from minidist.streams import standard_output
 
 COMMANDS = {
@@ -48,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         own_process()
+    with suppress(ConfigError):
+        os.environ.setdefault("HOME", str(home()))              # matplotlib writes lines without, or fails
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
     prefix = f"minidist {command or ''}".rstrip()

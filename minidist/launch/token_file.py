@@ -4,10 +4,9 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from pathlib import Path
 
 from minidist.errors import LaunchError
-from minidist.files import scratch, sweep
+from minidist.files import scratch, sweep, user_folder
 
 STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
 
@@ -20,8 +19,8 @@ class TokenFile:
     """
 
     def __init__(self, job: str) -> None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.path = Path(cache) / "minidist" / f"job-{hashlib.sha256(os.fsencode(job)).hexdigest()[:24]}"
+        cache = user_folder("XDG_CACHE_HOME", ".cache")
+        self.path = cache / "minidist" / f"job-{hashlib.sha256(os.fsencode(job)).hexdigest()[:24]}"
         self._lock: int | None = None
 
     def write(self, token: bytes) -> None:

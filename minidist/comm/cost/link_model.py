@@ -12,7 +12,6 @@ notes: N4 §2.    Source: Hockney 1994 (α, β); Culler et al. 1993 (o).
 """
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.errors import ConfigError
-from minidist.files import whole
+from minidist.files import user_folder, whole
 
 FORMAT = 1
 WORST_MISFIT = 0.5         # of an entry of a profile that nothing is said of
@@ -168,14 +167,15 @@ def _link(entry: Any) -> LinkCost:
 
 def profile_path() -> Path:
     """Where this user's profile is: ~/.config/minidist/profile.json, or where XDG_CONFIG_HOME has it."""
-    config = os.environ.get("XDG_CONFIG_HOME", "")
-    folder = Path(config) if os.path.isabs(config) else Path("~/.config").expanduser()
-    return folder / "minidist" / "profile.json"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "minidist" / "profile.json"
 
 
 def load_profile(path: Path | None = None) -> Profile | None:
     """The profile in `path`, or the user's; None if there is none. Raises: ConfigError if the file is no profile."""
-    file = path or profile_path()
+    try:
+        file = path or profile_path()
+    except ConfigError:                 # a user without a home has none
+        return None
     try:
         return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
