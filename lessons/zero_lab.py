@@ -11,6 +11,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.device import account
+from minidist.grading import Result
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.observe.samples import SampledAccount
@@ -70,6 +71,31 @@ def make(stage: int, model: GPT, group: Group, *, bucket_bytes: int = BUCKET, **
 def new_adam(pieces: Any) -> Optimizer:
     """Adam, at the rate of all these runs."""
     return Adam(pieces, 1e-2)
+
+
+class WatchedGroup:
+    """A group of which `overlapped` says whether an all-gather was given a part of its own result."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.overlapped = False
+
+    def all_gather(self, x: Any, out: Any = None, **options: Any) -> Any:
+        """Gather as the group does."""
+        if out is not None and np.shares_memory(x, out):
+            self.overlapped = True
+        return self.group.all_gather(x, out=out, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+
+def gathered(task: str, overlapped: bool, where: str) -> Result:
+    """Return the Result of an exercise whose all-gathers must not be given a part of their own result."""
+    given = "a part of the result" if overlapped else "a copy of the chunk"
+    advice = f"y may not lie in x: give all_gather a copy: {where}"
+    return Result(task, not overlapped, "a copy of the chunk", given,
+                  "it is overwritten while it is sent", advice)
 
 
 # ------------------------------------------------------------------------------------------------ equal weights

@@ -139,8 +139,12 @@ def test_of_a_chain_of_errors_the_one_that_was_raised_is_shown(tmp_path: Path, c
 
 
 def test_of_a_rank_that_fails_its_own_error_is_shown(tmp_path: Path) -> None:
-    exercise = "from minidist.launch import run\ndef one():\n    run(lambda group: {}['a'], size=2, transport='threads')\n"
-    line = graded(tmp_path, exercise)[-1].line()
+    lines = [
+        "from minidist.launch import run",
+        "def one():",
+        "    run(lambda group: {}['a'], size=2, transport='threads')",
+    ]
+    line = graded(tmp_path, "\n".join(lines))[-1].line()
     assert "KeyError" in line
     assert "'a' (mine.py line 3)" in line
 

@@ -130,14 +130,15 @@ def _samples(exercise: ModuleType) -> Result:
 
 def _devices(exercise: ModuleType) -> Result:
     """LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
-    task, visible = 'CUDA_VISIBLE_DEVICES="4,5,6,7"', "4,5,6,7"
+    visible = "12,13,4,5"
+    task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE
     for rank in range(size):
         measured = exercise.my_device(exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible)
-        target = 4 + rank % PER_NODE
+        target = int(visible.split(",")[rank % PER_NODE])
         if str(measured) != str(target):
             unmapped = str(measured) == str(rank % PER_NODE)
-            mistake = "device 0 .. 3 although 4 .. 7 are visible" if unmapped else "wrong device"
+            mistake = "device 0 .. 3 although others are visible" if unmapped else "wrong device"
             return Result(task, False, f"rank {rank} on GPU {target}", f"rank {rank} on GPU {measured}", mistake,
                           "LOCAL_RANK is a place in the visible list: read section 4 again")
     return Result(task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank")

@@ -38,6 +38,7 @@ ANSWERS = {
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Whole steps on one process, finding overflows, the scale's way, clipping."""
     yield from _plain(exercise)
+    yield from _few_numbers(exercise)
     yield from _overflowed(exercise)
     yield _scale(exercise)
     yield from _clipped(exercise)
@@ -88,20 +89,84 @@ def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[st
     return "another update", "scale, float32, divide: sections 2 and 3 (holes 1 to 4)"
 
 
+class _Given:
+    """A model of three weights whose true gradients are given; backward leaves them in float16, scaled."""
+
+    def __init__(self, true: list[list[float]]) -> None:
+        self.true = [np.array(gradient) for gradient in true]
+        self.weights = [Parameter(np.zeros(3, np.float16), name=f"w{i}") for i in range(3)]
+
+    def parameters(self) -> list[Parameter]:
+        """The weights."""
+        return self.weights
+
+    def loss(self, inputs: Any, targets: Any, divisor: int) -> "_Given":
+        """Something that has a backward."""
+        return self
+
+    def backward(self, dy: Any) -> None:
+        """Leave the gradients, times `dy`."""
+        for p, gradient in zip(self.weights, self.true, strict=True):
+            p.grad = (gradient * float(dy)).astype(np.float16)
+
+    def item(self) -> float:
+        """No loss."""
+        return 0.0
+
+
+def _few_numbers(exercise: ModuleType) -> Iterator[Result]:
+    """Gradients that float16 holds only while they are scaled, and a single number that is not finite."""
+    fits = [1e-4, -2e-4, 3e-4]
+    tiny = [1e-7, -2e-7, 3e-8]
+    cases = {
+        "gradients below 1e-6": ([tiny, fits, tiny], True),
+        "an infinity in the first gradient": ([[1e-4, np.inf, 1e-4], fits, fits], False),
+        "an infinity in the second gradient": ([fits, [1e-4, 1e-4, -np.inf], fits], False),
+        "a NaN in the last gradient": ([fits, fits, [np.nan, 1e-4, 1e-4]], False),
+    }
+    ids = np.zeros((1, 2), int)
+    for name, (true, moves) in cases.items():
+        model = _Given(true)
+        masters = [Parameter(np.zeros(3, np.float32), name=p.name) for p in model.weights]
+        with np.errstate(all="ignore"):
+            exercise.plain_mixed_precision(model, masters, SGD(masters, 1.0), [(ids, ids)], SCALE)
+        found = np.concatenate([p.data for p in masters])
+        target = -np.concatenate(model.true) if moves else np.zeros(9)
+        right = bool(np.allclose(found, target, rtol=2e-3, atol=0))
+        if moves:
+            mistake = "small numbers are lost"
+            advice = "to float32 first, then divide by the scale: section 3 (holes 3, 4)"
+        else:
+            mistake = "updated by an infinite gradient"
+            advice = "one number of one gradient is enough to skip the step: section 4 (hole 5)"
+        yield Result(f"{name}: masters after a step", right, _few(target), _few(found), mistake, advice)
+
+
+def _few(values: np.ndarray) -> str:
+    return " ".join(f"{float(value):.1e}" for value in values[:3])
+
+
 def _overflowed(exercise: ModuleType) -> Iterator[Result]:
     """Infinities and NaN in any place, on either rank or none."""
-    fine = [np.ones(3, np.float16), np.full((2, 2), -2, np.float16)]
+    fine = [np.ones(3, np.float16), np.full((2, 2), -2, np.float16), np.ones(4, np.float16)]
 
-    def ask(group: Group, rank: int, value: float) -> tuple[bool, Any]:
+    def ask(group: Group, rank: int, value: float, place: int) -> tuple[bool, Any]:
         gradients = [gradient.copy() for gradient in fine]
         if group.rank == rank:
-            gradients[-1][0, 1] = value
+            gradients[place].flat[1] = value
         answer = exercise.Scaler(1.0, 1).overflowed(gradients, group)
         return bool(answer), answer
 
-    for rank, value, name in ((2, 0.0, "no rank"), (0, np.inf, "rank 0, inf"), (0, -np.inf, "rank 0, -inf"),
-                              (0, np.nan, "rank 0, NaN"), (1, np.inf, "rank 1, inf"), (1, np.nan, "rank 1, NaN")):
-        answers = [answer for answer, _ in run(ask, rank, value, size=2, limit=LIMIT)]
+    cases = (
+        (2, 0.0, 0, "no rank"),
+        (0, np.inf, 0, "rank 0, inf"),
+        (0, -np.inf, 1, "rank 0, -inf"),
+        (0, np.nan, 2, "rank 0, NaN"),
+        (1, np.inf, 1, "rank 1, inf"),
+        (1, np.nan, 0, "rank 1, NaN"),
+    )
+    for rank, value, place, name in cases:
+        answers = [answer for answer, _ in run(ask, rank, value, place, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
         mistake, hole = "it was not seen", 6
         if answers == [rank == 0, rank == 1] and rank < 2:
@@ -116,7 +181,10 @@ def _scale(exercise: ModuleType) -> Result:
     """Beside the library's LossScale."""
     ours, theirs = LossScale(SCALE, patience=3), exercise.Scaler(SCALE, 3)
     target, found = [], []
-    for overflow in (False, False, True, False, False, False, False, True, False, False, False):
+    overflows = [False] * 15
+    overflows[2] = True
+    overflows[7] = True
+    for overflow in overflows:
         ours.grow_or_halve(overflow=overflow)
         theirs.update(overflow)
         target.append(int(np.log2(ours.value)))
@@ -126,9 +194,9 @@ def _scale(exercise: ModuleType) -> Result:
         mistake = "no halving at an overflow"
     elif found[3] > target[3]:
         mistake = "good steps before the overflow still count"
-    elif found[6] > target[6]:
-        mistake = "it doubles again at once: good steps are not counted anew"
-    return Result("the scale's exponent over 11 steps", found == target, str(target), str(found), mistake,
+    elif found[6] > target[6] or found[13] < target[13]:
+        mistake = "good steps are not counted anew after a doubling"
+    return Result("the scale's exponent over 15 steps", found == target, str(target), str(found), mistake,
                   "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)")
 
 

@@ -39,6 +39,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
                          "the ranks do not fit together", f"every rank calls the same collectives: section 1; {error}")
             return
         yield _divided(size, ranks)
+        overlapped = any(rank["overlapped"] for rank in ranks)
+        yield lab.gathered(f"{size} ranks, what is gathered", overlapped, "section 1, step 4 (hole 4)")
         yield _replicas(size, ranks)
         yield _weights(size, ranks)
         yield _traffic(size, ranks)
@@ -58,9 +60,12 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         return Adam(pieces, 0.01)
 
     before = totals(group.ledger)
-    exercise.plain_zero1(model, new_optimizer, group, [lab.global_batch(CONFIG, step) for step in range(STEPS)])
+    watched = lab.WatchedGroup(group)
+    batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
+    exercise.plain_zero1(model, new_optimizer, watched, batches)
     sent, flat = sent_since(group.ledger, before), Flat(list(model.parameters()), group)
     return {"right": flat.chunk_size, "n": flat.size, "given": given[-1], "sent": sent,
+            "overlapped": watched.overlapped,
             "weights": np.concatenate([p.data.ravel() for p in model.parameters()])}
 
 

@@ -100,9 +100,11 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
 
         before = totals(group.ledger)
         batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
-        exercise.plain_zero2(model, lambda pieces: Optimizer(pieces, RATE), group, batches)
+        watched = lab.WatchedGroup(group)
+        exercise.plain_zero2(model, lambda pieces: Optimizer(pieces, RATE), watched, batches)
         weights = np.concatenate([p.data.ravel() for p in model.parameters()])
-        return {"kept": kept[0], "weights": weights, "sent": sent_since(group.ledger, before)[1]}
+        sent = sent_since(group.ledger, before)[1]
+        return {"kept": kept[0], "weights": weights, "overlapped": watched.overlapped, "sent": sent}
 
     task = f"plain_zero2 on {size} ranks, {STEPS} steps"
     try:
@@ -113,6 +115,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         return
     yield expect(f"{task}: whole gradients after backward", 0, ranks[0]["kept"], "the gradients stay",
                  "p.zero_grad() as soon as the sum is there: section 1 (hole 1)")
+    overlapped = any(rank["overlapped"] for rank in ranks)
+    yield lab.gathered(f"{task}: what is gathered", overlapped, "section 1 (hole 2)")
     apart = max(lab.off(rank["weights"], ranks[0]["weights"]) for rank in ranks)
     yield Result(f"{task}: replicas", apart < 1e-12, "equal", f"apart by {apart:.1e}", "the all-gather is missing",
                  "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)")

@@ -34,7 +34,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield from _places(exercise, shape, md.run(_real, shape, size=_size(shape), limit=LIMIT))
     for shape in ({"dp": 2, "pp": 1, "tp": 1}, {"dp": 1, "pp": 1, "tp": 2}, *SHAPES):
         yield _step(exercise, shape)
-    for shape in SHAPES:
+    for shape in (*SHAPES, {"dp": 1, "pp": 2, "tp": 3}):
         ranks = md.run(_run, exercise, shape, size=_size(shape), limit=LIMIT)
         yield _norm(shape, ranks)
     for sent, target in (({"dp": 5, "pp": 1, "tp": 9}, ["pp", "dp", "tp"]), ({"tp": 30, "dp": 40, "pp": 20},

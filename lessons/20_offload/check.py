@@ -53,27 +53,65 @@ def _run(plan: dict[str, Any]) -> dict[str, Any]:
     return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[0]
 
 
+class _Model(GPT):
+    """A model that keeps the arrays of its last gradients, so that a copy can be told from the array itself."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.last: list[Any] = []
+
+    def loss(self, *given: Any, **options: Any) -> Any:
+        """Compute the loss; note each gradient once it is final."""
+        self.last = []
+        for p in self.parameters():
+            p.hooks[:] = [self._final]
+        return super().loss(*given, **options)
+
+    def _final(self, p: Parameter) -> None:
+        self.last.append(p.grad)
+
+
+class _HostAdam(Adam):
+    """Adam that counts, in `shared`, the gradients it is given that are arrays of the device."""
+
+    def __init__(self, host: list[Parameter], model: _Model) -> None:
+        super().__init__(host, 0.01)
+        self.host = host
+        self.model = model
+        self.shared = 0
+
+    def step(self, *given: Any, **options: Any) -> Any:
+        """Count, then update."""
+        self.shared += sum(h.grad is not None and np.shares_memory(h.grad, gradient)
+                           for h in self.host for gradient in self.model.last)
+        return super().step(*given, **options)
+
+
 def _plain(exercise: ModuleType) -> Iterator[Result]:
     """Weights on both sides, and gradients on the device, beside the plain version's."""
     ids = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 2, SMALL.context + 1))
 
-    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int]:
-        model = GPT(SMALL)
+    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int]:
+        model = _Model(SMALL)
         model.initialize(0)
         host, arrays = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()], [
             p.data for p in model.parameters()]
+        optimizer = _HostAdam(host, model)
         with np.errstate(all="ignore"):
-            loop(model, Adam(host, 0.01), [(part[:, :-1], part[:, 1:]) for part in ids], host)
+            loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
         shared = sum(p.data is not array or np.shares_memory(p.data, h.data)
                      for p, h, array in zip(model.parameters(), host, arrays, strict=True))
         return (np.concatenate([p.data.ravel() for p in model.parameters()]),
                 np.concatenate([h.data.ravel() for h in host]),
-                sum(p.grad is not None for p in model.parameters()), shared)
+                sum(p.grad is not None for p in model.parameters()), shared, optimizer.shared)
 
     target, found, start = (trained(loop) for loop in (
         plain_offload, exercise.plain_offload, lambda *_: None))
     yield expect("gradients on the device after a step", 0, found[2], "they stay on the device",
                  "p.zero_grad() once the copy is down, or the next step adds to them: section 1 (hole 1)")
+    yield expect("gradients of the host that are the device's own arrays", 0, found[4],
+                 "the host reads device memory",
+                 "the gradient goes down: h.grad is a copy of p.grad: section 1 (hole 1)")
     mistake = "the new weights never reach the device" if np.array_equal(found[0], start[0]) else "other weights"
     yield Result("weights on the device", np.array_equal(found[0], found[1]), "the host's",
                  "the host's" if np.array_equal(found[0], found[1]) else "others", mistake,

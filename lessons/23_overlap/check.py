@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from minidist.grading import Result, expect, load_module
 from minidist.observe.events import Busy
 from minidist.observe.step_bound import lower_bound, plain_critical_path
@@ -19,6 +21,7 @@ STEP = lab.Job()
 BOUNDS = {"the last bucket is late": STEP, "the link is too slow": replace(STEP, bandwidth=5e8),
           "one bucket in the middle is late": replace(STEP, late={3: 0.030}),
           "the first bucket is late": replace(STEP, late={0: 0.070})}
+BOUND_ADVICE = "the longest chain, or all transfers behind the first moment: section 1 (holes 5 and 6)"
 WHOLE = replace(STEP, bucket=STEP.layers * STEP.layer_bytes)
 
 CUT_FROM = (plain_critical_path,)
@@ -46,6 +49,10 @@ def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
            "it begins at the last rank to end: section 1 (hole 1)")
     yield ("backward slow on rank 1, the update on rank 0", two_slow(), "a path that stays on its rank",
            "a call begins when its last rank has asked for it: section 1 (hole 4)")
+    yield ("rank 1 begins first, rank 0 ends last", early(), "a path through the wrong rank",
+           "not the rank whose step was the longest, but the last to end: section 1 (hole 1)")
+    yield ("a step that ends with a call", ends_waiting(), "a path that misses the last call",
+           "a call that ends as the step does belongs to it: section 1 (hole 2)")
     yield ("ZeRO-1, whose later weights are there in time", lab.run(replace(STEP, strategy="zero1")),
            "a path through a call for which no rank stood still",
            "it had ended before the wait began: section 1 (hole 2)")
@@ -61,6 +68,23 @@ def two_slow() -> StepRecord:
     programs[0].events[-1] = Busy(0.010, "optimizer")
     record: StepRecord = lab.play([program.events for program in programs], STEP)
     return record
+
+
+def ends_waiting() -> StepRecord:
+    """DDP without an update: nothing follows the wait for the last bucket."""
+    programs = [lab.Program(STEP, 1.0), lab.Program(STEP, 1.0)]
+    for program in programs:
+        lab.ddp(program)
+        program.events.pop()
+    record: StepRecord = lab.play([program.events for program in programs], STEP)
+    return record
+
+
+def early() -> StepRecord:
+    """Rank 1 begins 30 ms before rank 0, so that its step is the longer one; rank 0 ends last."""
+    record = two_slow()
+    begin, end = record.windows[1]
+    return StepRecord([record.windows[0], (begin - 0.030, end)], record.calls, record.waits, record.work)
 
 
 def rounded(path: Any, *, ranks: bool) -> list[tuple[Any, ...]]:
@@ -96,8 +120,27 @@ def _bounds(exercise: ModuleType) -> Iterator[Result]:
         found = exercise.shortest_step(asked, [call.alone for call in record.calls], record.waits[0][0].start,
                                        job.update)
         yield expect(f"the bound: {name}", f"{1e3 * lower_bound(record):.3f} ms", f"{1e3 * float(found):.3f} ms",
-                     "a bound that is none", "the longest chain, or all transfers behind the first moment: section 1 "
-                     "(holes 5 and 6)")
+                     "a bound that is none", BOUND_ADVICE)
+    yield from _drawn_bounds(exercise)
+
+
+def _drawn_bounds(exercise: ModuleType) -> Iterator[Result]:
+    """Calls at random, so that each of the bounds is the largest in some: in milliseconds."""
+    chance = np.random.default_rng(23)
+    for kind, longest in (("quick calls", 3), ("slow calls", 40)):
+        for _ in range(30):
+            asked = np.cumsum(chance.integers(1, 20, 5)).tolist()
+            seconds = chance.integers(1, longest + 1, 5).tolist()
+            seconds[chance.integers(5)] += int(chance.integers(60))
+            backward = int(chance.integers(asked[-1] + 10))
+            after = int(chance.integers(10))
+            chain = max(call + alone for call, alone in zip(asked, seconds, strict=True))
+            right = max(backward, chain, asked[0] + sum(seconds)) + after
+            found = exercise.shortest_step(asked, seconds, backward, after)
+            if found != right:
+                break
+        yield expect(f"the bound of {kind} asked for at {asked}, of {seconds}", right, found, "a bound that is none",
+                     BOUND_ADVICE)
 
 
 def _causes(exercise: ModuleType) -> Iterator[Result]:
@@ -125,13 +168,43 @@ def in_ms(found: dict[str, float]) -> dict[str, float]:
 
 
 def _priorities(exercise: ModuleType) -> Iterator[Result]:
-    """Backward and the next forward, which each layer's gradients let begin; the library predicts the same."""
+    """Backward and the next forward, which each layer's gradients let begin; the library predicts the same.
+
+    Then calls at random.
+    """
     for bandwidth in (1e9, 5e8, 2.5e8):
         job = replace(STEP, bandwidth=bandwidth)
         right = predict(lab.first_come(job, 4), Change(priority=True))
         found = lab.scheduled(job, 4, priority=True, serve=exercise.soonest_needed_first)
         yield expect(f"priorities over {bandwidth / 1e9:g} GB/s", f"{1e3 * right:.3f} ms", f"{1e3 * found:.3f} ms",
                      "not the most urgent call", "of the calls that have come, the lowest urgency: section 6 (hole 9)")
+    chance = np.random.default_rng(9)
+    for _ in range(30):
+        came = chance.integers(0, 12, 5).tolist()
+        seconds = chance.integers(1, 9, 5).tolist()
+        urgency = chance.permutation(5).tolist()
+        served = exercise.soonest_needed_first(came, seconds, urgency)
+        ends = most_urgent_first(came, seconds, urgency)
+        if served != ends:
+            break
+    yield expect(f"ends of calls that come at {came}, take {seconds}, urgency {urgency}", ends, served,
+                 "not the most urgent call",
+                 "of the calls that have come, the lowest urgency: section 6 (hole 9)")
+
+
+def most_urgent_first(came: list[int], seconds: list[int], urgency: list[int]) -> list[float]:
+    """Return when each call has ended; a link that is free waits for the first call to come."""
+    ends = [0.0] * len(came)
+    left = set(range(len(came)))
+    now = 0.0
+    while left:
+        now = max(now, min(came[call] for call in left))
+        there = [call for call in left if came[call] <= now]
+        chosen = min(there, key=urgency.__getitem__)
+        now += seconds[chosen]
+        ends[chosen] = now
+        left.remove(chosen)
+    return ends
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from minidist.simulate.walk import call_cost
 
 MIB = 1 << 20
 RING = GroupCall("dp", "all_reduce", "ring", MIB)
+OTHER = RING._replace(axis="tp")
 SEND, RECV = (GroupCall("pp", verb, "", MIB, peer=1 - rank) for rank, verb in enumerate(("send", "recv")))
 CALL = 2.0                              # seconds of each call
 SMALL = GPTConfig(vocabulary=512, context=256, layers=2, width=256, heads=2, positions="rotary")
@@ -77,6 +78,10 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
     yield expect("two calls of a group, started at once", [4.0, 4.0], replayed(exercise, [queue, queue]),
                  "calls of one group at the same time",
                  "a group's calls run one after another: section 1 (hole 2)")
+    both: list[Event] = [Start(1, RING), Start(2, OTHER), Await(1), Await(2)]
+    yield expect("calls of two groups, started at once", [2.0, 2.0], replayed(exercise, [both, both]),
+                 "a call that waits for another group's",
+                 "only the call before it in its own group holds it up: section 1 (hole 2)")
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:

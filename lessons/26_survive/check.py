@@ -1,6 +1,5 @@
 """Grades exercise 26: ranks as threads write and read your checkpoints; numpy.array_split is the answer key."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from minidist.survive.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
 
 SIZE, WRITERS, READERS, LIMIT = 13, 3, (3, 2, 5), 60.0
+OLD = "{}"
 NUMBERS = np.sqrt(np.arange(1.0, SIZE + 1))         # no two alike
 
 CUT_FROM = (plain_save, plain_load)
@@ -28,10 +28,14 @@ ANSWERS = {6: "(2 * save * between) ** 0.5"}
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """What lies in the folder, how the manifest came there, what other ranks read; then the interval."""
     with scratch() as folder:
-        names = run(_save, exercise, str(folder), size=WRITERS, limit=LIMIT)[0]
+        draft, manifest = folder / "draft", folder / "manifest.json"
+        draft.write_text("")                # that the student's lines are written into this file
+        manifest.write_text(OLD)            # as an earlier save has left it
+        inode = draft.stat().st_ino
+        run(_save, exercise, str(folder), size=WRITERS, limit=LIMIT)
         yield _shards(folder)
         yield _manifest(folder)
-        yield _at_once(names)
+        yield _at_once(manifest.stat().st_ino == inode)
         for size in READERS:
             yield _read(exercise, folder, size)
         yield _damaged(exercise, folder)
@@ -39,31 +43,11 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _interval(exercise, save, between)
 
 
-def _save(group: Group, exercise: ModuleType, folder: str) -> list[str]:
-    """The student's save; returns what was renamed to manifest.json, as far as rank 0 saw."""
-    edges, seen = bounds(SIZE, group.size), list[str]()
-    replace = os.replace
-
-    def watched(old: str | Path, new: str | Path) -> None:
-        seen.append(Path(new).name)
-        replace(old, new)
-
-    if group.rank == 0:
-        setattr(exercise, "os", _Watched(watched))          # noqa: B010
-    group.barrier()
+def _save(group: Group, exercise: ModuleType, folder: str) -> None:
+    """The student's save."""
+    edges = bounds(SIZE, group.size)
     exercise.plain_save(group, NUMBERS[edges[group.rank]:edges[group.rank + 1]], SIZE, Path(folder))
     group.barrier()
-    return seen
-
-
-class _Watched:
-    """The module os, whose replace is told."""
-
-    def __init__(self, replace: object) -> None:
-        self.replace = replace
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(os, name)
 
 
 def _shards(folder: Path) -> Result:
@@ -83,8 +67,8 @@ def _manifest(folder: Path) -> Result:
     import json
 
     manifest = folder / "manifest.json"
-    if not manifest.exists():
-        return Result("the manifest", False, "manifest.json", "no such file", "no manifest",
+    if not manifest.exists() or manifest.read_text() == OLD:
+        return Result("the manifest", False, "manifest.json", "none of this save", "no manifest",
                       "os.replace gives the draft its name: section 1 (hole 3)")
     digests = json.loads(manifest.read_text())["sha256"]
     right = run(_digests, str(folder), size=1)[0]
@@ -98,9 +82,10 @@ def _digests(group: Group, folder: str) -> list[str]:
     return [hashlib.sha256((Path(folder) / f"{rank}.npy").read_bytes()).hexdigest() for rank in range(WRITERS)]
 
 
-def _at_once(names: list[str]) -> Result:
-    """The draft was renamed."""
-    return Result("how it came there", "manifest.json" in names, "os.replace", "os.replace" if names else "written",
+def _at_once(renamed: bool) -> Result:
+    """Grade whether manifest.json is the draft's own file under another name."""
+    how = "the draft, renamed" if renamed else "written"
+    return Result("how it came there", renamed, "the draft, renamed", how,
                   "a torn manifest can be seen", "a file that is being written is half there; os.replace is not: "
                   "section 1 (hole 3)")
 

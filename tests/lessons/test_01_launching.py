@@ -15,7 +15,7 @@ WRONG = {
     "wrong local rank": {5: 'int(environ["SLURM_PROCID"])'},
     "the same samples on every rank": {6: "range(0, length, 2)"},
     "samples lost or doubled": {6: "range(identity.local_rank, length, identity.size)"},
-    "device 0 .. 3 although 4 .. 7 are visible": {7: "identity.local_rank"},
+    "device 0 .. 3 although others are visible": {7: "identity.local_rank"},
 }
 
 

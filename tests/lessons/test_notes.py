@@ -134,10 +134,15 @@ def test_a_section_that_is_cited_exists_and_belongs_to_that_chapter() -> None:
     assert count > 130
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("notes: N2 §9.3 多租户支持 (N2:432); N4 §1, §3.", [(2, "9.3", " 多租户支持 (N2:432)"), (4, "1", ", "), (4, "3", ".")]),
-    ("N4 §4–5\n\n§6", [(4, "4", ""), (4, "5", "")]),
-    ("N3 §1.    Source: Zhao 2023, §3.2.2; N1 §2", [(3, "1", ".    Source: Zhao 2023, "), (1, "2", "")])])
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("notes: N2 §9.3 支持 (N2:432); N4 §1.", [(2, "9.3", " 支持 (N2:432)"), (4, "1", ".")]),
+        ("N4 §1, §3.", [(4, "1", ", "), (4, "3", ".")]),
+        ("N4 §4–5\n\n§6", [(4, "4", ""), (4, "5", "")]),
+        ("N3 §1. Source: Zhao, §3.2.2; N1 §2", [(3, "1", ". Source: Zhao, "), (1, "2", "")]),
+    ],
+)
 def test_sections_are_found(text: str, found: list[tuple[int, str, str]]) -> None:
     assert cited_sections(text) == found
 
