@@ -6,7 +6,8 @@
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -18,11 +19,13 @@ from minidist.comm.group import Group
 from minidist.console import written
 
 PLAIN_WIDTH = 110  # columns of output to a pipe or a file; a terminal has its own width
+NARROW = 60        # below it, a table whose words do not fit is printed as records
 
 
 def page_console() -> Console:
-    """A console as wide as the terminal, or of PLAIN_WIDTH."""
-    return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
+    """Return a console as wide as the terminal, or as $COLUMNS says, or of PLAIN_WIDTH."""
+    has_width = Console().is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if has_width else PLAIN_WIDTH)
 
 
 class Page:
@@ -61,9 +64,16 @@ class Page:
             table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*(_cell(value) for value in row))
-        keep_words(table, [columns, *rows], self.console.width)
+        kept = keep_words(table, [columns, *rows], self.console.width)
         self.console.print()
-        self.console.print(table)
+        if kept or self.console.width >= NARROW:
+            self.console.print(table)
+            return
+        self.console.print(title, style="bold", markup=False)
+        for line in records(columns, rows):
+            self.console.print(line, markup=False)
+        if note:
+            self.console.print(note, style="dim", markup=False)
 
     def save(self, file: str | None) -> None:
         """Write all tables to `file` as JSON: `{"tables": [{"title": ..., "columns": [...], "rows": [[...], ...]}]}`.
@@ -75,13 +85,27 @@ class Page:
                 draft.write_text(json.dumps({"tables": self.tables}, indent=1, default=str) + "\n")
 
 
-def keep_words(table: Table, rows: Sequence[Sequence[Any]], width: int) -> None:
-    """Give each column the width of its longest word, where all of them fit into `width`: lines break between words."""
+def records(heads: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yield a table's rows as lines: the first cell, then `head: cell` of each other cell that is not empty."""
+    for row in rows:
+        yield str(row[0])
+        for head, cell in zip(heads[1:], row[1:], strict=True):
+            if str(cell):
+                yield f"  {head}: {cell}" if str(head) else f"  {cell}"
+
+
+def keep_words(table: Table, rows: Sequence[Sequence[Any]], width: int) -> bool:
+    """Give each column the width of its longest word, where all of them fit into `width`: lines break between words.
+
+    Returns: whether they fit.
+    """
     longest = [max((cell_len(word) for row in rows for word in str(row[index]).split()), default=0)
                for index in range(len(table.columns))]
-    if sum(longest) + 3 * len(longest) + 1 <= width:
-        for column, least in zip(table.columns, longest, strict=True):
-            column.min_width = least
+    if sum(longest) + 3 * len(longest) + 1 > width:
+        return False
+    for column, least in zip(table.columns, longest, strict=True):
+        column.min_width = least
+    return True
 
 
 def _cell(value: Any) -> str:

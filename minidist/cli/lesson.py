@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Column, Table
 
 from minidist import lessons
@@ -74,18 +76,12 @@ def _check_fit(args: argparse.Namespace) -> None:
 def _list(file: str | None) -> int:
     """The table of lessons: their modules too where the terminal has room."""
     there, graded, console = lessons.every_lesson(), passed.when(), page_console()
-    names = ["lesson", "title and notes", "min", "after", "passed", "module"]
     rows = [[lesson.number, f"{lesson.title}\n{lesson.notes}", str(lesson.minutes), " ".join(lesson.after),
              graded.get(lesson.number, ""), re.sub("[,;] ", "\n", lesson.module)] for lesson in there]
-    for count in (len(names), len(names) - 1):      # without modules where their paths have no room
-        table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names[:count]),
-                      title="Lessons", title_justify="left", header_style="bold cyan")
-        if fit_words(table, [row[:count] for row in [names, *rows]], console.width):
-            break
-    for row in rows:
-        row[1] = "{}\n[dim]{}[/dim]".format(*map(escape, row[1].split("\n")))
-        table.add_row(*row[:len(table.columns)])
-    console.print(table)
+    if (table := _table(rows, console.width)) is None:
+        _print_blocks(console, rows)
+    else:
+        console.print(table)
     console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: its check, when\n"
                   "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
                   style="dim")
@@ -95,6 +91,34 @@ def _list(file: str | None) -> int:
              "folder": str(lesson.folder), "minutes": lesson.minutes, "after": lesson.after,
              "passed": graded.get(lesson.number)} for lesson in there]})
     return 0
+
+
+def _table(rows: list[list[str]], width: int) -> Table | None:
+    """Return the table of lessons, without modules where their paths have no room; None where no word has room."""
+    names = ["lesson", "title and notes", "min", "after", "passed", "module"]
+    for count in (len(names), len(names) - 1):
+        table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names[:count]),
+                      title="Lessons", title_justify="left", header_style="bold cyan")
+        if not fit_words(table, [row[:count] for row in [names, *rows]], width):
+            continue
+        for row in rows:
+            title, notes = map(escape, row[1].split("\n"))
+            told = f"{title}\n[dim]{notes}[/dim]"
+            table.add_row(row[0], told, *row[2:count])
+        return table
+    return None
+
+
+def _print_blocks(console: Console, rows: list[list[str]]) -> None:
+    """Print the lessons one below the other, for a terminal in which the words of the table have no room."""
+    for number, told, minutes, after, graded, _ in rows:
+        title, notes = told.split("\n")
+        facts = [f"{minutes} min"]
+        facts += [f"after {after}"] if after else []
+        facts += [f"passed {graded}"] if graded else []
+        console.print(f"[bold]{number}[/bold]")
+        told = f"[bold]{escape(title)}[/bold]\n{escape(notes)}\n[dim]{', '.join(facts)}[/dim]"
+        console.print(Padding(told, (0, 0, 0, 4)))
 
 
 def _run(lesson: Lesson, ranks: int, file: str | None) -> int:

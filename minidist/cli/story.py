@@ -7,9 +7,11 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.table import Table
+from rich.text import Text
 
 from minidist.lessons import Lesson
 from minidist.lessons.mermaid import as_text
+from minidist.lessons.page import NARROW, records
 
 
 class StoryTable(TableElement):
@@ -22,7 +24,10 @@ class StoryTable(TableElement):
                     column.overflow = "fold"
                 rows = [self.header.row] if self.header and self.header.row else []
                 rows += self.body.rows if self.body else []
-                fit_words(table, [[cell.content.plain for cell in row.cells] for row in rows], options.max_width)
+                cells = [[cell.content.plain for cell in row.cells] for row in rows]
+                if not fit_words(table, cells, options.max_width) and options.max_width < NARROW:
+                    yield Text("\n".join(records(cells[0], cells[1:])))
+                    continue
             yield table
 
 

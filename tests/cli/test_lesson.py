@@ -43,7 +43,7 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
         assert 10 <= row["minutes"] <= 120
 
 
-@pytest.mark.parametrize("columns", [80, 100, 110, 200])
+@pytest.mark.parametrize("columns", [40, 80, 100, 110, 200])
 def test_the_list_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=columns))
@@ -64,6 +64,29 @@ def test_a_story_at_80_columns_cuts_no_word(number: str, monkeypatch: pytest.Mon
     folder = lessons.find(number).folder.name
     assert any(line.endswith(f"python lessons/{folder}/lesson.py") for line in shown if "run: " in line)
     assert f"• grade: minidist check {number}" in shown and not re.search(r"\w…", out.getvalue())
+
+
+@pytest.mark.parametrize("number", ["00", "07", "24"])
+def test_a_story_at_40_columns_keeps_the_words_of_its_tables(
+    number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=40))
+    assert main(["lesson", number]) == 0
+    assert max(map(cell_len, out.getvalue().split("\n"))) <= 40
+    shown = {*re.findall(r"[a-z]+", out.getvalue())}
+    story = lessons.find(number).part("README.md").read_text(encoding="utf-8")
+    cells = "".join(re.findall(r"^\|.*\|$", re.sub(r"`[^`\n]*`", "", story), re.MULTILINE))
+    words = {word for word in re.findall(r"(?<![/\w])[a-z]+(?![\w/])", cells) if len(word) < 30}
+    assert words <= shown
+
+
+def test_the_list_heeds_the_columns_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["lesson"]) == 0
+    assert max(map(cell_len, capsys.readouterr().out.split("\n"))) <= 40
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), [

@@ -49,3 +49,13 @@ def test_what_cannot_be_written_is_an_error() -> None:
 def test_verdicts() -> None:
     assert verdict(100, 100) == "ok" and verdict(101, 100, 0.02) == "ok"
     assert verdict(112, 100) == "off +12.0 %" and verdict(50, 100) == "off -50.0 %" and verdict(3, 0) == "off by 3"
+
+
+def test_a_table_without_room_is_printed_as_records() -> None:
+    out = io.StringIO()
+    narrow = Page(SimpleNamespace(rank=0), Console(file=out, width=30))
+    columns = ["collective", "measured", "formula", ""]
+    narrow.table("Bytes", columns, [["all_reduce", 123456, "2(P-1)/P", "ok"], ["b", "", 7, ""]], "a note")
+    lines = [line.rstrip() for line in out.getvalue().split("\n")]
+    assert lines[1:] == ["Bytes", "all_reduce", "  measured: 123456", "  formula: 2(P-1)/P", "  ok",
+                         "b", "  formula: 7", "a note", ""]
