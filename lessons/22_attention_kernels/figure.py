@@ -38,7 +38,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was counted."""
     figure = look.new_figure(13.5, 5.8, "What kernels move, counted on the CPU build, and what that allows",
                              f"One load of a warp; one head of {lab.HEAD} columns; a roof as the data sheet states it, "
-                             "and marks where counted bytes put them. No GPU measured yet.")
+                             "and marks where counted bytes put them. Measured on a GPU: benchmarks/results/gpu.")
     _sectors(figure.add_axes((0.025, 0.12, 0.225, 0.62)), recorded["sectors"])
     _bytes(figure.add_axes((0.305, 0.13, 0.26, 0.61)), recorded["bytes"])
     _roofline(figure.add_axes((0.635, 0.13, 0.35, 0.61)), recorded)

@@ -140,7 +140,7 @@ def roofline(page: Page, counts: list[Any]) -> None:
         rows.append([count.name, f"{count.intensity:.2f}", f"{lab.long_intensity(version):.2f}",
                      f"{peak / machine.memory:.0f}", f"{roof / 1e12:.1f}",
                      f"{roof / peak:.0%}"])
-    page.table(f"Attention under the roof of an {machine.name} as stated; no GPU measured yet",
+    page.table(f"Attention under the roof of an {machine.name} as stated",
                ["", "operations a byte", "long", "ridge", "TFLOP/s at most", "of the peak"], rows,
                note=f"long: by the formulas, {lab.FOREVER} tokens. Stated: "
                     f"{machine.memory / 1e12:.2f} TB/s, {machine.rates['float32'] / 1e12:.0f} TFLOP/s float32, "

@@ -64,12 +64,11 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     assert "fill hole 1" in result.results[-1].line() and "exercise_07.py line" in result.results[-1].line()
 
 
-@pytest.mark.soak
 def test_how_nearly_linear_it_is() -> None:
     """N0:430, on chapter 24's clock; the story has these numbers."""
     lab, told = load_module(find("07").part("experiments.py"), "07"), find("07").part("README.md").read_text()
-    for gpus, batch, times in ((8, {"batch": 512}, "7.8"), (64, {"batch": 512}, "53.2"), (64, {"each": 8}, "60.3")):
-        assert f"{lab.times_of_one_gpu(gpus, batch):.1f}" == times and f" {times} times" in told
+    for gpus, batch in ((8, {"batch": 512}), (64, {"batch": 512}), (64, {"each": 8})):
+        assert f" {lab.times_of_one_gpu(gpus, batch):.1f} times" in told
 
 
 def test_one_bucket_is_counted_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:

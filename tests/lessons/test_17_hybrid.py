@@ -1,5 +1,6 @@
 """Exercise 17: filled rightly it passes, and each wrong filling fails under its name; the lesson's formulas hold."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,3 +100,12 @@ def test_the_notes_two_groups_are_the_storys_tables() -> None:
     assert len(rows) == 6 and [row[-1] for row in rows[4:]] == ["ok", "ok"]
     for row in [*rows[:4], *(row[:4] for row in rows[4:])]:
         assert "| " + " | ".join(row) + " |" in told
+
+
+def test_numbers_behind_the_table_of_activations_are_the_tables() -> None:
+    story = lessons.find("17").part("README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\S+) \| [\d.]+ KiB \| ([\d.]+) KiB \|", story, re.MULTILINE))
+    said = re.search(r"(\S+) holds (\d+) KiB where (\S+) holds (\d+)", story)
+    assert said is not None
+    for plan, number in ((said[1], said[2]), (said[3], said[4])):
+        assert round(float(rows[plan])) == int(number), plan

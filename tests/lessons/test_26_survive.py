@@ -7,6 +7,7 @@ from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
+from minidist.comm.chunks import bounds
 from minidist.grading import load_module
 from minidist.survive.interval import best_interval, goodput
 
@@ -57,3 +58,34 @@ def test_the_clock_that_jumps_keeps_what_the_formula_says(factor: float) -> None
     spans = lab.replay(interval, lab.interruptions(3600.0, seconds, 3), save=10.0, restart=30.0, seconds=seconds)
     assert lab.kept(spans) == pytest.approx(goodput(interval, save=10.0, between=3600.0, restart=30.0), rel=0.03)
     assert all(one.stop == pytest.approx(other.start) for one, other in zip(spans, spans[1:], strict=False))
+
+
+def test_what_other_intervals_cost() -> None:
+    """The story's numbers of section 5: by the formula, and of the figure's lanes."""
+    story = " ".join(lessons.find("26").part("README.md").read_text(encoding="utf-8").split())
+    figure = load_module(lessons.find("26").part("figure.py"), "26")
+    best = best_interval(figure.SAVE, figure.BETWEEN)
+
+    def cost(factor: float) -> float:
+        return 100 * (1 - goodput(best * factor, save=figure.SAVE, between=figure.BETWEEN))
+
+    assert f"that is {best:.0f} s, and {cost(1):.0f} % of the time" in story
+    assert f"as often costs {cost(1 / 8):.0f} %, eight times as seldom {cost(8):.0f} %" in story
+    half, twice = (cost(factor) - cost(1) for factor in (1 / 2, 2))
+    assert f"half of it costs {half:.1f} % more of the time, twice as long {twice:.1f} %" in story
+    moments = figure.lab.interruptions(figure.BETWEEN, figure.DAYS * 86_400.0, seed=4)
+    lost = [100 * (1 - figure.lab.kept(figure.lab.replay(
+        best * factor, moments, save=figure.SAVE, restart=figure.RESTART, seconds=figure.HOURS * 3600.0)))
+        for factor in (1 / 8, 1, 8)]
+    assert f"{lost[0]:.0f} %, {lost[1]:.0f} % and {lost[2]:.0f} % of the time are not kept" in story
+
+
+def test_how_many_shards_a_rank_of_six_reads_of_eight() -> None:
+    """The quiz's answer: two; three in some sizes that 24 does not divide."""
+    def shards(numbers: int) -> set[int]:
+        old, new = bounds(numbers, 8), bounds(numbers, 6)
+        return {sum(max(new[rank], old[shard]) < min(new[rank + 1], old[shard + 1]) for shard in range(8))
+                for rank in range(6)}
+
+    assert all(shards(numbers) == {2} for numbers in range(24, 2400, 24))
+    assert set().union(*(shards(numbers) for numbers in range(24, 2400))) == {2, 3}
