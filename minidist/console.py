@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from minidist.device import cores
 from minidist.errors import ConfigError, MemoryLimitError
-from minidist.files import DISK_FAILED, whole
+from minidist.files import DISK_FAILED, as_utf8, whole
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -210,7 +210,7 @@ def write_json(file: str | Path, value: Any) -> None:
     Raises: ConfigError if the place cannot be written; OSError if the disk is full or fails.
     """
     with written("--json", file) as draft:
-        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.write_bytes(as_utf8(json.dumps(value, indent=1, ensure_ascii=False) + "\n"))
 
 
 @contextmanager

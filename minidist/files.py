@@ -136,6 +136,14 @@ def whole(file: str | Path) -> Iterator[Path]:
         raise type(error)(error.errno, error.strerror or str(error), str(file)) from error
 
 
+def as_utf8(text: str) -> bytes:
+    """Return a text for a file, whatever the locale; what is no Unicode, as a byte of a file's name, is escaped.
+
+    In JSON such an escape is read as the same character again.
+    """
+    return text.encode("utf-8", "backslashreplace")
+
+
 def reserve(file: int, offset: int, nbytes: int) -> None:
     """Room for `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the disk has none.
 
@@ -186,6 +194,6 @@ def lock_holder(file: int) -> int | None:
     state = os.fstat(file)
     inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
     with suppress(OSError):
-        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text())
+        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text(errors="replace"))
         return int(found[1]) or None if found else None
     return None

@@ -31,3 +31,15 @@ def test_every_link_leads_somewhere():
 def test_every_command_exists():
     named = set(re.findall(r"minidist (\w+)", "\n".join(re.findall(r"```\w*\n(.*?)```", TEXT, re.DOTALL)))) - {"as"}
     assert named and named <= set(COMMANDS)
+
+
+@pytest.mark.soak
+def test_the_first_command_as_it_stands_leaves_one_run_that_every_command_can_read(tmp_path):
+    """Without --out, in an empty folder; .ci/run makes a few steps of it."""
+    first = re.search(r"```sh\n.*? && (.*)\n", TEXT)[1]
+    done = subprocess.run(first, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    (run,) = (tmp_path / "runs").iterdir()
+    for look in ("report", "watch --once", "sample", "diagnose"):
+        done = subprocess.run(["minidist", *look.split(), str(run)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"minidist {look}: {done.stdout}{done.stderr}"

@@ -173,7 +173,8 @@ def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
               "else MPI.Init() or MPI.COMM_WORLD.size; "
               "os.write(1, f'{size} {library()}\\n'.encode())")                         # one write: lines stay whole
     return subprocess.run([*mpirun.command(2), *code_command(script, options=("-W", "ignore"))], capture_output=True,
-                          text=True, timeout=TRY_LIMIT, env=mpirun.environment(), stdin=subprocess.DEVNULL)
+                          text=True, errors="replace", timeout=TRY_LIMIT, env=mpirun.environment(),
+                          stdin=subprocess.DEVNULL)
 
 
 def _mpi_on_path() -> Iterator[Finding]:
@@ -299,7 +300,8 @@ def _compiler() -> Finding:
     path = on_cpu.compiler()
     if path is None:
         return Finding("C++ compiler", OPTIONAL, "no g++", "apt install g++: runs CUDA kernels on the CPU, lesson 22")
-    version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, timeout=TRY_LIMIT)
+    version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, errors="replace",
+                             timeout=TRY_LIMIT)
     return Finding("C++ compiler", OK, f"g++ {version.stdout.strip() or '?'} at {path}")
 
 

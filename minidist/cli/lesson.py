@@ -140,7 +140,7 @@ def _figure(lesson: Lesson, out: str | None) -> int:
         fail(f"--out: {error}")
     with progress(f"drawing the figure of lesson {lesson.number} from a run of its own"):
         drawing = subprocess.run([sys.executable, str(lesson.part("figure.py")), *folder], stdout=subprocess.PIPE,
-                                 text=True)
+                                 text=True, errors="replace")
     print(drawing.stdout, end="")
     return drawing.returncode
 

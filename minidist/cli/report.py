@@ -13,7 +13,7 @@ from rich.console import Console
 from minidist.cli.train.report import memory_table, traffic_tables
 from minidist.cli.train.run_folder import PAGE
 from minidist.console import size_text, written
-from minidist.files import check_writable
+from minidist.files import as_utf8, check_writable
 from minidist.observe.report.page import page, sections_of
 from minidist.observe.report.run_files import read_run
 from minidist.observe.report.section import PlainTable, plain_table
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     text = page(found, sections_of(found, ledger, lines, account))
     place = Path(args.out) if args.out else found.folder / PAGE
     with written("--out", place) as draft:
-        draft.write_text(text, encoding="utf-8")
-    Console(highlight=False, soft_wrap=True).print(f"{place}: {size_text(len(text.encode()))}, open it in a browser",
+        draft.write_bytes(as_utf8(text))
+    Console(highlight=False, soft_wrap=True).print(f"{place}: {size_text(len(as_utf8(text)))}, open it in a browser",
                                                    markup=False)
     return 0
 

@@ -45,7 +45,7 @@ def use_huge_pages(libc: ctypes.CDLL, reserve: int = 256 << 20) -> int:
     libc.free(libc.malloc(1 << 24))                      # more than is free at the heap's end: so it grows
     libc.mallopt(_M_TOP_PAD, 1 << 17)                    # as it was
     taken = 0
-    for line in _MAPS.read_text().splitlines():
+    for line in _MAPS.read_text(errors="replace").splitlines():
         if line.endswith("[heap]"):
             start, stop = (int(edge, 16) for edge in line.split()[0].split("-"))
             if libc.madvise(start, stop - start, _MADV_HUGEPAGE) == 0:

@@ -260,5 +260,5 @@ def _words(file: Path) -> list[str]:
 
 def _lines(file: str | Path) -> list[str]:
     with suppress(OSError):
-        return Path(file).read_text().splitlines()
+        return Path(file).read_text(errors="replace").splitlines()
     return []

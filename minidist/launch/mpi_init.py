@@ -140,7 +140,7 @@ def _free_bytes() -> float:
 def shared_memory(pid: int) -> set[str]:
     """The files of MPICH's shared memory that a process has mapped; none where the system does not say."""
     with contextlib.suppress(OSError):
-        return set(re.findall(r"/dev/shm/mpich_shm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+        return set(re.findall(r"/dev/shm/mpich_shm_\w+", Path(f"/proc/{pid}/maps").read_text(errors="replace")))
     return set()
 
 

@@ -66,7 +66,7 @@ def find_mpirun() -> Mpirun:
 def mpirun_at(path: str) -> Mpirun:
     """The mpirun in this file. Raises LaunchError, which says why, if it does not run."""
     try:
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+        asked = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} does not run ({error}); {INSTALL}") from error
     text = asked.stdout

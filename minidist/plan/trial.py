@@ -83,7 +83,8 @@ def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> fl
                  optimizer, "--steps", str(steps), "--quiet", "--out", str(Path(folder, "run")), "--json", str(found)]
         told = f"minidist {' '.join(words)}"
         try:
-            done = subprocess.run(module_command("minidist", *words), capture_output=True, text=True, timeout=TIMEOUT,
+            done = subprocess.run(module_command("minidist", *words), capture_output=True, text=True,
+                                  errors="replace", timeout=TIMEOUT,
                                   check=False)
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{told}: not done after {TIMEOUT:g} s; take fewer layers") from None

@@ -33,6 +33,7 @@ import numpy as np
 
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
+from minidist.comm.health.failure import printable
 from minidist.device.backend import device_of, dtype_name, to_device, to_host
 from minidist.errors import CheckpointError
 from minidist.files import scratch
@@ -283,10 +284,10 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
             draft = str(inside)
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
-    draft, problem = hand_out_record(group, [draft, problem])
+    name, problem = hand_out_record(group, [os.fsencode(draft), printable(problem)])
     if problem:
         raise CheckpointError(_not_saved(folder, problem))
-    return Path(draft)
+    return Path(os.fsdecode(name))
 
 
 def _without_outer(wanted: Iterable[tuple[Place, Any]]) -> Iterable[tuple[Place, Any]]:
@@ -307,7 +308,7 @@ def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]]
 
     It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the values of all ranks.
     """
-    told = gather_records(group, [problem, value])
+    told = gather_records(group, [printable(problem), value])
     if told is not None:
         problem = next((text for text, _ in told if text), "") or judge([value for _, value in told])
-    return str(hand_out_record(group, problem))
+    return str(hand_out_record(group, printable(problem)))

@@ -21,6 +21,7 @@ Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 """
 
 import gc
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -174,7 +175,8 @@ class Survivor:
     def _load(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew if it saves."""
         problems = []
-        for name in share_records(trainer.world, [str(folder) for folder in self._newest()])[0]:
+        for name in share_records(trainer.world, [os.fsencode(folder) for folder in self._newest()])[0]:
+            name = os.fsdecode(name)
             try:
                 about = trainer.load(name)
                 break

@@ -139,7 +139,7 @@ def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     told = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                          text=True, timeout=30, check=False)
+                          text=True, errors="replace", timeout=30, check=False)
     return (told.stdout.splitlines() or [""])[0].strip()
 
 

@@ -171,7 +171,7 @@ def resident_peak() -> int:
     On Linux getrusage's would be that of the process that forked this one, if it was larger.
     """
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

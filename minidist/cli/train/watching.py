@@ -36,7 +36,7 @@ class Watched(ProgressReport):
         with _terminal() as stdout:
             self._view: subprocess.Popen[str] | None = subprocess.Popen(
                 module_command("minidist", "watch", str(run), "--beside-train"), stdin=subprocess.PIPE,
-                stdout=stdout, text=True, env=clean_environment(os.environ))
+                stdout=stdout, encoding="utf-8", errors="backslashreplace", env=clean_environment(os.environ))
 
     def line(self, text: str) -> None:
         if self._view is not None and self._view.poll() is None:

@@ -88,7 +88,7 @@ def state_of(pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return [""]
     except OSError:                                         # this process has too many open files, say
@@ -115,7 +115,7 @@ def stop_of(pid: int) -> str:
     if state_of(pid) != "T":                                # "t": at a breakpoint or a system call that is traced
         return ""
     with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         return status[status.find("voluntary_ctxt_switches"):] if "TracerPid:\t0\n" in status else ""
     return ""
 
@@ -123,7 +123,8 @@ def stop_of(pid: int) -> str:
 def hears_interrupts(pid: int) -> bool:
     """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
     with contextlib.suppress(OSError):
-        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", status, re.MULTILINE)
         return any(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks) or not masks
     return True
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,35 @@ def test_the_weights_have_the_mode_of_the_other_files(mask: int, tmp_path: Path,
     finally:
         os.umask(before)
     assert {name: (tmp_path / name).stat().st_mode & 0o777 for name in NAMES} == dict.fromkeys(NAMES, 0o666 & ~mask)
+
+
+NAME = b"run-\xc3\xa9-\xff"
+"""Of a folder: UTF-8, and a byte that is not."""
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds characters that are no Unicode, as each name beyond ASCII does in a C locale."""
+    text, name = tmp_path / "text.txt", os.fsdecode(NAME)
+    text.write_text("a b c d e f g\n" * 99)
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY, "--data", str(text), "--out", name, "-n", "2", "--transport", "threads", "--save-every", "1",
+                 "--json", "metrics.json"]) == 0
+    assert main(["train", "--resume", name, "--steps", "2", "--quiet"]) == 0
+    for look in (["report"], ["diagnose"], ["watch", "--once"], ["sample", "--json", "sample.json"],
+                 ["checkpoint", "--json", "checkpoint.json"]):
+        assert main([look[0], name, *look[1:]]) == 0, look
+    assert "Traceback" not in capfd.readouterr().err
+    assert json.loads(Path("sample.json").read_text(encoding="utf-8"))["source"].startswith(name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("by", [["-n", "2"], ["-n", "2", "--elastic", "1:2"], ["-n", "2", "--watch"], []])
+def test_a_name_beyond_ascii_in_a_c_locale(by: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c d e f g\n" * 99)
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in ([*TINY, "--data", "text.txt", "--save-every", "1", "--out", NAME, *by],
+                  ["train", "--steps", "2", "--resume", NAME]):
+        done = subprocess.run([sys.executable, "-m", "minidist", *words], cwd=tmp_path, env=environment, timeout=100,
+                              capture_output=True, check=False)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")

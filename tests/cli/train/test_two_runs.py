@@ -88,9 +88,10 @@ def test_the_same_command_twice_at_once(by: list[str], book: Path, tmp_path: Pat
 @pytest.mark.parametrize("options", [
     ["-n", "2", "--transport", "threads"],
     *(pytest.param(options, marks=pytest.mark.soak) for options in (
-        ["-n", "2", "--plan", "tp=2"], ["-n", "4", "--plan", "dp=2,ep=2", "--experts", "4"], ["-n", "2", "--plan", "pp=2"],
-        ["-n", "3", "--zero", "3"]))])
-def test_equal_runs_write_equal_weights_checkpoints_and_pictures(options: list[str], book: Path, tmp_path: Path) -> None:
+        ["-n", "2", "--plan", "tp=2"], ["-n", "4", "--plan", "dp=2,ep=2", "--experts", "4"],
+        ["-n", "2", "--plan", "pp=2"], ["-n", "3", "--zero", "3"]))])
+def test_equal_runs_write_equal_weights_checkpoints_and_pictures(
+        options: list[str], book: Path, tmp_path: Path) -> None:
     """Whatever the order in which a Python keeps its sets. What is measured differs, but not what it is called."""
     for number in (1, 2):
         run = subprocess.run([*MINIDIST, "train", *TINY[:-3], "--quiet", *options, "--data", str(book), "--steps", "4",
