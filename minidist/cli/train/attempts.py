@@ -56,7 +56,9 @@ def together(world: Group, what: str, work: Callable[[], Result]) -> Result | No
     except CommError:
         if failed is None:
             raise
-        _tell(f"rank {world.rank}: {what}", _in_words(failed))      # the job may end with another rank's error
+        _tell(
+            f"rank {world.rank}: {what}", _in_words(failed)
+        )  # the job may end with another rank's error
         raise failed from None
     problem = next(filter(None, problems), "")
     if problem and world.rank == 0:

@@ -23,8 +23,22 @@ from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.replicas import weights_digest
 
-TINY = ["--steps", "4", "--batch", "4", "--context", "8", "--layers", "1", "--width", "8", "--heads", "2", "--validate",
-        "4"]
+TINY = [
+    "--steps",
+    "4",
+    "--batch",
+    "4",
+    "--context",
+    "8",
+    "--layers",
+    "1",
+    "--width",
+    "8",
+    "--heads",
+    "2",
+    "--validate",
+    "4",
+]
 SLOW = """import time
 from minidist.cli.train import command
 init, sample = command.init, command.sample
@@ -39,7 +53,9 @@ THREADS = ["-n", "2", "--transport", "threads"]
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of a few thousand symbols."""
     file = tmp_path_factory.mktemp("data") / "book.txt"
-    file.write_text("".join(f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(60)))
+    file.write_text(
+        "".join(f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(60))
+    )
     return file
 
 
@@ -47,7 +63,9 @@ def train(book: Path, folder: Path, *options: str) -> tuple[int, str]:
     """Train two threads; the exit status and stderr."""
     error = io.StringIO()
     with redirect_stderr(error), redirect_stdout(io.StringIO()):
-        status = main(["train", *TINY, *THREADS, "--data", str(book), "--out", str(folder), *options])
+        status = main(
+            ["train", *TINY, *THREADS, "--data", str(book), "--out", str(folder), *options]
+        )
     return status, error.getvalue()
 
 
@@ -65,29 +83,37 @@ def require_results(folder: Path) -> dict[str, Any]:
 
 
 PIECES = {
-    "the explanation": (command, "why", "--why"), "the chosen step": (command, "typical_step", "--why"),
-    "its picture": (run_folder, "draw_why", "why.png"), "the loss's picture": (run_folder, "draw_loss", "loss.png"),
-    "the trace": (run_folder, "write_perfetto", "trace.json"), "the gathering": (Timeline, "collect", "trace.json"),
-    "the sample": (command, "sample", "the sample"), "the report": (command, "print_report", "the report"),
+    "the explanation": (command, "why", "--why"),
+    "the chosen step": (command, "typical_step", "--why"),
+    "its picture": (run_folder, "draw_why", "why.png"),
+    "the loss's picture": (run_folder, "draw_loss", "loss.png"),
+    "the trace": (run_folder, "write_perfetto", "trace.json"),
+    "the gathering": (Timeline, "collect", "trace.json"),
+    "the sample": (command, "sample", "the sample"),
+    "the report": (command, "print_report", "the report"),
     "the formulas": (train_metrics, "gradient_formula", "the comparison with formulas"),
-    "the validation": (Trainer, "evaluate", "the validation")}
+    "the validation": (Trainer, "evaluate", "the validation"),
+}
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_what_is_made_of_the_results_fails_alone_and_in_one_line(
-        piece: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, name, what = PIECES[piece]
     monkeypatch.setattr(home, name, broken)
     status, error = train(book, tmp_path, "--why")
     lines = error.splitlines()
     assert status == 0 and lines[0].startswith(f"minidist train: {what} failed: KeyError: "), error
-    if piece == "the formulas":     # the report on the screen needs them
+    if piece == "the formulas":  # the report on the screen needs them
         assert lines[1].startswith("minidist train: the report failed: ") and len(lines) == 2
     else:
         assert len(lines) == 1
     metrics = require_results(tmp_path)
     assert (metrics["validation_loss"] is None) == (piece == "the validation")
-    assert ("why" in metrics) == (piece not in ("the explanation", "the chosen step", "the gathering"))
+    assert ("why" in metrics) == (
+        piece not in ("the explanation", "the chosen step", "the gathering")
+    )
     for look in (["diagnose"], ["report"], ["watch", "--once"], ["sample", "--tokens", "3"]):
         with redirect_stdout(io.StringIO()):
             assert main([look[0], str(tmp_path), *look[1:]]) == 0, look
@@ -95,11 +121,17 @@ def test_what_is_made_of_the_results_fails_alone_and_in_one_line(
 
 @pytest.mark.parametrize("name", ["evaluate", "check_replicas"])
 def test_an_error_of_one_rank_among_all_costs_no_results(
-        name: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    name: str,
+    book: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The others send in that work, so the job ends; what the rank has met is told, whichever error ends it."""
     usual: Callable[..., Any] = getattr(Trainer, name)
-    monkeypatch.setattr(Trainer, name, lambda self, *args: (broken if self.world.rank else usual)(self, *args))
+    monkeypatch.setattr(
+        Trainer, name, lambda self, *args: (broken if self.world.rank else usual)(self, *args)
+    )
     words = ["train", *TINY, *THREADS, "--data", str(book), "--out", str(tmp_path)]
     with pytest.raises((KeyError, MismatchError)):
         main(words)
@@ -108,16 +140,23 @@ def test_an_error_of_one_rank_among_all_costs_no_results(
     assert name != "evaluate" or capsys.readouterr().err.startswith(told)
 
 
-def test_a_verification_that_fails_is_no_success(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verification_that_fails_is_no_success(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("minidist.cli.train.verify.train_alone", broken)
     status, error = train(book, tmp_path, "--verify", "--dtype", "float64")
-    assert status == 1 and error.startswith("minidist train: --verify failed: KeyError") and error.count("\n") == 1
+    assert (
+        status == 1
+        and error.startswith("minidist train: --verify failed: KeyError")
+        and error.count("\n") == 1
+    )
     require_results(tmp_path)
 
 
 @pytest.mark.parametrize("slow", ["sample", "write_results", "write_views"])
-def test_ranks_wait_as_long_as_rank_0_works_alone(slow: str, book: Path, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_as_long_as_rank_0_works_alone(
+    slow: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 goes on only when the limit of the other's wait is a day."""
     worlds, usual, waited = list[Group](), getattr(command, slow), []
     build = Trainer.__init__
@@ -139,11 +178,19 @@ def test_ranks_wait_as_long_as_rank_0_works_alone(slow: str, book: Path, tmp_pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("by", [["mpirun", "-n", "2"], [sys.executable, "-m", "minidist", "launch", "-n", "2"]])
+@pytest.mark.parametrize(
+    "by", [["mpirun", "-n", "2"], [sys.executable, "-m", "minidist", "launch", "-n", "2"]]
+)
 def test_a_sample_may_take_longer_than_the_limit(by: list[str], book: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     run = [sys.executable, "-m", "minidist"] if by[0] == "mpirun" else ["-m", "minidist"]
-    done = subprocess.run([*by, *run, "train", *TINY, "--data", str(book), "--out", str(tmp_path / "run")],
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True,
-                          timeout=100, check=False)
+    done = subprocess.run(
+        [*by, *run, "train", *TINY, "--data", str(book), "--out", str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
