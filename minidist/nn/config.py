@@ -82,7 +82,8 @@ class MixtureConfig:
 
     def order(self, layer: int) -> np.ndarray:
         """The experts of a layer in the order in which they lie on ranks: (experts,) integers."""
-        return np.arange(self.experts) if self.placement is None else np.array(self.placement[layer])
+        chosen = range(self.experts) if self.placement is None else self.placement[layer]
+        return np.array(chosen, np.int64)
 
     def node_of(self, layer: int) -> np.ndarray:
         """The node of each expert of a layer: (experts,) integers."""

@@ -94,7 +94,8 @@ class GPT(Module):
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
         if len(ids.shape) != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
-        positions = np.arange(ids.shape[1]) if positions is None else positions
+        if positions is None:
+            positions = np.arange(ids.shape[1], dtype=np.int64)
         x = self.embed(ids, positions, key)
         positions = positions.ids if isinstance(positions, SortedIds) else beside(positions, x.data)
         for block in self.blocks:

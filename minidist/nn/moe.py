@@ -201,7 +201,7 @@ class Mixture(Module):
 
     def _runs(self, chosen: Array) -> Array:
         """The number of each choice's pair (sequence, expert): (B, T, k) -> (B·T·k,)."""
-        sequence = array_module(chosen).arange(len(chosen))[:, None, None]
+        sequence = array_module(chosen).arange(len(chosen), dtype="int64")[:, None, None]
         return (sequence * self.config.experts + chosen).reshape(-1)
 
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Mixture(Module):
         """The sum of the experts' results for each token, weighted by `chances`."""
         width, experts, top_k = x.shape[-1], self.config.experts, self.config.top_k
         chosen, kept = (each.reshape(-1, top_k) for each in (routing.chosen, routing.kept))
-        tokens = array_module(chosen).arange(len(chosen))[:, None]
+        tokens = array_module(chosen).arange(len(chosen), dtype="int64")[:, None]
         weights = ops.take(chances.reshape(chances.size), (tokens * experts + chosen).reshape(-1))
         weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
         y = self.experts.mixed(x.reshape(x.size // width, width), weights.reshape(len(chosen), top_k), chosen, kept)

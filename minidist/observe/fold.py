@@ -10,7 +10,8 @@ A straggler or a slow link has a colour of its own, and so has everything as far
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from math import fsum
 from typing import Any, NamedTuple
 
 from minidist.observe.shared_links import JobLoads
@@ -33,7 +34,7 @@ class Folded(NamedTuple):
     comers: dict[Station, int]
 
 
-def unfolded(own: list[list[Station]], links: set[Any]) -> Folded:
+def unfolded(own: list[list[Station]], links: Collection[Any]) -> Folded:
     """A clock for each rank. `links`: those on which calls can get in each other's way."""
     stations = dict.fromkeys(station for mine in own for station in mine)
     loads = {station: _shares(station, links) for station in stations}
@@ -42,7 +43,7 @@ def unfolded(own: list[list[Station]], links: set[Any]) -> Folded:
                   {station: len(station.comers) for station in stations})
 
 
-def _shares(station: Station, links: set[Any]) -> JobLoads:
+def _shares(station: Station, links: Collection[Any]) -> JobLoads:
     """What each job asks of these links; jobs that load links alike share one list."""
     made = {id(loads): [(link, share) for link, share in loads.items() if link in links]
             for loads in station.each_load()}
@@ -58,7 +59,7 @@ class _Load(NamedTuple):
     share: float
 
 
-def fold(own: list[list[Station]], links: set[Any], alike: Sequence[Hashable]) -> Folded:
+def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hashable]) -> Folded:
     """One clock for all ranks that nothing tells apart. `alike`: what a rank is by itself."""
     stations = list(dict.fromkeys(station for mine in own for station in mine))
     number = {station: place for place, station in enumerate(stations)}
@@ -82,7 +83,7 @@ def fold(own: list[list[Station]], links: set[Any], alike: Sequence[Hashable]) -
     return _quotient(stations, slots, ranks, places, wires, of_station, of_link, jobs)
 
 
-def _loads(stations: list[Station], links: set[Any]) -> tuple[list[_Load], list[Job]]:
+def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load], list[Job]]:
     """All loads on the given links, and the jobs by number."""
     jobs, places = dict[Job, int](), {link: place for place, link in enumerate(links)}
     return [_Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
@@ -113,8 +114,9 @@ def _quotient(stations: list[Station], slots: list[list[int]], ranks: list[int],
         first = {id(loads): list[tuple[Any, float]]() for loads in stations[place].each_load()}
         mine = {job: first[id(cost.loads)] for job, cost in stations[place].costs.items()}
         for job, wire in dict.fromkeys((load.job, wires[load.link]) for load in of_station[place]):
-            mine[jobs[job]].append((wire, sum(load.share for load in of_link[first_link[wire]]
-                                              if load.job == job and places[load.station] == colour)))
+            share = fsum(load.share for load in of_link[first_link[wire]]
+                         if load.job == job and places[load.station] == colour)
+            mine[jobs[job]].append((wire, share))
         if any(mine.values()):
             asked[stations[place]] = mine
     return Folded(ranks, [first_rank[clock] for clock in range(len(first_rank))],

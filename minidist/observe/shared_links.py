@@ -23,8 +23,11 @@ FULL = 1.0 + 1e-9       # sums of shares are not exact
 JobLoads = Mapping[Job, Sequence[tuple[Any, float]]]
 
 
-def busy_links(stations: Iterable[Station]) -> set[Any]:
-    """The links on which more than their capacity can be asked for: a station runs one job at a time."""
+def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
+    """Return the links on which more than their capacity can be asked for, in a fixed order.
+
+    A station runs one job at a time.
+    """
     most: dict[Any, float] = defaultdict(float)
     for station in stations:
         worst: dict[Any, float] = {}
@@ -34,7 +37,7 @@ def busy_links(stations: Iterable[Station]) -> set[Any]:
                     worst[link] = share
         for link, share in worst.items():
             most[link] += share
-    return {link for link, share in most.items() if share > FULL}
+    return {link: None for link, share in most.items() if share > FULL}
 
 
 class Running:

@@ -61,7 +61,8 @@ def lower_bound(record: StepRecord) -> float:
     traces = [weights_first(only_work(trace), moves) for trace in record.traces()]
     alone = record.replay([[_apart(event) for event in trace] for trace in traces])
     chain = max(stops[-1] for stops in alone.stops)
-    links = [_link_seconds(record, traces, group) for group in {call.group for call in record.calls}]
+    groups = dict.fromkeys(call.group for call in record.calls)
+    links = [_link_seconds(record, traces, group) for group in groups]
     return min(record.seconds, max([chain, *links]))        # a call does not end on all ranks at the same moment
 
 

@@ -95,7 +95,7 @@ def _end(replayed: Replayed) -> float:
 def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
     """Give each group's calls the order in which they are waited for, as far as they stand in its queue together."""
     needed, came = _moments(replayed)
-    for group in {call.group for call in job.calls.values()}:
+    for group in dict.fromkeys(call.group for call in job.calls.values()):
         left = {number: job.event(number).name for number, call in job.calls.items()
                 if call.group == group and job.event(number).name in came}
         order, now = list[int](), 0.0

@@ -4,6 +4,7 @@ Many candidates share a cell and a layout, so each pair of the two is asked for 
 """
 
 from collections.abc import Iterator, Mapping
+from math import fsum
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class CallColumns:
         layer, ends = self.cells.cell(cut).seconds(
             lambda call: price(groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks))
         found = {phase: layer[phase].compute for phase in PHASES}
-        found["ends"] = sum(ends[phase].compute for phase in PHASES)
+        found["ends"] = fsum(ends[phase].compute for phase in PHASES)
         for axis in ("tp", "cp", "ep"):
             found.update({f"{phase} {axis}": layer[phase].waits.get(axis, 0.0) for phase in PHASES})
-            found[f"ends {axis}"] = sum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
+            found[f"ends {axis}"] = fsum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
         return found
 
     def data(self) -> dict[str, np.ndarray]:

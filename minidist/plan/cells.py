@@ -11,10 +11,11 @@ plans share some two hundred cells.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from math import fsum
+from typing import Any, NamedTuple
 
 from minidist.nn import GPTConfig
 from minidist.observe.events import Await, Busy, GroupCall, Memory, Start
@@ -179,9 +180,8 @@ class Cells:
         plan = Plan(precision=self._precision, offload=offload)
         config = self.config if offload == "none" else NARROW
         traces = [self._run_plan(plan, layers, 1, 2, config=config) for layers in (1, 2)]
-        spent = [sum(self.rates.segment(trace.segments[event.work])     # type: ignore[call-overload, misc]
-                     for event in trace.events[trace.steps[1]:]
-                     if isinstance(event, Busy) and event.name not in PHASES) for trace in traces]
+        spent = [fsum(self.rates.segment(trace.segments[work]) for work in _beside_phases(trace))
+                 for trace in traces]
         return (spent[1] - spent[0]) / (traces[1].parameters - traces[0].parameters)
 
     def _run(self, cut: Cut) -> Cell:
@@ -218,6 +218,13 @@ def working(trace: RankTrace) -> int:
         elif isinstance(event, Busy) and event.name == "optimizer":
             break
     return most
+
+
+def _beside_phases(trace: RankTrace) -> Iterator[Any]:
+    """Yield the work of the last step outside forward and backward: the places of its segments."""
+    for event in trace.events[trace.steps[1]:]:
+        if isinstance(event, Busy) and event.name not in PHASES:
+            yield event.work
 
 
 def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, PhaseSeconds]:

@@ -11,6 +11,7 @@ notes: N2 §10.1, §12.1.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,12 @@ class Choice:
     @property
     def step_seconds(self) -> float:
         """As estimated."""
-        return sum(self.seconds.values())
+        return fsum(self.seconds.values())
 
     @property
     def total(self) -> float:
         """Bytes of the fullest rank at its peak."""
-        return sum(self.memory.values())
+        return fsum(self.memory.values())
 
     @property
     def text(self) -> str:

@@ -31,7 +31,7 @@ Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
+from math import fsum, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Library:
                     for link in (*self.cluster.route(src, dst), *self.cluster.route(dst, src)):
                         per_byte[link] += 1.0 / width
         node = max(self.nodes, key=len)
-        inside = sum(self.cluster.topology.alpha(src, dst) for src, dst in pairwise(node))
+        inside = fsum(self.cluster.topology.alpha(src, dst) for src, dst in pairwise(node))
         between = self.cluster.topology.alpha(self.nodes[0][0], self.nodes[1][0])
         return self._load(per_byte, 2 * inside, 2 * (len(self.nodes) - 1).bit_length() * between)
 

@@ -52,7 +52,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
     if batch is None:
-        ids = np.arange(length) * config.vocabulary // length
+        ids = np.arange(length, dtype=np.int64) * config.vocabulary // length
         batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
     if plan.updates_each_microbatch:
         options = {"clip": None, **options}

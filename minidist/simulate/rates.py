@@ -19,6 +19,7 @@ notes: N2 §10.6, N2:35.    Source: Williams, Waterman & Patterson 2009 (rooflin
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import fsum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,7 +82,9 @@ class Rates:
             busy = max(busy, kernel.flops / (device.peak(kernel.dtype) * rates.attention_share))
         elif kernel.kind == "matmul":
             small = kernel.nbytes <= rates.small_bytes * kernel.size[0] if rates.small_bytes else False
-            slower = 1.0 if small else 1.0 + rates.half * sum(1.0 / max(side, 1) for side in kernel.size[-3:])
+            slower = 1.0
+            if not small:
+                slower += rates.half * fsum(1.0 / max(side, 1) for side in kernel.size[-3:])
             busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
             busy += rates.cold * kernel.nbytes + (rates.matrix * kernel.size[0] if kernel.size[0] > 1 else 0.0)
         elif kernel.kind == "memory":
@@ -92,7 +95,7 @@ class Rates:
 
     def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
         """Seconds of kernels that follow each other: (kernel, how often)."""
-        return sum(times * self.seconds(kernel) for kernel, times in kernels)
+        return fsum(times * self.seconds(kernel) for kernel, times in kernels)
 
 
 # ---------------------------------------------------------------- profiles

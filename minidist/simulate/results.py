@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 from typing import Any, NamedTuple
 
 from minidist.nn import GPTConfig
@@ -110,8 +111,8 @@ class Simulation:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
-        return self._use(sum(ranks * self.traces[role].flops(self.traces[role].steps[-1])
-                             for role, ranks in Counter(self.role_of).items()))
+        return self._use(fsum(ranks * self.traces[role].flops(self.traces[role].steps[-1])
+                              for role, ranks in Counter(self.role_of).items()))
 
     def _use(self, flops: float) -> float:
         peak = self.cluster.device.peak(PRODUCT_DTYPES[self.plan.precision])
@@ -137,7 +138,7 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they wait for other ranks, while none of their bytes move."""
-        return sum(self.parts["idle"].values()) / self.step_seconds
+        return fsum(self.parts["idle"].values()) / self.step_seconds
 
     @cached_property
     def path(self) -> list[PathPiece]:
@@ -168,8 +169,8 @@ class Simulation:
             track = self.replayed.track(self.replayed.ranks[clock])
             for slot, station in zip(track.slots, stations, strict=True):
                 if slot.kind in ("collective", "send"):
-                    ran = sum(max(0.0, min(end, self.end) - max(begin, self.begin))
-                              for begin, end in zip(station.begins, station.ends, strict=True))
+                    ran = fsum(max(0.0, min(end, self.end) - max(begin, self.begin))
+                               for begin, end in zip(station.begins, station.ends, strict=True))
                     seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
         exposed = self.parts["exposed"]
         return {axis: AxisUse(nbytes[axis], messages[axis], seconds[axis], exposed.get(axis, 0.0))
@@ -217,7 +218,8 @@ class Simulation:
 
         Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts counts as full.
         """
-        device, busy = self.cluster.device, sum(self.parts["busy"].values())
+        device = self.cluster.device
+        busy = fsum(self.parts["busy"].values())
         if device.watts is None:
             return None
         idle = device.watts if device.idle_watts is None else device.idle_watts

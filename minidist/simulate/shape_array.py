@@ -274,7 +274,10 @@ def _without_masks(index: Any) -> Any:
     for part in parts:
         if isinstance(part, ShapeArray) and part.dtype == bool:
             raise TypeError("a mask without data picks an unknown number of elements: its caller must declare it")
-        found += part.nonzero() if isinstance(part, np.ndarray) and part.dtype == bool else [part]
+        if isinstance(part, np.ndarray) and part.dtype == bool:
+            found += [places.astype(np.int64, copy=False) for places in part.nonzero()]
+        else:
+            found.append(part)
     return tuple(found)
 
 

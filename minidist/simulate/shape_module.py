@@ -30,19 +30,27 @@ def _sample(value: Any) -> Any:
     return np.ones(1, value) if isinstance(value, np.dtype) else value(1)
 
 
+def _portable(found: np.dtype, given: Iterable[np.dtype]) -> np.dtype:
+    """Return `found`, or int64 where no given dtype is an integer: NumPy's differs by platform."""
+    own = found.kind == "i" and not any(dtype.kind in "iu" for dtype in given)
+    return np.dtype(np.int64) if own else found
+
+
 def _dtype_of(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
     """The dtype of a ufunc's result."""
     key = (ufunc, *(x.dtype if isinstance(x, (*_Array, np.generic)) else type(x) for x in inputs))
     if key not in _kinds:
         with np.errstate(all="ignore"):
             result = ufunc(*map(_sample, key[1:]))
-        _kinds[key] = (result[0] if isinstance(result, tuple) else result).dtype
+        found = (result[0] if isinstance(result, tuple) else result).dtype
+        _kinds[key] = _portable(found, [each for each in key[1:] if isinstance(each, np.dtype)])
     return _kinds[key]
 
 
 @cache
 def _summed(name: str, dtype: np.dtype) -> np.dtype:
-    return getattr(np.ones(1, dtype), name)().dtype     # type: ignore[no-any-return]
+    found: np.dtype = getattr(np.ones(1, dtype), name)().dtype
+    return _portable(found, () if name == "sum" else (dtype,))
 
 
 def _shape(shape: Any) -> Shape:
@@ -95,7 +103,10 @@ class Shapes:
     ones = zeros
 
     def full(self, shape: Any, value: Any, dtype: Any = None) -> ShapeArray:
-        return self.zeros(shape, np.asarray(value).dtype if dtype is None else dtype)
+        if dtype is None:
+            given = [value.dtype] if hasattr(value, "dtype") else []
+            dtype = _portable(np.asarray(value).dtype, given)
+        return self.zeros(shape, dtype)
 
     def empty_like(self, x: Any, dtype: Any = None) -> ShapeArray:
         return self.empty(x.shape, x.dtype if dtype is None else dtype)
@@ -160,7 +171,8 @@ class Shapes:
         raise TypeError(f"arrays without data know no {ufunc.__name__}.{method}")
 
     def where(self, condition: Any, a: Any, b: Any) -> ShapeArray:
-        kind = np.result_type(*(getattr(x, "dtype", x) for x in (a, b)))
+        given = [x.dtype for x in (a, b) if hasattr(x, "dtype")]
+        kind = _portable(np.result_type(*(getattr(x, "dtype", x) for x in (a, b))), given)
         shape = strides.broadcast([getattr(x, "shape", ()) for x in (condition, a, b)])
         return self._made(shape, kind, condition, a, b)
 

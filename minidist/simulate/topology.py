@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
-from math import prod
+from math import fsum, prod
 from typing import NamedTuple
 
 from minidist.errors import ConfigError
@@ -93,7 +93,7 @@ class Topology:
 
     def alpha(self, src: int, dst: int) -> float:
         """Seconds that a message of no bytes takes."""
-        return sum(self.links[number].alpha for number in self.route(src, dst))
+        return fsum(self.links[number].alpha for number in self.route(src, dst))
 
     def bandwidth(self, src: int, dst: int) -> float:
         """Bytes a second of the narrowest link."""

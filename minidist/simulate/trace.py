@@ -1,6 +1,7 @@
 """Chapter 24 · What one rank of a plan does, as data: its kernels, its events, its memory and what it sent."""
 
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Any, NamedTuple
 
 from minidist.observe.events import Busy, Event
@@ -50,7 +51,7 @@ class RankTrace:
 
     def flops(self, begin: int = 0) -> float:
         """FLOPs of matrix products and attention, from event `begin` on: of the last step flops(trace.steps[-1])."""
-        return sum(kernel.flops * times for kernel, times in self.kernels(begin))
+        return fsum(kernel.flops * times for kernel, times in self.kernels(begin))
 
     def kernels(self, begin: int = 0) -> list[tuple[Kernel, int]]:
         """Every kernel that ran from event `begin` on, with how often, segment by segment."""

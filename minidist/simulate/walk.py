@@ -24,6 +24,7 @@ Algorithm `native` of GPUs and TPUs is no code of ours: library.py models it. no
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import fsum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -112,7 +113,8 @@ def _message(src: int, dst: int, nbytes: int, cluster: Cluster) -> CallCost:
     if not route:
         return CallCost(0.0, {}, 0, 0)
     links = cluster.links
-    seconds = sum(links[number].alpha for number in route) + nbytes / min(links[number].bandwidth for number in route)
+    seconds = fsum(links[number].alpha for number in route)
+    seconds += nbytes / min(links[number].bandwidth for number in route)
     return CallCost(seconds, dict.fromkeys(route, nbytes), 1, nbytes)
 
 

@@ -213,7 +213,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     count = divisor if divisor is not None else ids.size
     highest = group.all_reduce(wide.max(axis=1), op="max", algorithm="ring")
     mine = (ids >= 0) & (ids < wide.shape[1])
-    places = beside(array_module(ids).flatnonzero(mine), wide), beside(ids[mine], wide)
+    rows_here = array_module(ids).flatnonzero(mine).astype("int64", copy=False)
+    places = beside(rows_here, wide), beside(ids[mine], wide)
     partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
     for where in row_blocks(wide):
         partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)

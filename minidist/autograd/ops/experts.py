@@ -50,11 +50,14 @@ def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
     Evenly, row r gets k positions from k·r on, round the n; else by systematic sampling of the load, so that the k
     differ if no expert's part is above 1 / k.
     """
-    rows, load = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[..., None], getattr(_drawn, "load", None)
+    rows = np.arange(math.prod(shape[:-1]), dtype=np.int64).reshape(shape[:-1])[..., None]
+    choices = np.arange(k, dtype=np.int64)
+    load = getattr(_drawn, "load", None)
     if load is None:
-        return (rows * k + np.arange(k)) % shape[-1]
-    places = (rows * _GOLDEN % 1.0 + np.arange(k)) / k
-    return np.searchsorted(np.cumsum(load)[:-1] / np.sum(load), places, side="right")
+        return (rows * k + choices) % shape[-1]
+    places = (rows * _GOLDEN % 1.0 + choices) / k
+    found = np.searchsorted(np.cumsum(load)[:-1] / np.sum(load), places, side="right")
+    return found.astype(np.int64, copy=False)
 
 
 def places_in_runs(ids: Array) -> Array:
@@ -144,7 +147,7 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
     xp = array_module(chosen)
     chosen = chosen.astype("int64", copy=False)
     where = xp.arange(chosen.size) if kept is None else xp.flatnonzero(kept)
-    where = where[xp.argsort(chosen.reshape(-1)[where], kind="stable")]
+    where = where[xp.argsort(chosen.reshape(-1)[where], kind="stable")].astype("int64", copy=False)
     ids = chosen.reshape(-1)[where]
     return Placement(chosen.shape, where, ids, xp.bincount(ids, minlength=experts))
 

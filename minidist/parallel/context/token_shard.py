@@ -34,7 +34,8 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
     """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
-    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number, _ in own_blocks(length, rank, size)])
+    return np.concatenate([np.arange(edges[number], edges[number + 1], dtype=np.int64)
+                           for number, _ in own_blocks(length, rank, size)])
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:

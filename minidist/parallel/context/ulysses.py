@@ -87,7 +87,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
         """Own tokens of all heads -> all tokens of own heads: (B, H, own, D) -> (B, own heads, T, D)."""
-        wanted = np.concatenate([np.arange(share.start, share.stop) for share in shares])
+        wanted = np.concatenate([np.array(share, np.int64) for share in shares])
         if len(wanted) != x.shape[HEADS]:       # a head that several ranks need is sent to each of them
             x = ops.take(x, wanted, dim=HEADS)
         return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,

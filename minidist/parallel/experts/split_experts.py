@@ -30,7 +30,7 @@ class SplitExperts(Experts):
                  order: np.ndarray | None = None) -> None:
         self.group, self.count = group, experts.count
         self.own = even_slices(self.count, group.size)
-        self.place_of = None if order is None else np.argsort(order)
+        self.place_of = None if order is None else np.argsort(order).astype(np.int64, copy=False)
         self.among, self.ranks = group, list(range(group.size))     # rows travel to these, as a group
 
         def mine(weight: Weight) -> Weight:
@@ -68,7 +68,7 @@ class SplitExperts(Experts):
         here = travel(rows, counts=leaving)
         by_expert = _by_expert(came)
         xp = array_module(rows.data)
-        back = xp.asarray(np.argsort(by_expert))
+        back = xp.asarray(np.argsort(by_expert), np.int64)
         results = super().forward(ops.take(here, xp.asarray(by_expert)), came.sum(axis=0).tolist())
         return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
 
@@ -82,4 +82,5 @@ class SplitExperts(Experts):
 def _by_expert(came: np.ndarray) -> np.ndarray:
     """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by expert."""
     experts = np.tile(np.arange(came.shape[1]), len(came))
-    return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
+    order = np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
+    return order.astype(np.int64, copy=False)

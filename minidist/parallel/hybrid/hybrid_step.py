@@ -209,7 +209,8 @@ class Hybrid(Strategy):
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
         inputs, targets = (pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets))
-        return self.model.loss(inputs, targets, divisor, positions=np.arange(part.inputs.shape[TOKENS]),
+        positions = np.arange(part.inputs.shape[TOKENS], dtype=np.int64)
+        return self.model.loss(inputs, targets, divisor, positions=positions,
                                key=own_key(self.key(part), self.tokens))
 
     def squares(self) -> float:

@@ -78,7 +78,8 @@ class Stages:
                  divisor: of the loss, default B·T; key: for dropout.
         Returns: the activation (B, T, width); on the last stage the sum of the targets' cross-entropies over `divisor`.
         """
-        positions = np.arange(targets.shape[1]) if positions is None else positions
+        if positions is None:
+            positions = np.arange(targets.shape[1], dtype=np.int64)
         if stage == 0:
             x = self.model.embed(x, positions, key)
         positions = beside(positions, x.data)

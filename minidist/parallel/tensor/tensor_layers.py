@@ -200,7 +200,8 @@ def head_columns(heads: int, key_heads: int, head_width: int,
                  shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
     """For each rank (the columns of its queries; those of its keys and values) in their common weight, int64."""
     def of(first: int, chosen: range) -> Array:
-        return np.arange((first + chosen.start) * head_width, (first + chosen.stop) * head_width)
+        start = (first + chosen.start) * head_width
+        return np.arange(start, (first + chosen.stop) * head_width, dtype=np.int64)
 
     return [(of(0, queries), np.concatenate([of(heads, keys), of(heads + key_heads, keys)]))
             for queries, keys in shares]
