@@ -19,6 +19,7 @@ from typing import Any
 from minidist.console import meant
 from minidist.errors import ConfigError
 from minidist.simulate.device import Device, Tier
+from minidist.simulate.names import known_name, suggestion
 from minidist.simulate.topology import Link, Topology, Wire, most_even
 
 if sys.version_info >= (3, 11):
@@ -61,20 +62,23 @@ class Cluster:
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
         """The cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a torus: NAME:AxBxC.
 
+        Upper and lower case are alike in NAME.
         Raises: ConfigError with the nearest name that there is, or the nearest count that fits.
         """
-        if text.split(":")[0] == "here":
+        if text.split(":")[0].lower() == "here":
             from minidist.simulate.here import from_text
             return from_text(text)
         path, name, shape = _parts(text)
         tables = _tables(path or file)
-        entry = tables["cluster"].get(name)
-        if entry is None:
-            known = sorted(tables["cluster"])
-            raise ConfigError(f"no cluster {name!r}{meant(name, known)}; choose from {', '.join(known)}, or give a "
-                              f"file of yours")
+        known = sorted(tables["cluster"])
+        found = known_name(name, known)
+        if found is None:
+            near = suggestion(name, known)
+            raise ConfigError(f"no cluster {name!r}{near}; choose from {', '.join(known)}, or give "
+                              f"a file of yours")
+        spec = ":".join([*([path] if path else []), found, shape])
         try:
-            return _build(name, text, entry, tables, shape)
+            return _build(found, spec, tables["cluster"][found], tables, shape)
         except KeyError as error:
             raise ConfigError(f"cluster {name} lacks {error.args[0]!r}; {OWN_FILE.name} shows what one needs") from None
 

@@ -53,9 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
 def model(name: str, **changes: Any) -> GPTConfig:
     """The configuration of a model. Args: changes: other values, as context=4096.
 
-    Raises:  ConfigError for another name: the nearest one that there is.
+    Raises:  ConfigError for another name: a near one if there is any, and all.
     """
     if name not in MODELS:
-        near = get_close_matches(name.lower(), MODELS, 1, 0.0)[0]
-        raise ConfigError(f"unknown model {name!r}; the nearest name is {near}, and all are {', '.join(MODELS)}")
+        near = get_close_matches(name.lower(), MODELS, 1)
+        told = f"the nearest name is {near[0]}, and all are" if near else "the names are"
+        raise ConfigError(f"unknown model {name!r}; {told} {', '.join(MODELS)}")
     return GPTConfig(**(MODELS[name] | changes))

@@ -66,6 +66,36 @@ def test_mistakes_are_answered_in_one_line(text, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [("H100:2x8", "h100:2x8"), ("A100-80G:8", "a100-80g:8"), ("TPU-v4:2x2x2", "tpu-v4:2x2x2")],
+)
+def test_upper_and_lower_case_are_alike(text, spec):
+    assert Cluster.parse(text).spec == spec
+    assert Cluster.parse(text).device == Cluster.parse(spec).device
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a100", "; did you mean a100-40g or a100-80g?"),
+        ("A100", "; did you mean a100-40g or a100-80g?"),
+        ("h10", "; did you mean h100?"),
+        ("tpu", "; did you mean tpu-v4 or tpu-v5p?"),
+        ("x100", ""),
+        ("100h", ""),
+        ("gpu", ""),
+    ],
+)
+def test_near_names_are_suggested_and_all_are_listed(name, told):
+    with pytest.raises(ConfigError) as raised:
+        Cluster.parse(f"{name}:8")
+    known = ", ".join(KNOWN)
+    assert str(raised.value) == (
+        f"no cluster {name!r}{told}; choose from {known}, or give a file of yours"
+    )
+
+
 def test_a_file_of_yours(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
@@ -75,6 +105,8 @@ def test_a_file_of_yours(tmp_path):
         "node0.up0", "node0.nic0-out", "leaf0.rail0.up1", "leaf1.rail0.down1", "node3.nic0-in", "node3.down1"]
     assert cluster.device.price_an_hour is None
     assert Cluster.parse("h100:8", path).device.name.startswith("NVIDIA")
+    path.write_text(OWN.replace("cluster.rack", "cluster.Rack"))
+    assert Cluster.parse(f"{path}:RACK:4x2").spec == f"{path}:Rack:4x2"
     path.write_text(OWN.replace('"my-net"', '"mynet"'))
     with pytest.raises(ConfigError, match="no wire 'mynet'; did you mean my-net"):
         Cluster.parse(f"{path}:rack:4x2")

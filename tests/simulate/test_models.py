@@ -39,4 +39,6 @@ def test_numbers_are_those_of_the_weights() -> None:
 def test_another_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="the nearest name is llama3-70b"):
         model("Llama3-70B")
+    with pytest.raises(ConfigError, match="unknown model 'elephant'; the names are gpt2, gpt2-xl"):
+        model("elephant")
     assert model("gpt2", context=512).context == 512
