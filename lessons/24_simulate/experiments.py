@@ -173,7 +173,7 @@ def _follows(size: str, plan: Plan) -> bool:
 # ------------------------------------------------------------------- efficiency by bandwidth and model size, N1:100
 
 SIZES = ((24, 1024, 16), (24, 2048, 16), (32, 4096, 32))
-"""Layers, width, heads: 0.4, 1.3 and 6.9 billion weights."""
+"""Layers, width, heads: 0.4, 1.3 and 6.7 billion weights."""
 GBPS = (1, 4, 8, 16, 64)
 """Gigabytes a second that a network card reaches; eight of them in a node."""
 

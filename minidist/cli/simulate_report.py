@@ -10,6 +10,10 @@ from minidist.simulate.results import Simulation
 
 SMALLEST = 5e-4     # shares of the step below this are not told
 DAY, KWH = 86400.0, 3.6e6
+WIDENED = (
+    "fp8: training widens the bytes before each product, so that a step takes longer than with "
+    "bf16; what it saves is memory"
+)
 
 
 def print_simulation(console: Console, found: Simulation, tokens: float | None = None) -> None:
@@ -54,6 +58,8 @@ def _print_summary(console: Console, found: Simulation) -> None:
     _say(console, f"\n{found.cluster.spec}, {plural(size, 'rank')}: {', '.join(told)}")
     _say(console, f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, "
                   f"of what runs {found.hfu:.1%}")
+    if plan.precision == "fp8":
+        _say(console, WIDENED)
     clocks = len(found.replayed.ranks)
     _say(console, f"{plural(len(found.traces), 'role')} run, {plural(clocks, 'clock')} replayed\n")
 

@@ -7,8 +7,10 @@ when the last rank had come to it:
              last rank comes to d                                   |
     rank     work .......................... | waits for c ........ | work
 
-Each cause has an amount: by so much the wait would be shorter without it. They are asked in this order, and each gets
-what is left of the wait, but all waits together never get more than its amount:
+Each cause has an amount, the seconds that it adds where it acts: what a transfer takes longer than expected, by how
+much later another rank asks, how long the call stands in the queue. They are asked in this order, and each gets what
+is left of the wait, but all waits together never get more than its amount. Without a cause the wait may be shorter by
+less than it gets: another one may take its place.
 
     no core           c had ended, and no core was free to go on with the program
     slow transfer     a call of the chain took longer than calls of its bytes take

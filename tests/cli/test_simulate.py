@@ -74,6 +74,12 @@ def test_a_price_below_a_cent_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert "kWh, $0.00\n" not in said(capsys, *JOB)
 
 
+def test_it_is_told_why_bytes_gain_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "fp8: training widens the bytes before each product"
+    assert words in said(capsys, *JOB, "--precision", "fp8")
+    assert words not in said(capsys, *JOB)
+
+
 def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "simulate", "--cluster", "h100:1x1", "--batch", "1", "--layers", "1")
     assert f"{SIZES['sequence']:,}" == "1,024" and "1 rank: dp=1, bf16" in out

@@ -100,6 +100,28 @@ def test_the_causes_of_a_late_bucket_name_it_alone() -> None:
     assert {(row["cause"], row["call"]) for row in rows} == {("slow transfer", "all_reduce bucket 3")}
 
 
+def test_what_a_late_bucket_is_booked_with_and_what_it_costs() -> None:
+    """The booked milliseconds are up to the amount of the cause; without it the step is shorter by less."""
+    told = " ".join(lessons.find("23").part("README.md").read_text(encoding="utf-8").split())
+    usual = lab.run(STEP)
+    late = lab.run(replace(STEP, late={3: 0.030}))
+    booked = sum(row["seconds"] for row in why(late)["rows"] if row["rank"] == 0)
+    shorter = late.exposed(0) - usual.exposed(0)
+    assert 1e3 * booked == pytest.approx(26.5)
+    assert 1e3 * shorter == pytest.approx(22.4)
+    assert late.seconds - usual.seconds == pytest.approx(shorter)
+    for said in (
+        f"The step takes {1e3 * late.seconds:.1f} ms: {1e3 * shorter:.1f} longer, not 30.",
+        f"{1e3 * booked:.1f} ms each in all, and all of that is booked",
+        f"Without it each rank would wait {1e3 * shorter:.1f} ms less: {1e3 * usual.exposed(0):.1f} ms",
+        f"Here the lower bound is {1e3 * lower_bound(late):.1f} ms",
+    ):
+        assert said in told, said
+    costs = [lab.run(replace(STEP, late={at: 0.030})).seconds - usual.seconds for at in (7, 0)]
+    assert [round(1e3 * each, 1) for each in costs] == [30.0, 16.7]
+    assert "In bucket 7 the fault would cost all 30 ms, in bucket 0 only 16.7." in told
+
+
 def test_the_story_says_what_the_clock_says() -> None:
     told = lessons.find("23").part("README.md").read_text(encoding="utf-8")
     assert "".join(inspect.getsource(lab.soonest_needed_first).partition("ends, left")[1:]) in told

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from filling import assert_named, graded, right
 
+import minidist as md
 from minidist import lessons
 from minidist.grading import load_module
+from minidist.simulate.models import model
 
 RIGHT = right("24")
 LESSON = load_module(lessons.find("24").part("lesson.py"), "24")
@@ -55,6 +57,46 @@ def test_the_break_its_lose_what_the_story_says(capsys: pytest.CaptureFixture[st
         LESSON.BREAKS[name]()
         out = capsys.readouterr().out
         assert all(figure in out and figure in told for figure in figures), name
+
+
+def story() -> str:
+    return " ".join(lessons.find("24").part("README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_story_says_what_four_times_the_devices_give() -> None:
+    first = LESSON.simulated("dp=16", "h100:2x8", 64, zero=3)
+    strong, weak = (
+        LESSON.simulated("dp=64", "h100:8x8", batch, zero=3).tokens_per_second
+        for batch in (64, 256)
+    )
+    told = [f"{speed / first.tokens_per_second:.2f} times" for speed in (strong, weak)]
+    assert f"third table: {' and '.join(told)}." in story()
+
+
+def test_the_story_says_what_bandwidth_and_size_give() -> None:
+    """At 1 GB/s the large model is the worse one, at 8 all are alike, at 64 it is the better one."""
+    lab = LESSON.lab
+    small, large = (
+        lab.efficiencies(lab.sized(*lab.SIZES[at]), (1.0, 8.0, 64.0)) for at in (0, -1)
+    )
+    assert f"weights keeps {small[0]:.1%} and that of 6.7 billion {large[0]:.1%}" in (
+        story().replace(" %", "%")
+    )
+    assert 0.305 < small[1] < 0.355
+    assert 0.305 < large[1] < 0.355
+    assert f"the other way, {100 * small[2]:.0f} and {100 * large[2]:.0f} %." in story()
+
+
+def test_the_story_says_what_bytes_cost() -> None:
+    """Training widens fp8 before each product: a step takes longer than with bf16."""
+    plans = [md.Plan(dp=8, precision=precision) for precision in ("fp8", "bf16")]
+    fp8, bf16 = (md.simulate(plan, model("gpt2"), "h100:1x8", batch=64) for plan in plans)
+    said = (
+        f"A step takes {fp8.step_seconds:.4f} s and ${fp8.dollars:.3g}; with `--precision bf16` "
+        f"{bf16.step_seconds:.4f} s and ${bf16.dollars:.3g}."
+    )
+    assert said in story()
+    assert fp8.peak(fp8.fullest)["total"] < bf16.peak(bf16.fullest)["total"]
 
 
 @pytest.mark.soak
