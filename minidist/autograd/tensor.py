@@ -16,7 +16,7 @@ import numpy as np
 from minidist.autograd.grad_mode import grad_mode, is_grad_enabled, no_grad
 from minidist.device import account, backend
 from minidist.device.backend import Array
-from minidist.errors import DtypeError, GradientError, ShapeError
+from minidist.errors import ConfigError, DtypeError, GradientError, ShapeError
 
 __all__ = ["FUNCTIONS", "GradientHook", "Parameter", "Surveyed", "Tensor", "WeightGradient", "grad_mode",
            "is_grad_enabled", "no_grad", "tensor"]
@@ -193,13 +193,19 @@ class Parameter(Tensor):
                 shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
                 layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
                 stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
+                in_vector    `data` is a view of a strategy's vector: what is assigned is copied
+                             there
+                kept_by      who keeps the numbers that `data` is made from, if it is not `data`
+                             itself: then `data` cannot be assigned
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole",
+                 "in_vector", "kept_by", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
-        self._fresh = False
+        self._fresh = self.in_vector = False
+        self.kept_by = ""
         self.arrival: Callable[[], None] | None = None
         super().__init__(data, requires_grad=requires_grad)
         self.name = name
@@ -218,6 +224,39 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, array: Array) -> None:
+        self.assign(array)
+
+    def assign(self, array: Array) -> None:
+        """Set `data` to this array, or with in_vector to its numbers.
+
+        Raises:  ConfigError, ShapeError.
+        """
+        self.check_assignable()
+        if not self.in_vector:
+            self.place(array)
+        elif array.shape != self.shape or array.dtype != self.dtype:
+            raise ShapeError(f"parameter {self.name!r} is {self.dtype} {self.shape}, and the data "
+                             f"assigned to it {array.dtype} {array.shape}; they must agree")
+        else:
+            self.data[...] = array
+
+    def check_assignable(self) -> None:
+        """Raise ConfigError if a strategy would soon replace what is assigned to `data`."""
+        if self.kept_by:
+            raise ConfigError(f"parameter {self.name!r}: its numbers are kept by {self.kept_by}, "
+                              f"and data is made from them again in each step; load a checkpoint "
+                              f"(Trainer.load), or set data before the training is set up")
+
+    def keep_by(self, keeper: str) -> None:
+        """Set `kept_by`; on the host `data` is read-only from here on."""
+        self.kept_by = keeper
+        if isinstance(self._data, np.ndarray):
+            read_only = self._data.view()
+            read_only.flags.writeable = False
+            self.place(read_only)
+
+    def place(self, array: Array) -> None:
+        """Let `data` be this array; for strategies."""
         self._data = account.current().hold(array, "parameters")
 
     @property

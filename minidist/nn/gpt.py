@@ -149,16 +149,12 @@ class GPT(Module):
         first = positions_in("generate", np.asarray(ids), self.config.vocabulary)
         text = np.concatenate([first, np.zeros(count, np.int64)])
         chances = random_uniform("generate", seed, range(count), "float64")
-        mode = self.training
-        self.eval()
-        try:
-            with no_grad():
-                for stop in range(len(ids), len(text)):
-                    seen = text[max(0, stop - self.config.context):stop]
-                    logits = self.output.whole(self.project(self.output.last(self.hidden(seen[None]))))
-                    text[stop] = pick(to_host(logits.data)[0, 0], temperature, float(chances[stop - len(ids)]))
-        finally:
-            self.train(mode)
+        with self.evaluating(), no_grad():
+            for stop in range(len(ids), len(text)):
+                seen = text[max(0, stop - self.config.context):stop]
+                logits = self.output.whole(self.project(self.output.last(self.hidden(seen[None]))))
+                last = to_host(logits.data)[0, 0]
+                text[stop] = pick(last, temperature, float(chances[stop - len(ids)]))
         return text
 
 

@@ -14,6 +14,7 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -128,7 +129,8 @@ class Module(ABC):
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copy arrays, by dotted path, into the parameters, in place if they have values. On error nothing changes.
 
-        Raises:  DataError if a name is missing or unknown, or a shape or dtype differs.
+        Raises:  DataError if a name is missing or unknown, or a shape or dtype differs;
+                 ConfigError if a strategy keeps the numbers elsewhere (Parameter.kept_by).
         """
         mine, model = dict(self.named_parameters()), type(self).__name__
         missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
@@ -136,6 +138,7 @@ class Module(ABC):
             raise DataError(f"{model}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
                             f"{_some(unknown)}; load them into the model they were saved from")
         for name, parameter in mine.items():
+            parameter.check_assignable()
             array = arrays[name]
             if array.shape != parameter.shape or array.dtype != parameter.dtype:
                 raise DataError(f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs "
@@ -156,6 +159,17 @@ class Module(ABC):
     def eval(self: M) -> M:
         """train(False)"""
         return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager: dropout is off, here and below; at its end each module is as it was."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -77,6 +77,10 @@ class Weight(Parameter):
 
     @data.setter
     def data(self, array: Array) -> None:
+        self.assign(array)
+
+    def place(self, array: Array) -> None:
+        """As Parameter.place; the weight is drawn now."""
         holds = array.size <= 1 or any(array.strides)   # strides of 0, as above: one number, not worth counting
         self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True

@@ -12,6 +12,7 @@ from minidist.optim.fused_adam import FusedAdam
 from minidist.optim.optimizer import (
     Optimizable,
     Optimizer,
+    Option,
     Rule,
     Step,
     add_decay,
@@ -29,11 +30,13 @@ class RMSProp(Optimizer):
 
     state_names = ("v",)
     scratch_blocks = 2
+    options = ("lr", "weight_decay", "alpha", "eps")
+    alpha = Option(0.0, 1.0)
+    eps = Option(0.0)
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, alpha: float = 0.99, eps: float = 1e-8,
                  weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
-        self.alpha = in_range(self, "alpha", alpha, 0.0, 1.0)
-        self.eps = in_range(self, "eps", eps, 0.0)
+        self.alpha, self.eps = alpha, eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
@@ -61,17 +64,33 @@ class Adam(Optimizer):
     """
 
     state_names = ("m", "v")
+    options = ("lr", "weight_decay", "betas", "eps")
+    eps = Option(0.0)
     apart = False               # whether weight decay is apart from the gradient
     variance_steps: int | None = None   # after so many updates v stays as it is (None: never; compress/one_bit_adam.py)
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0,
                  decay: Rule = at_least_two_dims) -> None:
-        self.betas = in_range(self, "betas[0]", betas[0], 0.0, 1.0), in_range(self, "betas[1]", betas[1], 0.0, 1.0)
-        self.eps = in_range(self, "eps", eps, 0.0)
-        self.scratch_blocks = 3 if weight_decay and not self.apart else 1
+        self.betas, self.eps = betas, eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
-        self._fused = FusedAdam(betas=self.betas, eps=self.eps, apart=self.apart)
+        self._fused = FusedAdam(apart=self.apart)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """b1 and b2."""
+        return self._betas
+
+    @betas.setter
+    def betas(self, betas: tuple[float, float]) -> None:
+        first, second = betas
+        self._betas = (in_range(self, "betas[0]", first, 0.0, 1.0),
+                       in_range(self, "betas[1]", second, 0.0, 1.0))
+
+    @property
+    def scratch_blocks(self) -> int:  # type: ignore[override]
+        """As Optimizer's; the term of weight decay takes two more."""
+        return 3 if self.weight_decay and not self.apart else 1
 
     def step(self, lr: float | Array | None = None, scale: float | Array = 1.0, *,
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
@@ -82,8 +101,10 @@ class Adam(Optimizer):
         """
         roundings = list(roundings)
         kernel_takes_it = self._store is None and self.variance_steps is None
-        if not kernel_takes_it or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
-                                                         self.weight_decay, roundings):
+        rate = self.lr if lr is None else lr
+        if not kernel_takes_it or not self._fused.step(
+                self.slots, rate, scale, betas=self.betas, eps=self.eps,
+                weight_decay=self.weight_decay, roundings=roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
                                   f"float32 weights there, each with a gradient; pass the rate as a number")

@@ -5,6 +5,7 @@ tables of pointers, which are made again only if an address has changed. The dev
 decides nothing in a step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,30 +14,30 @@ import numpy as np
 
 from minidist.device.backend import Array, is_array, narrow
 from minidist.device.dispatch import kernel, launcher
-from minidist.optim.optimizer import Slot
+from minidist.optim.optimizer import Slot, learns
 
 
 @dataclass
 class FusedAdam:
-    """The tables of one optimizer. Args: betas, eps: as Adam's; apart: whether weight decay is AdamW's."""
+    """The tables of one optimizer. Args: apart: whether weight decay is AdamW's."""
 
-    betas: tuple[float, float]
-    eps: float
     apart: bool
     _arrays: list[Array] = field(default_factory=list)      # the tables point to these
     _tensors: Any = None
     _chunks: Any = None
     _places: Any = None                                     # addresses of the last step's gradients
+    _weight_decay: float = math.nan                         # in the tables
     _count: int = -1                                        # updates counted on the device
 
-    def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, weight_decay: float,
+    def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, *,
+             betas: tuple[float, float], eps: float, weight_decay: float,
              roundings: Sequence[tuple[Array, Array]]) -> bool:
-        """Run the update and the roundings. Args: as Adam.step's.
+        """Run the update and the roundings. Args: as Adam.step's; betas, eps, weight_decay: Adam's.
 
-        Returns: False, and nothing has changed, unless all weights are float32 on a GPU, with gradients of one dtype
-                 and an equal number of updates.
+        Returns: False, and nothing has changed, unless all weights are float32 on a GPU and learn,
+                 with gradients of one dtype and an equal number of updates.
         """
-        gradients = [slot.weights.grad for slot in slots]
+        gradients = [slot.weights.grad if learns(slot.weights) else None for slot in slots]
         data = [slot.weights.data for slot in slots]
         if any(g is None or g.shape != p.shape or p.dtype != np.float32 for g, p in zip(gradients, data, strict=True)):
             return False
@@ -50,7 +51,7 @@ class FusedAdam:
         found = launcher("gradients")(gradients, self._chunks, self._places)
         self._chunks, self._places = found.chunks, found.table.places
         factor = scale.astype(np.float32).reshape(1) if is_array(scale) else None
-        fast(self._tensors, found, lr=lr, betas=self.betas, eps=self.eps, apart=self.apart, factor=factor,
+        fast(self._tensors, found, lr=lr, betas=betas, eps=eps, apart=self.apart, factor=factor,
              scale=1.0 if is_array(scale) else scale)
         self.count(slots)
         written = {id(copy) for copy in copies or ()}
@@ -72,10 +73,12 @@ class FusedAdam:
     def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
                weight_decay: float) -> None:
         arrays = [*data, *moments[0], *moments[1], *(copies or ())]
-        if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
+        kept = len(arrays) == len(self._arrays) and weight_decay == self._weight_decay
+        if not kept or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
             decays = [weight_decay if slot.decays else 0.0 for slot in slots]
             self._tensors = launcher("adam_tensors")(data, decays=decays, copies=copies, moments=moments)
             self._arrays, self._chunks, self._count = arrays, None, -1
+            self._weight_decay = weight_decay
         self._tell_count(slots)
 
     def _tell_count(self, slots: Sequence[Slot]) -> None:

@@ -83,6 +83,11 @@ def at_least_two_dims(parameter: WholeParameter) -> bool:
     return parameter.ndim >= 2
 
 
+def learns(weights: Optimizable) -> bool:
+    """Return whether requires_grad of a parameter, or of the one that this is part of, is on."""
+    return bool(getattr(getattr(weights, "parameter", weights), "requires_grad", True))
+
+
 @dataclass
 class Slot:
     """One tensor under optimization, with its state."""
@@ -120,8 +125,32 @@ class Step:
         self.xp.multiply(g, number.astype(g.dtype) if is_array(number) else float(number), out=out)
 
 
+class Option:
+    """A number of an optimizer. A new value counts from the next step on.
+
+    Args:    low, below: the value is at least `low`, and less than `below` if that is given.
+    Raises:  ConfigError, where a value is set that is out of range.
+    """
+
+    def __init__(self, low: float, below: float | None = None) -> None:
+        self.low, self.below = low, below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> float:
+        value: float = vars(optimizer)[self.name]
+        return value
+
+    def __set__(self, optimizer: Any, value: float) -> None:
+        vars(optimizer)[self.name] = in_range(optimizer, self.name, value, self.low, self.below)
+
+
 class Optimizer(ABC):
     """Base of all optimizers. A subclass names its state (`state_names`) and updates a block (`update`).
+
+    Its options, `lr` and the others of its constructor, may be changed between two steps. It
+    updates the parameters whose requires_grad is on.
 
     Args:    parameters: Parameters, or flat shards with .data and .grad, in a fixed order; float64 or float32.
              lr: learning rate; weight_decay: strength; decay: whether it acts on a parameter, which
@@ -129,13 +158,15 @@ class Optimizer(ABC):
     Raises:  ConfigError for a value out of range or no parameters; DtypeError for low precision.
     """
 
+    options: tuple[str, ...] = ("lr", "weight_decay")   # the attributes that may be changed
+    lr = Option(0.0)
+    weight_decay = Option(0.0)
     state_names: tuple[str, ...] = ()
     scratch_blocks = 1         # the number of preallocated blocks that `update` gets
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, weight_decay: float = 0.0,
                  decay: Rule = at_least_two_dims) -> None:
-        self.lr = in_range(self, "lr", lr, 0.0)
-        self.weight_decay = in_range(self, "weight_decay", weight_decay, 0.0)
+        self.lr, self.weight_decay = lr, weight_decay
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
         if not self.slots:
             raise ConfigError(f"{type(self).__name__}: no parameters to optimize; pass model.parameters()")
@@ -159,6 +190,10 @@ class Optimizer(ABC):
             state = {key: account.current().hold(new(), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(WholeParameter.of(weights, name))), state)
 
+    def options_now(self) -> dict[str, Any]:
+        """Return the options by name, as they are at present."""
+        return {name: getattr(self, name) for name in self.options}
+
     def walk(self, *, changes: bool = True) -> Iterator[Slot]:
         """The slots, each with its arrays in memory until the next is asked for; `changes`: what is written is kept."""
         return iter(self.slots) if self._store is None else self._store.walk(self.slots, changes=changes)
@@ -167,7 +202,7 @@ class Optimizer(ABC):
 
     def step(self, lr: float | None = None, scale: float | Array = 1.0, *,
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
-        """Update every tensor that has a gradient, in place.
+        """Update every tensor that has a gradient and whose requires_grad is on, in place.
 
         Args:    lr: the learning rate of this step; default: the optimizer's.
                  scale: a factor for every gradient, which is not overwritten: a number, or a GPU's array without dims.
@@ -177,7 +212,7 @@ class Optimizer(ABC):
         rate = float(self.lr if lr is None else lr)
         for slot in self.walk():
             data, gradient = slot.weights.data, slot.weights.grad
-            if gradient is None:
+            if gradient is None or not learns(slot.weights):
                 continue
             self._check(slot, data, gradient)
             slot.steps += 1
@@ -211,10 +246,11 @@ class Optimizer(ABC):
     def _scratch_like(self, xp: Any, p: Array) -> list[Array]:
         """`scratch_blocks` arrays like block p, in the same memory each time."""
         key = (xp.__name__, p.dtype)
-        if key not in self._scratch or self._scratch[key].shape[1] < len(p):
+        held = self._scratch[key].shape if key in self._scratch else (0, 0)
+        if held[0] < self.scratch_blocks or held[1] < len(p):
             room = xp.empty((self.scratch_blocks, len(p)), p.dtype)
             self._scratch[key] = account.current().hold(room, "workspace")
-        return [row[:len(p)] for row in self._scratch[key]]
+        return [row[:len(p)] for row in self._scratch[key][:self.scratch_blocks]]
 
     @abstractmethod
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:

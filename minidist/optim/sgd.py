@@ -23,23 +23,36 @@ class SGD(Optimizer):
     Source:  Polyak 1964; Nesterov 1983, Sutskever et al. 2013; formulas as in PyTorch.
     """
 
+    options = ("lr", "weight_decay", "momentum", "nesterov")
     scratch_blocks = 2
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0, nesterov: bool = False,
                  weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
-        self.momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
         if nesterov and not momentum:
             raise ConfigError("SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say")
-        self.nesterov = nesterov
         self.state_names = ("momentum",) if momentum else ()
+        self.momentum, self.nesterov = momentum, nesterov
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
+
+    @property
+    def momentum(self) -> float:
+        """The share of u that the next step keeps. It may be changed if it is not 0 at first."""
+        return self._momentum
+
+    @momentum.setter
+    def momentum(self, momentum: float) -> None:
+        self._momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
+        if self._momentum and not self.state_names:
+            raise ConfigError(f"SGD: momentum is set to {momentum!r}, but it was 0 when the "
+                              f"optimizer was made, so there is no array for it; make it with "
+                              f"a momentum")
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
         s, spare = scratch
         step.scaled(g, s)
         add_decay(s, p, spare, step)
         u = s
-        if state:
+        if state and self.momentum:
             u = state[0]                     # zeros before the first step, which so sets u = g
             u *= self.momentum
             u += s

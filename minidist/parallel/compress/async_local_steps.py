@@ -52,6 +52,8 @@ class AsyncLocalSteps(ParameterServer):
              that an optimizer could change, as the outer one is its own.
     """
 
+    workers_update = True
+
     def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"], servers: int = 1,
                  staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
         super().__init__(model, group, servers=servers, asynchronous=True, staleness=staleness, loss=loss,

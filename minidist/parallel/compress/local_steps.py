@@ -51,7 +51,7 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.compress.outer import OF_OUTER, OUTERS, AllSums, Fragment, Outer, cut_fragments
-from minidist.parallel.step.flat import join, trainable, views
+from minidist.parallel.step.flat import join, settle_in_vector, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -142,6 +142,7 @@ class LocalSteps(Strategy):
         if len({p.dtype for p in self.weights}) > 1:
             raise ConfigError("local steps: weights of several dtypes do not fit in one vector; give all one dtype")
         self.own = join(self.weights)
+        settle_in_vector(self.weights)
         self.common = account.current().hold(self.own.copy(), "parameters")
         self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
         self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
@@ -247,7 +248,7 @@ class LocalSteps(Strategy):
 
     def _point(self, vector: Array) -> None:
         for parameter, view in views(self.weights, vector):
-            parameter.data = view
+            parameter.place(view)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the common weights, whole, on the host, by dotted path. Every rank calls it."""
@@ -313,6 +314,11 @@ def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | N
     Args:    strategy: its model, weights, loss, precision and recorder. The others: as Strategy.step.
     Raises:  ConfigError if there is no row: then there is no step to make.
     """
+    frozen = next((p.name for p in strategy.weights if not p.requires_grad), None)
+    if frozen is not None:
+        raise ConfigError(f"local steps: requires_grad of {frozen!r} was switched off, but the "
+                          f"outer optimizer still moves the weights of all ranks together; freeze "
+                          f"it before the training is set up")
     if not len(part.inputs):
         raise without_rows("a rank")
     optimizer.zero_grad()

@@ -48,7 +48,12 @@ class OneBitAdam(TwoPhase):
             raise ConfigError(f"compress 1-bit: warmup={warmup}; the variance comes from the warm-up, so choose 1 or "
                               f"more updates")
         self.warmup, self._slots = warmup, dict[str, Any]()
-        self._b1 = 0.0
+        self._optimizer: Adam | None = None
+
+    @property
+    def _b1(self) -> float:
+        """Adam's, as it is in this step."""
+        return 0.0 if self._optimizer is None else self._optimizer.betas[0]
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         if any(run.verb != "all_reduce" for run in runs):
@@ -60,7 +65,7 @@ class OneBitAdam(TwoPhase):
         if not isinstance(optimizer, Adam):
             raise ConfigError(f"compress 1-bit: it sends Adam's momentum, and the optimizer is "
                               f"{type(optimizer).__name__}; choose adam or adamw, or another scheme")
-        optimizer.variance_steps, self._b1 = self.warmup, optimizer.betas[0]
+        optimizer.variance_steps, self._optimizer = self.warmup, optimizer
         self._slots = {slot.name: slot for slot in optimizer.slots}
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:

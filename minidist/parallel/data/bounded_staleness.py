@@ -30,7 +30,7 @@ from minidist.errors import CommError, PeerLostError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.data.server_keys import Shard, assign
-from minidist.parallel.step.flat import Piece
+from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
@@ -286,7 +286,7 @@ def state_of(optimizer: Optimizer) -> list[Array]:
 
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
     """The keys of each server: the parameters that learn, by size."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    learning = trainable(model.parameters())
     return [[learning[key] for key in share] for share in assign([p.data.nbytes for p in learning], servers)]
 
 

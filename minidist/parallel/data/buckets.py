@@ -155,8 +155,8 @@ class BucketOrder:
         """With unused="error": raise for what no backward of the step reaches; not on a rank that had no row."""
         if self.unused != "error" or not self._computed:
             return
-        names = [parameter.name for run in self.runs[self.started:] for parameter in run
-                 if id(parameter) not in reached and parameter.grad is None]
+        names = [p.name for run in self.runs[self.started:] for p in run
+                 if p.requires_grad and id(p) not in reached and p.grad is None]
         if names:
             some = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise GradientError(f"{self.who}: the loss does not depend on {some}; use every parameter on every "

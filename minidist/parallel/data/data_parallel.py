@@ -40,6 +40,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import cut, make_buckets
-from minidist.parallel.step.flat import join, trainable
+from minidist.parallel.step.flat import join, settle_in_vector, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
@@ -116,6 +117,7 @@ class ReplicaDevice:
         learning, frozen = ([p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False))
         self.buckets = make_buckets(learning, EVERYTHING)
         self.weights = [join(run, copy=self.rank == 0) for kind in (learning, frozen) for run in cut(kind, EVERYTHING)]
+        settle_in_vector(model.parameters())
 
 
 def replicate(model: Module) -> Module:
@@ -126,6 +128,12 @@ def replicate(model: Module) -> Module:
         nothing = xp.broadcast_to(xp.zeros((), parameter.dtype), parameter.shape)
         memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def settings(module: Module) -> dict[str, Any]:
+    """Return the plain values of a module: its mode, a rate of dropout."""
+    plain = (bool, int, float, str)
+    return {name: value for name, value in vars(module).items() if isinstance(value, plain)}
 
 
 class DataParallel(Strategy):
@@ -164,8 +172,11 @@ class DataParallel(Strategy):
         for weights in device.weights:
             device.group.broadcast(weights, out=weights, algorithm="naive")
         if device.rank:
-            for mine, original in zip(device.model.modules(), self.model.modules(), strict=True):
-                mine.training = original.training
+            for mine, module in zip(device.model.modules(), self.model.modules(), strict=True):
+                vars(mine).update(settings(module))
+            originals = self.model.parameters()
+            for weight, original in zip(device.model.parameters(), originals, strict=True):
+                weight.requires_grad = original.requires_grad
 
     def gather_outputs(self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool) -> Array | None:
         """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the others send theirs.

@@ -43,6 +43,7 @@ Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Paramete
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -115,6 +116,8 @@ class ParameterServer(Strategy):
     Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not start equal.
     """
 
+    workers_update: ClassVar[bool] = False      # whether workers too change their weights
+
     def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
                  staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None,
                  server_dtype: str | None = None) -> None:
@@ -139,6 +142,8 @@ class ParameterServer(Strategy):
             own = shards[group.rank - self.workers]
             others = [key for keys in shards for key in keys if keys is not own]
             forget(others, array_module(own[0].data))
+            for key in others:
+                key.keep_by("another server")
             self.shards = [Shard(own, dtype=None if server_dtype is None else dtype(server_dtype))]
             self.parameters = self.shards[0].pieces()
         else:
@@ -146,6 +151,9 @@ class ParameterServer(Strategy):
             nothing = [(key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype)) for keys in shards
                        for key in keys]
             self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
+        if self.masters_apart or (asynchronous and not self.workers_update):
+            for key in (key for keys in shards for key in keys):
+                key.keep_by("the servers")
         self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
         self.service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
@@ -153,6 +161,7 @@ class ParameterServer(Strategy):
         self.versions, self.pushes, self._finished = [0] * servers, 0, False
         self._gone: set[int] = set()
         self.copies, self._paused = dict[int, ShardState](), False
+        self._options: dict[str, Any] = {}              # the optimizer's at the first step
         if asynchronous and not self.serves:
             group.expendable()
         with self._naming_servers():                # one may be lost when others have left it
@@ -246,6 +255,7 @@ class ParameterServer(Strategy):
             raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
                               f"evaluate and take the weights of an asynchronous run after its last step")
         if self.asynchronous:
+            self._check_unchanged(optimizer)
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
             self.pushes += 1
@@ -265,6 +275,19 @@ class ParameterServer(Strategy):
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return add_losses(self.group, share, batch)
+
+    def _check_unchanged(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError for a change that does not reach the servers, which serve meanwhile."""
+        options = optimizer.options_now()
+        del options["lr"]                   # travels with each gradient
+        self._options = self._options or options
+        changed = [name for name in options if options[name] != self._options[name]]
+        frozen = [key.name for shard in self.shards for key in shard.keys if not key.requires_grad]
+        if changed or frozen:
+            what = f"the optimizer's {changed[0]}" if changed else f"requires_grad of {frozen[0]!r}"
+            raise ConfigError(f"asynchronous servers: {what} was changed, which the servers do not "
+                              f"learn while they serve; set it before the first step, or take "
+                              f"synchronous servers")
 
     def finish(self) -> set[int]:
         """After the last step, any number of times: an asynchronous worker waits for the others and the last weights.

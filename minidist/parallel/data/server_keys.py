@@ -18,7 +18,7 @@ from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
 from minidist.nn.weights import unround
-from minidist.parallel.step.flat import Piece, empty_like, join, views
+from minidist.parallel.step.flat import Piece, empty_like, join, settle_in_vector, views
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
@@ -52,6 +52,7 @@ class Shard:
         self.keys = tuple(keys)
         self.runs = [[key for key in keys if key.dtype == dtype] for dtype in dict.fromkeys(key.dtype for key in keys)]
         self.weights = [join(run) for run in self.runs]
+        settle_in_vector(self.keys)
         self.nbytes = sum(vector.nbytes for vector in self.weights)
         self.masters = [master_of(run, vector, dtype) for run, vector in zip(self.runs, self.weights, strict=True)]
         self.wide = any(a is not b for a, b in zip(self.masters, self.weights, strict=True))

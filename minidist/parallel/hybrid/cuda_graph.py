@@ -107,6 +107,7 @@ class CapturedStep:
         self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self._products, self._steps = Products(), 0
         self._graph: Any = None
+        self._fixed: Any = None                     # what the graph has of the trainer's options
         self._given: Given | None = None
         self._late: list[LateLoss] = []
 
@@ -143,11 +144,23 @@ class CapturedStep:
             self._work()
             return
         if self._graph is None:
-            self._graph = self._capture()
+            self._graph, self._fixed = self._capture(), self._read_once()
+        elif self._fixed != self._read_once():
+            raise ConfigError("captured step: clip, an option of the optimizer, requires_grad, "
+                              "data of a weight or the mode of a module was changed, and the graph "
+                              "has them as they were; make a new CapturedStep")
         else:
             self._optimizer.again()
         self._graph.launch()
         self.launches += 1
+
+    def _read_once(self) -> tuple[Any, ...]:
+        """Return what a graph has as it was when it was captured. The rate is not among it."""
+        model = self.trainer.model
+        options = self._optimizer.options_now()
+        del options["lr"]
+        places = [(p.requires_grad, id(p.data)) for p in model.parameters()]
+        return self.trainer.clip, options, places, [module.training for module in model.modules()]
 
     def _capture(self) -> Any:
         self._stream.begin_capture()

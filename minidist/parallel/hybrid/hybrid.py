@@ -30,7 +30,7 @@ from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
-from minidist.observe.records import check_alike, named
+from minidist.observe.records import check_alike, named, share_records
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
@@ -40,6 +40,7 @@ from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import load, make_budget, make_keeper, make_model, make_store, make_strategy
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
+from minidist.parallel.step.flat import untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
@@ -107,6 +108,7 @@ class Trainer:
                  warmup: int = 0, steps: int | None = None, lr_options: dict[str, Any] | None = None,
                  clip: float | None = 1.0, device: str = "cpu", recorder: Recorder | None = None,
                  offload_dir: str | Path | None = None) -> None:
+        """Build mesh, model, strategy and optimizer. Args, Raises: as in help(minidist.Trainer)."""
         check_alike(world, {
             **named("plan", plan.as_dict()), **named("config", asdict(config)),
             **named("optimizer option", optimizer_options or {}), **named("lr option", lr_options or {}),
@@ -121,8 +123,9 @@ class Trainer:
         self.config, self._launched, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done, self.steps_before = seed, 0, 0
-        self.lr, self.clip = lr, clip
-        self.learning_rate = LearningRate(name=lr_schedule, peak=lr, warmup=warmup, total=steps, **(lr_options or {}))
+        self._clip = clip
+        self._schedule = LearningRate(name=lr_schedule, peak=lr, warmup=warmup, total=steps,
+                                      **(lr_options or {}))
         self._device, self._offload_dir = device, offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
         self._build(plan)
@@ -183,6 +186,34 @@ class Trainer:
         return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
 
     @property
+    def lr(self) -> float:
+        """The peak learning rate, the optimizer's. A new one counts from the next step on."""
+        return self.optimizer.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.optimizer.lr = lr
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The rate of an update, by its number from 0; its peak is the optimizer's rate."""
+        return replace(self._schedule, peak=self.optimizer.lr)
+
+    @learning_rate.setter
+    def learning_rate(self, schedule: LearningRate) -> None:
+        self._schedule, self.optimizer.lr = schedule, schedule.peak
+
+    @property
+    def clip(self) -> float | None:
+        """Bound of the gradients' global norm, or None. A new one counts from the next step on."""
+        return self._clip
+
+    @clip.setter
+    def clip(self, clip: float | None) -> None:
+        check_clip(self.plan, clip)
+        self._clip = clip
+
+    @property
     def updates_done(self) -> int:
         """Steps whose update was made: all of them, but for float16's that overflowed."""
         return self.steps_done - self.precision.skipped
@@ -204,17 +235,14 @@ class Trainer:
         group, readers = self.strategy.readers(everyone)
         total, tokens = 0.0, 0
         digests: list[float] = []
-        self.model.eval()
-        try:
-            with no_grad(), self.strategy.evaluating(), self.recorder.span("evaluate"):
-                for batch in batches:
-                    check_batch("evaluate", batch, self.config.context)
-                    digests += with_digests(batch, len(digests)).digests
-                    part = part_of(batch, size=readers, rank=group.rank)
-                    total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
-                    tokens += part.targets.size
-        finally:
-            self.model.train()
+        with (self.model.evaluating(), no_grad(), self.strategy.evaluating(),
+              self.recorder.span("evaluate")):
+            for batch in batches:
+                check_batch("evaluate", batch, self.config.context)
+                digests += with_digests(batch, len(digests)).digests
+                part = part_of(batch, size=readers, rank=group.rank)
+                total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
+                tokens += part.targets.size
         if not digests:
             raise ShapeError("evaluate: there is no batch; pass at least one")
         digest = crc32(repr(digests).encode())
@@ -275,19 +303,30 @@ class Trainer:
 
         Args:    plan: the plan to come, the same on every rank.
         Cost:    as state_exchange.restore; nothing touches the disk.
-        Raises:  PlanError, ConfigError for what cannot work; MismatchError if it differs on a rank;
-                 after another error than PlanError and MismatchError the state is gone.
+        Raises:  PlanError, ConfigError for what cannot work, as for a weight whose requires_grad is
+                 off; MismatchError if it differs on a rank; after another error than PlanError and
+                 MismatchError the state is gone.
         """
         check_alike(self.world, named("plan", plan.as_dict()))
         plan.require(self.world.size, self.config)
         plan.require_model(self.config)
         self.plan.require_change(plan)
         check_clip(plan, self.clip)
+        frozen = [p.name for p in self.model.parameters() if not (p.requires_grad or untrained(p))]
+        for rank, names in enumerate(share_records(self.world, frozen)):
+            if names:
+                raise ConfigError(f"change_plan: requires_grad of {names[0]!r} is off on rank "
+                                  f"{rank}, and the new plan has a new model; switch it on, change "
+                                  f"the plan, and switch it off again")
+        options, training = self.optimizer.options_now(), self.model.training
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
         self.mesh.close(world=self.world is not self._launched)
         del self.strategy, self.optimizer, self.model, self.loads
         self._build(plan)
+        for name, value in options.items():
+            setattr(self.optimizer, name, value)
+        self.model.train(training)
         restore([snapshot], self.strategy, self.optimizer, self.world)
 
     def survivors(self) -> Group:

@@ -192,7 +192,9 @@ class DataPipeline(Pipeline):
         return [p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad]
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        return self.data_axis.backward(y, dy, segment=stage // self.group.size, last=False, defer=not whole)
+        share = y if y.requires_grad else None      # None: the first stage is frozen
+        return self.data_axis.backward(share, dy, segment=stage // self.group.size, last=False,
+                                       defer=not whole)
 
     def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
         self.data_axis.backward_weights(put_off, segment=stage // self.group.size)

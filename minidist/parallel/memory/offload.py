@@ -116,6 +116,8 @@ class OffDevice(ShardStore):
         pieces: list[Any] = flat.pieces(weights, gradients)
         for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
             piece.store, piece.flat, piece.place = self, flat, place
+        for parameter in flat.parameters:
+            parameter.keep_by("the store of offloaded state")
         self._pieces[id(flat)] = pieces
         return pieces
 

@@ -132,7 +132,7 @@ class StashingPass(PipelinePass):
 
     def _put(self, arrays: list[Array]) -> None:
         for weight, array in zip(self.weights, arrays, strict=True):
-            weight.data = array
+            weight.place(array)
 
     def _update(self, microbatch: int, used: int) -> None:
         """Update in place; first copy the weights if a microbatch on its way has used them."""

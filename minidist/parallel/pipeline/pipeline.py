@@ -114,14 +114,14 @@ class Pipeline(StageModel):
     def evaluate(self, part: Part, *, divisor: int) -> float:
         """This rank's share of the loss, as `run`, but without gradients and dropout, for half the messages."""
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
-        self.model.eval()
-        with no_grad():
+        with self.model.evaluating(), no_grad():
             self.executor.run(work, backwards=False)
-        self.model.train()
         return work.total
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
         """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred gradients of weights."""
+        if not y.requires_grad:         # all weights of the first stage are frozen
+            return []
         return self.precision.backward(y, dy, defer_weights=not whole)
 
     def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:

@@ -185,6 +185,8 @@ class MixedPrecision(Precision):
         master = account.current().hold(weights.astype(np.float32), "optimizer")
         unround(master, weights, spans)
         self._pairs.append((master, weights))
+        for parameter, _, _ in spans:
+            parameter.keep_by("its float32 master")
         return master
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:

@@ -85,14 +85,20 @@ def join(run: Sequence[Parameter], *, copy: bool = True) -> Array:
     for parameter, view in views(run, vector):
         if copy:
             view[...] = parameter.data
-        parameter.data = view
+        parameter.place(view)
     return vector
+
+
+def settle_in_vector(run: Iterable[Parameter]) -> None:
+    """Let `data` of these parameters stay a view of their vector (Parameter.in_vector)."""
+    for parameter in run:
+        parameter.in_vector = True
 
 
 def forget(parameters: Iterable[Parameter], xp: Any) -> None:
     """Drop values that are kept elsewhere: a parameter keeps shape and dtype, takes one element, and reads as NaN."""
     for parameter in parameters:
-        parameter.data = xp.broadcast_to(xp.full((), xp.nan, parameter.dtype), parameter.shape)
+        parameter.place(xp.broadcast_to(xp.full((), xp.nan, parameter.dtype), parameter.shape))
 
 
 def empty_like(array: Array, size: int, category: str) -> Array:
@@ -101,14 +107,34 @@ def empty_like(array: Array, size: int, category: str) -> Array:
 
 
 def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters that are not frozen.
+    """The parameters that are not frozen: what a strategy trains.
 
+    One of them may be frozen later; the optimizer then leaves it as it is. Another that begins to
+    learn later has no gradient's place and no state: its first backward raises ConfigError.
     Raises:  ConfigError if there is none.
     """
-    chosen = [parameter for parameter in parameters if parameter.requires_grad]
+    chosen = []
+    for parameter in parameters:
+        if untrained(parameter):                    # by an earlier strategy
+            parameter.hooks.remove(left_out)
+        if parameter.requires_grad:
+            chosen.append(parameter)
+        else:
+            parameter.hooks.append(left_out)
     if not chosen:
         raise ConfigError("no parameter asks for a gradient, so there is nothing to train; leave some requires_grad on")
     return chosen
+
+
+def untrained(parameter: Parameter) -> bool:
+    """Return whether the parameter was frozen when the strategy of its model was made."""
+    return left_out in parameter.hooks
+
+
+def left_out(parameter: Parameter) -> None:
+    """Raise ConfigError: backward has reached a parameter that no strategy trains."""
+    raise ConfigError(f"requires_grad of {parameter.name!r} was switched on, but it was off when "
+                      f"the training was set up; switch it on before, and off until it is to learn")
 
 
 def sum_in_order(group: Group, value: float) -> float:

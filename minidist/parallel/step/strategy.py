@@ -24,7 +24,7 @@ from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.step.flat import Flat, Squares
+from minidist.parallel.step.flat import Flat, Squares, untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -90,7 +90,7 @@ class Strategy(ABC):
         Their numbers are flat and live until the next is asked for; `changes`: what is written is kept.
         """
         for p in self.model.parameters():
-            if not p.requires_grad and (p.size <= 1 or any(p.data.strides)):    # not those that another rank keeps
+            if untrained(p) and (p.size <= 1 or any(p.data.strides)):   # not another rank's
                 yield p, range(p.size), p.data.reshape(-1)
 
     def state_replaced(self) -> None:  # noqa: B027 - where weights lie in one place, nothing follows

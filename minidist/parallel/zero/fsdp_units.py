@@ -52,6 +52,8 @@ class Unit:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
             self.store.keep(flat, chunk, f"{name} {number}" if number else name)
         self.free()
+        for parameter in parameters:
+            parameter.keep_by("ZeRO-3's shards")
 
     def prefetch(self) -> None:
         """Tell the store that `fetch` comes soon."""
@@ -77,7 +79,7 @@ class Unit:
             with self.recorder.span(f"wait for {self.name}"):
                 pending.wait()
             for parameter, view in flat.views(vector):
-                parameter.data = view
+                parameter.place(view)
         self._whole = True
 
     def free(self) -> None:

@@ -17,7 +17,7 @@ from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, cut
-from minidist.parallel.step.flat import Flat, Squares, trainable
+from minidist.parallel.step.flat import Flat, Squares, settle_in_vector, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -83,6 +83,8 @@ class ShardedReplica(ZeroAxis):
         runs = cut(trainable(model.parameters()), bucket_bytes)
         self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
+        for flat in self.flats:
+            settle_in_vector(flat.parameters)
         self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")

@@ -129,6 +129,9 @@ class ShardStore:
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
         self._masters[id(flat)] = precision.master(self._weights[id(flat)], flat.chunk_spans())
+        if self._masters[id(flat)] is not self._weights[id(flat)]:
+            for parameter in flat.parameters:       # also those of which other ranks have all
+                parameter.keep_by("its float32 master")
         return flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
 
     def prefetch(self, flat: Flat) -> None:

@@ -46,7 +46,7 @@ from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
-from minidist.parallel.step.flat import Flat, Piece, Squares, trainable
+from minidist.parallel.step.flat import Flat, Piece, Squares, trainable, untrained
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -220,15 +220,17 @@ class Zero3(ZeroAxis):
         Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
-        assert share is not None
         self.gradients.begin(last=last)
         if self.segments:
             self._begin(segment, False)
             self._deferring = defer
-            deferred = self.precision.backward(share, dy, defer_weights=defer)
+            deferred = []
+            if share is not None:
+                deferred = self.precision.backward(share, dy, defer_weights=defer)
             if not defer:
                 self._reduce_all(self.segments[segment])
             return deferred
+        assert share is not None
         if not self.sequence and np.isnan(share.item()):
             raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
                                 f"unit's weight used outside its call (a tied one)? leave its module out of units=")
@@ -306,7 +308,7 @@ class Zero3(ZeroAxis):
         divided = {id(parameter) for flat in self.stored for parameter in flat.parameters}
         yield from (each for each in super().frozen(changes=changes) if id(each[0]) not in divided)
         for flat in self.stored:
-            if not flat.parameters[0].requires_grad:
+            if untrained(flat.parameters[0]):
                 chunk = self.store.master(flat)
                 yield from ((parameter, part, chunk[place]) for parameter, place, part in flat.chunk_spans())
                 if changes:
