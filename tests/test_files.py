@@ -230,7 +230,8 @@ def test_a_folder_that_others_may_have_planted_is_no_home(planted: str, homeless
     ["-m", "minidist", "train", "--layers=1", "--width=16", "--heads=2", "--batch=4", "--context=8", "--steps=1",
      "--data=book.txt", "--quiet", "--out=run"],
     ["-c", "import minidist as md; assert md.init().size == 1; "
-           "assert md.run(lambda world: world.size, size=1, transport='tcp') == [1]"]], ids=["doctor", "bench", "train", "init"])
+           "assert md.run(lambda world: world.size, size=1, transport='tcp') == [1]"]],
+    ids=["doctor", "bench", "train", "init"])
 def test_commands_of_a_user_without_a_home(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(NO_USERS)

@@ -8,17 +8,18 @@ What only ranks need is loaded when it is used: a launcher starts without NumPy.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
+from minidist.launch.arguments import MOST_RANKS, check_count, check_room, check_seconds, check_word, shown
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
-from minidist.launch.run_arguments import require_count, require_seconds
 from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
     from minidist.launch.membership import init, speaks_first
+
+MONITOR_THREADS = 3         # of the process that is a job's monitor, beside one for each rank that meets
 
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
 
@@ -50,7 +51,8 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     Args:    fn: each rank calls fn(world, *args); world is its Group of all ranks. size: the number of ranks, from 1.
              transport: one of those above. limit: seconds that the job, and any wait in it, may last.
              patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger) before it is lost.
-    Returns: the results of all ranks, in rank order. Inside fn, md.init() returns world.
+    Returns: the results of all ranks, in rank order.
+    Inside of `fn` md.init() returns the same world.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
              minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;
              PeerLostError if the rank was killed or exited; TimeoutError naming the ranks that had not ended after
@@ -58,26 +60,27 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
              ConfigError if this user's communication profile cannot be read.
     """
     from minidist.launch import membership, transports
+    from minidist.launch.membership import as_rank
 
-    if not callable(fn):
-        raise LaunchError(f"md.run: {fn!r} is no function; expected one that each rank calls as fn(world, *args)")
-    size = require_count("md.run", "size", size)
-    limit = require_seconds("md.run", "limit", limit)
-    patience = require_seconds("md.run", "patience", patience)
-    transport = transports.current_name(transport)
+    transport = transports.current_name(check_word("run", "transport", transport))
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES, *transports.PLAIN))
+    size = check_count("run", "size", size, "rank", MOST_RANKS)
+    limit = check_seconds("run", "limit", limit)
+    patience = check_seconds("run", "patience", patience)
+    if not callable(fn):
+        raise LaunchError(f"run({shown(fn)}): a function is expected, which each rank calls with its world")
     member = membership.current()
     if member is not None and member.importing:     # else each rank would start a job, whose ranks start jobs, ...
         raise LaunchError(f"{member.importing} calls md.run when it is imported, and each rank of run(transport='mpi') "
                           "(or 'nccl') imports it for its function; put the call under `if __name__ == '__main__':`")
-    rank = partial(membership.run_rank, fn)
+    check_room(size, helpers=0 if transport in transports.THREADS else MONITOR_THREADS)
     if transport in transports.THREADS:
         from minidist.comm.cost.link_model import load_profile
         from minidist.comm.transports.threads import run_threads
-        unbuffered = transport == "threads-unbuffered"
-        return run_threads(rank, args, size, limit, unbuffered=unbuffered, profile=load_profile())
+        return run_threads(as_rank, (fn, *args), size, limit, unbuffered=transport == "threads-unbuffered",
+                           profile=load_profile())
     if transport in ("mpi", "nccl"):
         from minidist.launch.mpirun import run_mpi
         return run_mpi(fn, args, size=size, limit=limit, transport=transport, patience=patience)
     from minidist.launch.forked import run_forked
-    return run_forked(rank, args, size=size, transport=transport, limit=limit, patience=patience)
+    return run_forked(as_rank, (fn, *args), size=size, transport=transport, limit=limit, patience=patience)

@@ -18,16 +18,17 @@ from minidist.comm.health.process_state import (
     ProcessLooks,
     kill_stopped,
 )
+from minidist.errors import LaunchError
 from minidist.launch.limits import Limits
 
 UNMET = "before it came to md.init, where the others wait"
 
 
 def flush_output() -> None:
-    """Write the buffered lines of stdout and stderr, if there are such streams and they still take any."""
+    """Write the buffered lines of stdout and stderr, if these still take any."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            if stream is not None:
+        if stream is not None:                              # as where a program closed it, or has no terminal
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
 
 
@@ -41,7 +42,11 @@ class Forked:
     def __init__(self, body: Callable[[], int]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError as error:
+                raise LaunchError(f"this process cannot be copied for a rank ({error.strerror}); see `ulimit -u` and "
+                                  "`ulimit -v`, or take fewer ranks") from error
         if self.pid == 0:               # never return into the parent's code, nor run its exit handlers
             status = 1
             try:

@@ -63,8 +63,8 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
                 raise failures.late(range(rank, size), size, limit, "they had not been started yet")
             try:
                 job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
-            except OSError as error:
-                raise LaunchError(f"cannot start rank {rank} of {size}: {shortage(error, size)}") from error
+            except LaunchError as error:
+                raise LaunchError(f"rank {rank} of {size}: {error}") from error
         job.monitor.start()             # now: no thread may run where a process is forked
         outcomes = job.collect(deadline)
         if job.monitor.loss is not None:

@@ -41,6 +41,7 @@ from minidist.device import blas
 from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
+from minidist.launch.arguments import check_count, check_seconds, check_word
 from minidist.launch.children import flush_output
 from minidist.launch.early_exits import watch_exits_at_once, watch_threads
 from minidist.launch.exits import watch_exits
@@ -48,7 +49,6 @@ from minidist.launch.flight import begin_flight
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
-from minidist.launch.run_arguments import require_count, require_seconds
 from minidist.launch.which_mpi import cannot_meet, find_launch, refusal, remark
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
@@ -211,16 +211,14 @@ class Membership:
 
 
 _membership: Membership | None = None
-_world_of_run: ContextVar[Group | None] = ContextVar("world of the md.run that this thread is a rank of", default=None)
+_running: ContextVar[Group | None] = ContextVar("running", default=None)
+"""The world of the rank of md.run that runs here: a thread, or a process that is no launcher's."""
 
 
-def run_rank(fn: Callable[..., Any], world: Group, *args: Any) -> Any:
-    """Return fn(world, *args), as a rank of md.run that is a thread or a forked process: there init returns `world`."""
-    before = _world_of_run.set(world)
-    try:
-        return fn(world, *args)
-    finally:
-        _world_of_run.reset(before)
+def as_rank(world: Group, fn: Callable[..., Any], *args: Any) -> Any:
+    """Return fn(world, *args), of a rank of md.run; inside, init() returns this world."""
+    _running.set(world)
+    return fn(world, *args)
 
 
 def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None,
@@ -235,7 +233,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
         patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where rank 0 starts the
             monitor: under mpirun, torchrun and srun. `minidist launch` and md.run have an option of their own.
-    Returns: the Group of all ranks; the same one when called again. In a function that md.run runs: that job's.
+    Returns: the Group of all ranks; the same one when called again, and in a function that md.run runs.
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
         or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
@@ -243,18 +241,21 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         not come within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
     """
     global _membership
-    limit = require_seconds("md.init", "limit", limit)
-    patience = require_seconds("md.init", "patience", patience)
+    limit = check_seconds("init", "limit", limit)
+    patience = check_seconds("init", "patience", patience)
     if threads is not None:
-        threads = require_count("md.init", "threads", threads)
-    inside = _world_of_run.get()
-    if inside is not None:
-        if transport not in (None, "auto", inside.transport.name):
-            raise LaunchError(f"md.init: transport={transport!r}, in a function that md.run runs over "
-                              f"{inside.transport.name!r}; leave transport out, or give it to md.run")
-        return inside
+        threads = check_count("init", "threads", threads, "thread")
+    if transport is not None:
+        transport = check_word("init", "transport", transport)
+    if (running := _running.get()) is not None:
+        if transport not in (None, "auto", running.transport.name):
+            raise LaunchError(f"init(transport={transport!r}): this is a rank of md.run, which joined over "
+                              f"{running.transport.name!r}")
+        return running
     if transport is not None:
         transport = transports.current_name(transport, speaks=_membership is None and detect().world_rank == 0)
+        if _membership is not None:
+            transports.check_name(transport, transports.PROCESSES + transports.THREADS)
     if _membership is None:
         launch = find_launch()
         name = transport or launch.transport

@@ -94,10 +94,13 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
         Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
                                                      "transport": transport}))
         monitor.start()
-        process = subprocess.Popen(
-            [*mpirun.command(size, patient=True), *module_command("minidist.launch.mpirun", str(folder))],
-            stderr=said, stdin=subprocess.DEVNULL,
-            env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
+        command = [*mpirun.command(size, patient=True), *module_command("minidist.launch.mpirun", str(folder))]
+        environment = {**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()}
+        try:
+            process = subprocess.Popen(command, stderr=said, stdin=subprocess.DEVNULL, env=environment)
+        except OSError as error:
+            monitor.close()
+            raise LaunchError(f"{mpirun.path} cannot be started: {error.strerror}") from error
         starter = Children({0: process})
         try:
             in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)

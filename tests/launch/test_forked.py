@@ -208,7 +208,7 @@ def test_a_system_that_forks_no_more_is_one_line(monkeypatch):
         return fork()
 
     monkeypatch.setattr(os, "fork", refuse)
-    with nothing_left(), pytest.raises(LaunchError, match="cannot start rank 2 of 4: Resource temporarily unavailable"):
+    with nothing_left(), pytest.raises(LaunchError, match="rank 2 of 4: .*Resource temporarily"):
         md.run(lambda world: None, size=4, transport="tcp")
 
 

@@ -130,7 +130,9 @@ class Acceptor:
 def shortage(error: OSError, size: int) -> str:
     """Return what a system has no more of, in words, and what to do where that is known; `size`: ranks of the job."""
     words = error.strerror or str(error)
-    return f"{words}; let `ulimit -n` be {FILES * size}" if error.errno == errno.EMFILE else words
+    remedies = {errno.EMFILE: f"; let `ulimit -n` be {FILES * size}",
+                errno.ENOMEM: "; let `ulimit -v` be larger, or take transport tcp"}
+    return words + remedies.get(error.errno or 0, "")
 
 
 def where_to_listen(host: str) -> str:

@@ -124,11 +124,10 @@ def say_line(line: str) -> None:
 
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """
-    if sys.stderr is None:
-        return
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+    if sys.stderr is not None:                              # None where it was closed when Python started
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
 
 
 def exit_status(code: object) -> int:

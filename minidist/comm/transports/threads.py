@@ -22,7 +22,7 @@ from minidist.comm.health.failure import Failure, begin_with_rank, ending, words
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
-from minidist.errors import CommError, PeerLostError, TimeoutError
+from minidist.errors import CommError, LaunchError, PeerLostError, TimeoutError
 
 _GRACE = 5.0  # seconds that ranks get to end after one has failed
 
@@ -60,6 +60,16 @@ class ThreadJob:
         self.news: set[int] = set()             # ranks with a new state that the arbiter has not heard
         for rank, transport in enumerate(self.transports):
             self.listen(rank, transport.waits)
+
+    def start(self) -> None:
+        """Start the ranks. Raises: LaunchError if the system has no room for a thread; those that run are ended."""
+        for rank, thread in enumerate(self.threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.running -= set(range(rank, self.size))
+                raise LaunchError(f"rank {rank} of {self.size} cannot be started as a thread ({error}); see "
+                                  "`ulimit -v` and `ulimit -u`, or take fewer ranks") from error
 
     def listen(self, rank: int, waits: Waits) -> None:
         """Have a rank's lasting waits told to the arbiter; the program of a rank is its thread."""
@@ -167,9 +177,8 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
              the ranks that hang, and their calls.
     """
     job = ThreadJob(fn, args, size, limit, unbuffered, profile)
-    for thread in job.threads:
-        thread.start()
     try:
+        job.start()
         if not job.wait():
             raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s:\n{job.table()}")
         if job.failure is not None:
