@@ -2,7 +2,7 @@
 
     import minidist as md
 
-    world = md.init()                                       # this rank's Group, under any launcher; alone of size 1
+    world = md.init()                                       # this rank's md.Group; alone of size 1
     results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
     mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is a Group
     plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its state is divided
@@ -42,6 +42,7 @@ from minidist import errors  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from minidist.comm.group import Group
     from minidist.launch import init, run
     from minidist.parallel.hybrid.hybrid import Trainer
     from minidist.parallel.hybrid.mesh import Mesh
@@ -51,9 +52,10 @@ if TYPE_CHECKING:
     simulate: Callable[..., Any]
 
 __version__ = "0.1.0"
-__all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "plan_for", "run", "simulate"]
+__all__ = ["Group", "Mesh", "Plan", "Trainer", "errors", "init", "plan_for", "run", "simulate"]
 
 _HOMES = {
+    "Group": "minidist.comm.group",
     "init": "minidist.launch",
     "run": "minidist.launch",
     "Mesh": "minidist.parallel.hybrid.mesh",

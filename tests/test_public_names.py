@@ -10,7 +10,8 @@ import pytest
 
 import minidist as md
 
-PUBLIC = ["Mesh", "Plan", "Trainer", "__version__", "errors", "init", "plan_for", "run", "simulate"]
+PUBLIC = ["Group", "Mesh", "Plan", "Trainer", "__version__", "errors", "init", "plan_for", "run",
+          "simulate"]
 HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl",
          "prometheus_client"}
 
@@ -32,7 +33,8 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Tensor'; "
-                       "it offers Mesh, Plan, Trainer, errors, init, plan_for, run, simulate"):
+                       "it offers Group, Mesh, Plan, Trainer, errors, init, plan_for, run, "
+                       "simulate"):
         md.Tensor  # noqa: B018
 
 
@@ -70,3 +72,16 @@ import minidist
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("name", ["Trainer", "Mesh"])
+def test_help_of_a_constructor_says_where_its_arguments_are(name: str) -> None:
+    assert f"as in help(minidist.{name})" in pydoc.getdoc(getattr(md, name).__init__)
+
+
+def test_help_of_simulate_says_how_to_call_it() -> None:
+    """Also where other code has imported its package, which then has the name."""
+    code = "import minidist as md, minidist.simulate; help(md.simulate)"
+    text = _output(code)
+    assert "minidist.simulate(plan, config, cluster, batch=1024)" in text
+    assert "simulate.simulate.simulate" in text

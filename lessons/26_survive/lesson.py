@@ -203,10 +203,11 @@ def intervals(page: Page) -> None:
 def seldom(page: Page) -> None:
     """Three ranks meet three times; rank 2 is lost in the last meeting, and its sum has arrived on rank 1 alone."""
     rows = md.run(lost_in_a_meeting, size=3)
+    left = [row for row in rows if row is not None]
     page.table("Rank 2 is lost in the third meeting; only rank 1 has its sum",
                ["rank", "meetings held", "meetings that count", "common weight"],
                [[rank, *row] for rank, row in enumerate(rows) if row is not None],
-               note=f"the two that are left: {verdict(abs(rows[0][2] - rows[1][2]), 0.0)}")
+               note=f"the two that are left: {verdict(abs(left[0][2] - left[1][2]), 0.0)}")
 
 
 def lost_in_a_meeting(group: Group) -> tuple[int, int, float] | None:

@@ -8,7 +8,7 @@ What only ranks need is loaded when it is used: a launcher starts without NumPy.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
@@ -17,7 +17,12 @@ from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
 from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
+    from typing import Concatenate
+
+    from minidist.comm.group import Group
     from minidist.launch.membership import init, speaks_first
+
+T = TypeVar("T")
 
 MONITOR_THREADS = 3         # of the process that is a job's monitor, beside one for each rank that meets
 
@@ -32,8 +37,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'minidist.launch' has no attribute {name!r}")
 
 
-def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0,
-        patience: float = PATIENCE) -> list[Any]:
+def run(fn: "Callable[Concatenate[Group, ...], T]", *args: Any, size: int,
+        transport: str = "threads", limit: float = 60.0, patience: float = PATIENCE) -> list[T]:
     """Run `fn(world, *args)` on `size` ranks and wait for them. On one host as many as 256 processes are tested.
 
     transport    ranks are                          fn may be             results

@@ -1,6 +1,16 @@
 """Chapter 24: the same modules on a thousand virtual ranks, one clock for all of them.
 
-`minidist.simulate` is this package and, called, its function: `md.simulate(plan, config, "h100:128x8", batch=1024)`.
+`minidist.simulate` is this package. Called, it is its function:
+
+    found = minidist.simulate(plan, config, cluster, batch=1024)
+
+    plan        as minidist.Plan, or as its text, "dp=16,tp=8"
+    config      the model, a minidist.nn.GPTConfig
+    cluster     as its text, "h100:128x8", or a minidist.simulate.cluster.Cluster
+    batch       sequences per step of the whole job
+    found       a minidist.simulate.results.Simulation: seconds, memory, bytes, events of ranks
+
+`help(minidist.simulate.simulate.simulate)` has the other options, and what it raises.
 """
 
 import sys

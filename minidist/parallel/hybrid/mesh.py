@@ -55,6 +55,7 @@ class Mesh:
 
     def __init__(self, world: Group, order: str = ORDER, placement: str = "node", /, *, dp: int = 1, pp: int = 1,
                  ep: int = 1, cp: int = 1, tp: int = 1) -> None:
+        """Place the ranks on the grid. Args, Raises: as in help(minidist.Mesh)."""
         self.shape = dict(zip(AXES, (dp, pp, ep, cp, tp), strict=True))
         sizes = tuple(self.shape.values())
         if min(sizes) < 1 or int(np.prod(sizes)) != world.size:
