@@ -1,14 +1,15 @@
 """A batch as the ranks of a job pass it to a step: checked, and compared or put together.
 
-    step(batch)               every rank passes the global batch     digests travel with the losses
+    step(batch)               every rank passes the global batch     digests travel with the loss
     step(batch, local=True)   each rank passes its own sequences     their number travels before
 
     reader 0   rows of rank 0      the global batch is these parts, one after another; ranks along
     reader 1   rows of rank 1      pp, cp and tp that share a reader's rows pass the same
 
-Before the first step all ranks compare their batches, so that none waits for a message that another
-does not send. A digest is a whole number of 52 bits, which float64 holds: 32 bits of the numbers,
-20 of shape and dtype.
+Before the first step all ranks compare their batches, so that none waits for a message that
+another does not send. Ranks of tp, which have the loss alike, compare theirs with the clipping
+norm; without one, in each 100th step. A digest is a whole number of 52 bits, which float64 holds:
+32 bits of the numbers, 20 of shape and dtype.
 """
 
 import zlib
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.device.backend import Array, device_of, digested, empty, is_array, is_simulated
+from minidist.device.backend import Array, device_of, digested, empty, is_array
 from minidist.errors import ConfigError, DtypeError, MismatchError, PlanError, ShapeError
 
 Batch = tuple[Array, Array]
@@ -28,10 +29,13 @@ WINDOW_BYTES = 64 << 10
 """Bytes of an array that a step digests; of a larger array other rows in each step."""
 
 EVERY = 100
-"""The numbers of a batch on a GPU are read in one of so many steps: the host waits for them."""
+"""In one of so many steps all ranks compare batches before it, and read those that are on a GPU."""
 
 FORM_BITS = 20
 """Of a digest, those of shape and dtype: the lowest."""
+
+DIFFERS = -1.0
+"""In place of a digest: of some ranks that this rank has asked, batches differ."""
 
 NAMES = ("inputs", "targets")
 ADVICE = (
@@ -44,11 +48,13 @@ class RankBatch(tuple[Array, Array]):
     """(inputs, targets) as this rank was given them, with what it knows of the other ranks.
 
     Attributes: digests: of inputs and targets, to be compared with the other ranks', or none.
+                differs: from another rank's, as this rank has seen (add_squares).
                 rows: how many sequences each reader of the batch has, if this rank was given its
                 own alone; None: it was given the global batch.
     """
 
     digests: tuple[float, ...] = ()
+    differs: bool = False
     rows: tuple[int, ...] | None = None
 
 
@@ -63,7 +69,7 @@ class Reader(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------ one rank
+# ---------------------------------------------------------------------------------------- one rank
 
 
 def check_batch(who: str, batch: Any, context: int, *, may_be_empty: bool = False) -> None:
@@ -148,7 +154,7 @@ def digests_of(batch: Batch) -> tuple[float, ...]:
     return batch.digests if isinstance(batch, RankBatch) else ()
 
 
-# ----------------------------------------------------------------------------------------- all ranks
+# --------------------------------------------------------------------------------------- all ranks
 
 
 class BatchMeeting:
@@ -166,15 +172,15 @@ class BatchMeeting:
         """Check a rank's batch; return it with what the step has to know of the other ranks'.
 
         Args:    context: as check_batch; local: the batch has this rank's own sequences alone.
-        Cost:    before the first step, unless ranks train apart, and with `local` before each: an
-                 all-gather of six float64 a rank, counted under `control`. Other batches are
-                 compared when their losses are added up (add_losses).
+        Cost:    before the first step and each 100th, unless ranks train apart, and with `local`
+                 before each: an all-gather of six float64 a rank, counted under `control`. Other
+                 batches are compared by the messages of norms and losses (add_losses).
         Raises:  as check_batch; MismatchError, ConfigError, ShapeError for batches that do not go
                  together, the same on every rank; PlanError for `local` if ranks never meet.
         """
         alone = self.world.size == 1
         check_batch("step", batch, context, may_be_empty=local and not alone)
-        if alone or is_simulated():
+        if alone:
             return batch
         asynchronous = self.strategy.asynchronous
         if asynchronous and local:
@@ -183,7 +189,8 @@ class BatchMeeting:
                 "asynchronous plan are never together; pass the global batch"
             )
         waits_for_none = asynchronous or self.strategy.diverged is not None
-        if (self._met or waits_for_none) and not local:
+        due = step % EVERY == 0 or not self._met
+        if not local and (waits_for_none or not due):
             return with_digests(batch, step)
         found = self._meet(batch, step=step, local=local)
         self._met = True
@@ -263,40 +270,70 @@ def check_digests(digests: np.ndarray, ranks: Sequence[int], *, own: bool = Fals
     equal = (digests[:, None] == digests).all(axis=2)
     usual = int(equal.sum(axis=1).argmax())  # the first of most ranks
     other = int(equal[usual].argmin())
-    form = 1 << FORM_BITS
     same = digests[other] == digests[usual]
     differing = " and ".join(name for name, alike in zip(NAMES, same, strict=True) if not alike)
-    alike = (digests[other] % form == digests[usual] % form).all()
-    way = "differ from" if alike else "have another shape or dtype than"
+    forms = digests % (1 << FORM_BITS)
+    of_one_form = (forms[other] == forms[usual]).all()
+    differ = "differ from" if of_one_form else "have another shape or dtype than"
     advice = "ranks along pp, cp and tp share the rows of one reader: pass them the same"
     raise MismatchError(
-        f"rank {ranks[other]}: the batch's {differing} {way} rank {ranks[usual]}'s; "
+        f"rank {ranks[other]}: the batch's {differing} {differ} rank {ranks[usual]}'s; "
         f"{advice if own else ADVICE}"
     )
 
 
-def add_losses(group: Group, share: float, batch: Batch, *, each: int = 1) -> float:
+def add_squares(group: Group, share: float, batch: Batch) -> float:
+    """Return the sum of the ranks' shares of a step's norm; note in the batch if batches differ.
+
+    Cost:    one all-gather, as add_losses.
+    Returns: the same bits on every rank.
+    """
+    records = _all_records(group, share, batch)
+    digests = records[:, 1:]
+    if isinstance(batch, RankBatch) and digests.size:
+        batch.differs = bool((digests != digests[0]).any())
+    return _sum_of_shares(records)
+
+
+def add_losses(group: Group, share: float, batch: Batch, *, everyone: Group | None = None) -> float:
     """Return the sum of the ranks' shares of a step's loss; compare their batches.
 
-    Args:    each: of so many neighbours one share counts, as they have the same.
-    Returns: the same bits on every rank.
+    Args:    everyone: all ranks, some of which may have seen at add_squares that batches differ.
+    Returns: the same bits on every rank, added in rank order.
     Cost:    one all-gather of a float64 a rank, and of two more if there is something to compare,
              counted under `control`.
     Raises:  MismatchError, the same on every rank, if their batches differ.
     """
-    with group.ledger.control():
-        told = group.all_gather(loss_record(share, batch), algorithm="ring")
-    return sum_of_records(told, group, each=each)
+    records = _all_records(group, share, batch)
+    if everyone is not None and (records[:, 1:] == DIFFERS).any():
+        with everyone.ledger.control():
+            told = everyone.all_gather(np.array(digests_of(batch)), algorithm="ring")
+        check_digests(told.reshape(everyone.size, -1), everyone.world_ranks)
+    return sum_of_records(records, group)
 
 
-def loss_record(share: float, batch: Batch) -> np.ndarray:
-    """Return what a rank tells at the end of a step: its share of the loss, and its digests."""
-    return np.array([share, *digests_of(batch)], dtype=np.float64)
+def share_record(share: float, batch: Batch) -> np.ndarray:
+    """Return what a rank tells the others: its share of a number of the step, and its digests."""
+    digests = digests_of(batch)
+    if isinstance(batch, RankBatch) and batch.differs:
+        digests = (DIFFERS, DIFFERS)
+    return np.array([share, *digests], dtype=np.float64)
 
 
-def sum_of_records(told: np.ndarray, group: Group, *, each: int = 1) -> float:
+def sum_of_records(told: np.ndarray, group: Group) -> float:
     """Return the sum of the shares in the records of a group's ranks. Raises: as add_losses."""
     records = told.reshape(group.size, -1)
     if records.shape[1] > 1:
         check_digests(records[:, 1:], group.world_ranks)
-    return float(np.sum(np.ascontiguousarray(records[::each, 0])))
+    return _sum_of_shares(records)
+
+
+def _all_records(group: Group, share: float, batch: Batch) -> np.ndarray:
+    """Return the records of a group's ranks, one row each."""
+    with group.ledger.control():
+        told = group.all_gather(share_record(share, batch), algorithm="ring")
+    return told.reshape(group.size, -1)
+
+
+def _sum_of_shares(records: np.ndarray) -> float:
+    return float(np.sum(np.ascontiguousarray(records[:, 0])))

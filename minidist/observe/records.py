@@ -18,7 +18,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.wire import pack, unpack
 from minidist.device import account
-from minidist.device.backend import digested, is_array, is_simulated
+from minidist.device.backend import digested, is_array
 from minidist.errors import MismatchError
 
 SHOWN = 80
@@ -99,7 +99,7 @@ def check_alike(
              Where the ranks differ, two all-gathers more, of the values as texts.
     Raises:  MismatchError, the same on every rank: which rank differs, and in what.
     """
-    if group.size == 1 or is_simulated():
+    if group.size == 1:
         return
     texts = {name: described(value) for name, value in parts.items()}
     digest = hashlib.blake2b(repr(sorted(texts.items())).encode(), digest_size=8).digest()

@@ -44,7 +44,7 @@ import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.data.rank_batch import loss_record, rows_of_all, sum_of_records, targets_in
+from minidist.data.rank_batch import rows_of_all, share_record, sum_of_records, targets_in
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
@@ -95,7 +95,7 @@ RECENT = 4
 class GatheredLoss(LateLoss):
     """The loss of a step, whose shares the ranks of a group send each other.
 
-    Args:    pending: an all-gather of loss_record; wait() raises MismatchError if batches differ.
+    Args:    pending: an all-gather of share_record; wait() raises MismatchError if batches differ.
     """
 
     def __init__(self, pending: Pending, group: Group) -> None:
@@ -176,7 +176,7 @@ class LocalSteps(Strategy):
         self.rows = sum(rows)
         self.recent.append((self.steps, mean * share, share))
         with self.group.ledger.control():
-            record = loss_record(mean * share, batch)
+            record = share_record(mean * share, batch)
             pending = self.scalars.start_all_gather(record, algorithm="ring")
         self._meet(share)
         return GatheredLoss(pending, self.scalars)

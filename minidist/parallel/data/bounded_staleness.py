@@ -39,7 +39,8 @@ FINISHED, PAUSE = -1.0, -2.0
 """
 
 REFUSED = -3
-"""In place of its version, in a server's answer: two workers' batches differ, which follow."""
+"""In place of its version, in a server's answer: two workers' batches differ. Of each follow its
+rank and digests."""
 
 
 class Update(NamedTuple):
@@ -247,7 +248,8 @@ class Service:
         first, those = self._batches.setdefault(step, (worker, digests))
         if those != digests:
             ranks = self.group.world_ranks
-            self.refusal = [REFUSED, ranks[first], *those, ranks[worker], *digests]
+            both = sorted([[ranks[first], *those], [ranks[worker], *digests]])
+            self.refusal = [REFUSED, *both[0], *both[1]]
             raise_refusal(self.refusal)
 
     def _due_copy(self, worker: int, optimizer: Optimizer) -> list[Array]:
@@ -275,7 +277,7 @@ class Service:
 def raise_refusal(answer: Sequence[float]) -> None:
     """Raise MismatchError, the same on server and workers, if a server's answer is REFUSED."""
     if answer and answer[0] == REFUSED:
-        told = np.array(sorted([tuple(answer[1:4]), tuple(answer[4:])]))     # by rank
+        told = np.array(answer[1:]).reshape(2, -1)
         check_digests(told[:, 1:], [int(rank) for rank in told[:, 0]])
 
 

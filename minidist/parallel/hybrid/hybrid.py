@@ -375,8 +375,8 @@ class Trainer:
                  weights depend on who has which.
         Returns: the global mean token loss, the same bits on every rank.
         Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes a
-                 rank beside each loss; before the first step, and with `local` before each, an
-                 all-gather of 48 bytes a rank.
+                 rank beside each loss and norm; before the first step and each 100th, and with
+                 `local` before each, an all-gather of 48 bytes a rank.
         Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
                  batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
                  float16's gradients overflow at the smallest scale; ConfigError for a rank without

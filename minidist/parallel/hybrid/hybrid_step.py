@@ -46,13 +46,14 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
-from minidist.data.rank_batch import add_losses, digests_of, targets_in
+from minidist.data.rank_batch import add_losses, add_squares, targets_in
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import GPT
@@ -66,7 +67,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.strategies import load, make_data_axis
 from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.step.flat import sum_in_order, trainable
+from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -187,14 +188,8 @@ class Hybrid(Strategy):
         self.data_axis.finish_step()
         with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
-        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
-        return self._add_losses(share, batch)
-
-    def _add_losses(self, share: float, batch: Batch) -> float:
-        """The loss of all ranks. To compare batches ranks of tp take part, whose shares are equal."""
-        if self.tp.size > 1 and digests_of(batch):
-            return add_losses(self.everyone, share, batch, each=self.tp.size)
-        return add_losses(self.shares, share, batch)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=partial(self.squares, batch))
+        return add_losses(self.shares, share, batch, everyone=self.everyone)
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""
@@ -213,8 +208,8 @@ class Hybrid(Strategy):
         return self.model.loss(inputs, targets, divisor, positions=positions,
                                key=own_key(self.key(part), self.tokens))
 
-    def squares(self) -> float:
-        """The sum of the squares of the whole gradient; each number counts once. Cost: as sum_in_order.
+    def squares(self, batch: Batch) -> float:
+        """The sum of the squares of the whole gradient; each number counts once. Cost: as add_squares.
 
         Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
         """
@@ -224,7 +219,8 @@ class Hybrid(Strategy):
         counted = [piece for owner, piece in self.data_axis.updated()
                    if (counts or owner.shared_by is not None) and id(owner) not in skipped
                    and counts_at(owner, self.tp.rank)]
-        return sum_in_order(self.everyone if divided else self.holders, self.store.squares(counted))
+        holders = self.everyone if divided else self.holders
+        return add_squares(holders, self.store.squares(counted), batch)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

@@ -13,7 +13,7 @@ Cost: hybrid_step.py's, but the data axis sends its gradients after each of the 
 
 from typing import Any
 
-from minidist.data.rank_batch import rows_of_all, targets_in
+from minidist.data.rank_batch import add_losses, rows_of_all, targets_in
 from minidist.optim import Optimizer
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.hybrid.hybrid_step import Hybrid
@@ -61,7 +61,7 @@ class HybridPipeDream(Hybrid):
         work = StashingPass(self.pipeline, parts, sizes, update)
         self.pipeline.executor.run(work)
         self.updates = tuple(work.updates)
-        return self._add_losses(work.total / targets_in(batch), batch)
+        return add_losses(self.shares, work.total / targets_in(batch), batch)
 
     def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
         """This rank's rows of each microbatch, and how many targets all ranks have of it."""

@@ -8,6 +8,7 @@ from plans import BOUND
 from training import difference, global_batch, tiny
 
 import minidist as md
+from minidist.data import rank_batch
 from minidist.data.rank_batch import rows_of_all
 from minidist.errors import (
     ConfigError,
@@ -126,12 +127,28 @@ def other_dtype(batch: Any) -> Any:
 def test_a_rank_that_passes_another_batch_is_named(name: str, first: int) -> None:
     """By every rank, with the same words; weights of all ten plans went apart without a word."""
     found = md.run(steps_with_another, name, first, other_numbers, size=size_of(name))
-    usual = 2 if size_of(name) == 2 else 0
     assert len({*found}) == 1
     assert found[0].startswith(
         f"MismatchError: rank {odd_rank(name)}: the batch's inputs and targets differ from "
-        f"rank {usual % 2}'s; pass every rank the same global batch"
+        "rank 0's; pass every rank the same global batch"
     )
+
+
+@pytest.mark.parametrize("name", ["sequence", "three axes"])
+def test_a_rank_between_others_is_named(name: str) -> None:
+    """Two ranks of tp cannot know which of them differs from the others; all together do."""
+
+    def rank(world: Any) -> str:
+        trainer = trainer_of(world, name)
+        with pytest.raises(MismatchError) as error:
+            for step in range(3):
+                batch = global_batch(step, 6, trainer.config)
+                trainer.step(other_numbers(batch) if world.rank == 2 and step == 1 else batch)
+        return f"{trainer.steps_done} {error.value}"
+
+    found = md.run(rank, size=size_of(name))
+    assert len({*found}) == 1
+    assert found[0].startswith("1 rank 2: the batch's inputs and targets differ from rank 0's")
 
 
 @pytest.mark.parametrize(
@@ -165,10 +182,7 @@ def test_the_first_batch_is_compared_before_weights_move(name: str) -> None:
 
 
 def test_what_is_compared_counts_as_control_alone() -> None:
-    """16 bytes a rank beside each loss, which ranks of tp tell each other for it, and 48 once.
-
-    The clipping norm of tp is 8 bytes.
-    """
+    """16 bytes a rank beside each loss, with tp beside each norm, and 48 once."""
 
     def rank(world: Any, name: str) -> int:
         trainer = trainer_of(world, name)
@@ -176,10 +190,25 @@ def test_what_is_compared_counts_as_control_alone() -> None:
             trainer.step(global_batch(step, 6, trainer.config))
         return int(sum(world.ledger.sent_bytes("step")["control"].values()))
 
-    for name, others, norm in (("dp", 2, 0), ("tp", 1, 8)):
-        assert md.run(rank, name, size=size_of(name)) == [
-            others * (48 + 3 * (8 + 16 + norm))
-        ] * size_of(name)
+    for name, others in (("dp", 2), ("tp", 1)):
+        sent = others * (48 + 3 * (8 + 16))
+        assert md.run(rank, name, size=size_of(name)) == [sent] * size_of(name)
+
+
+def test_tp_without_a_norm_compares_in_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_batch, "EVERY", 3)
+
+    def rank(world: Any) -> tuple[int, str]:
+        trainer = Trainer(Plan(tp=2), tiny(), world, clip=None)
+        with pytest.raises(MismatchError) as error:
+            for step in range(9):
+                batch = global_batch(step, 4, trainer.config)
+                trainer.step(other_numbers(batch) if world.rank and step >= 4 else batch)
+        return trainer.steps_done, str(error.value)
+
+    found = md.run(rank, size=2)
+    assert found[0] == found[1] and found[0][0] == 6
+    assert found[0][1].startswith("rank 1: the batch's inputs and targets differ from rank 0's")
 
 
 def test_evaluate_compares_its_batches() -> None:
