@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from minidist.errors import KernelError
+from minidist.files import open_regular
 
 LIMIT = 100.0       # seconds that a process waits for another's build
 
@@ -62,7 +63,7 @@ def _new(path: Path) -> Iterator[Path | None]:
 def _lock(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path.with_suffix(".lock"), "w")
+        return open(open_regular(path.with_suffix(".lock"), member=True, flags=os.O_WRONLY | os.O_CREAT), "w")
     except OSError as error:
         raise KernelError(f"what compilers build is kept in {path.parent}, and nothing can be written there: "
                           f"{error.strerror}; set XDG_CACHE_HOME to a folder of yours") from error

@@ -204,20 +204,21 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def write_json(file: str | Path, value: Any) -> None:
+def write_json(file: str | Path, value: Any, *, member: bool = False) -> None:
     """Write `value` to the file of --json, whole or not at all.
 
+    Args:   member: as of files.whole.
     Raises: ConfigError if the place cannot be written; OSError if the disk is full or fails.
     """
-    with written("--json", file) as draft:
+    with written("--json", file, member=member) as draft:
         draft.write_bytes(as_utf8(json.dumps(value, indent=1, ensure_ascii=False) + "\n"))
 
 
 @contextmanager
-def written(option: str, file: str | Path) -> Iterator[Path]:
+def written(option: str, file: str | Path, *, member: bool = False) -> Iterator[Path]:
     """The draft of a file that `option` names (files.whole). Raises: as write_json."""
     try:
-        with whole(file) as draft:
+        with whole(file, member=member) as draft:
             yield draft
     except OSError as error:
         if error.errno in DISK_FAILED:

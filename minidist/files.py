@@ -4,6 +4,8 @@
         draft.write_text(...)
     with scratch() as folder:                   # for the length of the block
         ...
+    read_regular("notes.txt", most=1 << 20)     # never waits: a pipe, a device or a folder is an OSError
+    create(folder / "00003.ring")               # a new file, private; never through a link that lies there
 
 A killed process leaves its scratch folders behind. Their owner held a lock on each, which the system has let go, so
 the next one that makes or sweeps such a folder sees that they are stale, and removes them.
@@ -20,11 +22,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from minidist.errors import ConfigError
 
 DRAFTS = ".minidist-"       # how the names of folders of drafts begin
 PIECE = 1 << 20             # bytes of zeros that are written at once
+NOT_REGULAR = errno.EINVAL      # the code of errors of what is there, but is no file to read or append to
+PRIVATE = 0o600
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)      # not the user's mistake
 
 
@@ -62,6 +67,98 @@ def home() -> Path:
         raise ConfigError(f"this user has no home folder, and {folder} cannot stand for one: {problem}; set HOME")
     return folder
 
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+def open_regular(file: str | Path, *, member: bool = False, flags: int = os.O_RDONLY,
+                 mode: int = 0o666) -> int:
+    """Return a descriptor of a regular file; never wait for a writer, and never start a device.
+
+    Args:    member: the file belongs to a folder that another user may have filled, so it may not be a link.
+             flags, mode: as of os.open.
+    Raises:  OSError whose strerror says what is there instead.
+    """
+    try:
+        _require_regular(os.lstat(file) if member else os.stat(file), file)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    no_wait = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    opened = os.open(file, flags | no_wait | (os.O_NOFOLLOW if member else 0), mode)
+    try:
+        _require_regular(os.fstat(opened), file)        # what lies there may have changed since
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def read_regular(file: str | Path, *, most: int, member: bool = False) -> bytes:
+    """Return the bytes of a regular file. Args, Raises: as open_regular; OSError too for more than `most` bytes."""
+    with open(open_regular(file, member=member), "rb") as stream:
+        return read_rest(stream, most)
+
+
+def read_rest(stream: BinaryIO, most: int) -> bytes:
+    """Return the bytes from here to the end of a regular file. Raises: OSError for more than `most`, before a read."""
+    rest = os.fstat(stream.fileno()).st_size - stream.tell()
+    pieces, total = [b""], 0
+    while rest <= most and total <= most:
+        pieces.append(stream.read(max(rest - total, PIECE)))    # it may grow, or its system does not know its size
+        total += len(pieces[-1])
+        if not pieces[-1]:
+            return b"".join(pieces)
+    raise OSError(NOT_REGULAR, f"has more than {most:,} bytes, the most that is read of such a file", stream.name)
+
+
+def _require_regular(found: os.stat_result, file: str | Path) -> None:
+    """Raise OSError unless it is a regular file."""
+    if stat.S_ISREG(found.st_mode):
+        return
+    kinds = {stat.S_IFLNK: "a link, which is not followed here", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe",
+             stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    what = kinds.get(stat.S_IFMT(found.st_mode), "no file")
+    raise OSError(NOT_REGULAR, f"is {what}; a regular file is needed", str(file))
+
+
+def create(file: str | Path, *, mode: int = PRIVATE, flags: int = os.O_RDWR) -> int:
+    """Return a descriptor of a new file.
+
+    Raises:  FileExistsError if something has the name: a file, a link, also one that leads nowhere. OSError.
+    """
+    return os.open(file, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def begin(file: str | Path) -> int:
+    """Return a descriptor to append to a file that begins anew; what lies there and is no regular file goes first.
+
+    Raises:  OSError.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(file).st_mode):
+            os.unlink(file)
+    return open_regular(file, member=True, flags=os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
+
+
+def add_line(file: str | Path, line: str) -> None:
+    """Append a line to a file of a run folder, and make the file if it is not there. Raises: OSError."""
+    with open(open_regular(file, member=True, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as stream:
+        stream.write(f"{line}\n".encode())
+
+
+def make_member_folder(folder: Path) -> None:
+    """Make a folder of a run folder, unless it is there. Raises: OSError, also if a link has its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(NOT_REGULAR, "is a link, which is not followed here; a folder is needed", str(folder))
+
+
+def private(file: str, flags: int) -> int:
+    """Open a file as `open` would; if it is new, for this user alone."""
+    return os.open(file, flags, PRIVATE)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
 
 @contextmanager
 def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[Path]:
@@ -118,15 +215,17 @@ def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
 
 
 @contextmanager
-def whole(file: str | Path) -> Iterator[Path]:
+def whole(file: str | Path, *, member: bool = False) -> Iterator[Path]:
     """A draft of `file`, of the same name, which takes its place at the end of the block, or goes if that fails.
 
     What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is written in its place.
+    Args:    member: the file belongs to a folder that another user may have filled: a link, or what else lies there,
+             is replaced, and not written to.
     Raises:  OSError if it cannot be written, with the name of `file`.
     """
-    place = Path(os.path.realpath(file))
+    place = Path(file) if member else Path(os.path.realpath(file))
     try:
-        if _written_in_place(place):
+        if not member and _written_in_place(place):
             yield place
             return
         with scratch(place.parent) as folder:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,20 @@ from minidist.lessons.running import insert_mermaid
 
 from minidist import files
 from minidist.errors import ConfigError
-from minidist.files import DRAFTS, check_writable, home, lock_holder, scratch, sweep, user_folder, whole
+from minidist.files import (
+    DRAFTS,
+    add_line,
+    begin,
+    check_writable,
+    create,
+    home,
+    lock_holder,
+    read_regular,
+    scratch,
+    sweep,
+    user_folder,
+    whole,
+)
 
 LONG = "x" * 300
 
@@ -241,3 +255,69 @@ def test_commands_of_a_user_without_a_home(words: list[str], tmp_path: Path) -> 
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100,
                           env={**environment, "PYTHONPATH": str(tmp_path / "start"), "TMPDIR": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
+# ------------------------------------------------------------------------- files that another user may have put there
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo, "a folder": os.mkdir, "a device": lambda file: file.symlink_to("/dev/zero"),
+    "a socket": lambda file: socket_at(file), "loop": lambda file: file.symlink_to(file.name)}
+
+
+def socket_at(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(file))
+
+
+@pytest.mark.parametrize("what", sorted(OTHERS))
+def test_only_a_regular_file_is_read(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is waited for: a pipe has no writer here."""
+    monkeypatch.chdir(tmp_path)
+    file = Path("file")
+    OTHERS[what](file)
+    with pytest.raises(OSError, match="Too many levels" if what == "loop" else f"is {what}; a regular file"):
+        read_regular(file, most=100)
+    with pytest.raises(OSError, match="link" if file.is_symlink() else what):
+        read_regular(file, most=100, member=True)
+
+
+def test_a_link_is_followed_where_the_user_names_it_and_not_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"text")
+    (tmp_path / "link").symlink_to("there")
+    assert read_regular(tmp_path / "link", most=4) == b"text"
+    with pytest.raises(OSError, match="is a link, which is not followed here"):
+        read_regular(tmp_path / "link", most=4, member=True)
+
+
+def test_no_more_is_read_than_allowed(tmp_path: Path) -> None:
+    """Nor is memory taken for it: the file has a tebibyte of holes."""
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(OSError, match="has more than 1,000 bytes"):
+        read_regular(tmp_path / "sparse", most=1000)
+    assert b"Name:" in read_regular("/proc/self/status", most=100_000)      # of 0 bytes, as the system says
+
+
+def test_what_lies_in_a_members_place_is_replaced_and_not_written_to(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    for write in (lambda file: os.close(begin(file)), whole_member):
+        file = tmp_path / "member"
+        file.unlink(missing_ok=True)
+        file.symlink_to(target)
+        write(file)
+        assert target.read_text() == "precious" and file.is_file() and not file.is_symlink()
+    file.unlink()
+    file.symlink_to(target)
+    for refuse in (lambda: add_line(file, "x"), lambda: create(file)):
+        with pytest.raises(OSError):
+            refuse()
+    assert target.read_text() == "precious"
+
+
+def whole_member(file: Path) -> None:
+    with whole(file, member=True) as draft:
+        draft.write_text("new")
+
+
+def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
+    os.close(create(tmp_path / "new"))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600

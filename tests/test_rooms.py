@@ -17,7 +17,7 @@ FLOORS = [
     ["minidist.bench"],
     ["minidist.plan"],
     ["minidist.simulate"],
-    ["minidist.console", "minidist.grading", "minidist.progress"],
+    ["minidist.console", "minidist.grading", "minidist.progress", "minidist.terminal"],
     ["minidist.holes"],
     ["minidist.observe"],
     ["minidist.survive"],
@@ -54,6 +54,7 @@ FLOORS = [
     ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits", "minidist.comm.flight"],
     ["minidist.kernels"],
     ["minidist.device"],
+    ["minidist.reading"],
     ["minidist.files", "minidist.streams"],
     ["minidist.errors"],
 ]

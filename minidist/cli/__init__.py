@@ -97,8 +97,9 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
         if launch.speaks_first(error, everywhere=not understood or status == 130):
             from minidist.console import readable
+            from minidist.reading import visible
 
-            say_line(f"{prefix}: {readable(told)}")
+            say_line(f"{prefix}: {visible(readable(told))}")
         return status
 
 

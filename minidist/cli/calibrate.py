@@ -13,7 +13,6 @@ Lines that begin with # are left out. `minidist bench calibrate` is another thin
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
 from minidist.progress import progress
 from minidist.simulate.calibrate import COLUMNS, CONSTANTS, CostFit, Predictor, Run, fit, read_runs
+from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

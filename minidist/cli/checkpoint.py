@@ -10,19 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist.cli.train.run_folder import save_weights
 from minidist.console import exactly, fail, plural, size_text, write_json, written
-from minidist.errors import CheckpointError
+from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable
+from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES, Plan
 from minidist.progress import progress
-from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, step_folder, step_of
+from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, require_told, step_folder, step_of
 from minidist.survive.reshard import reshard
 from minidist.survive.whole import read_whole, verify
+from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +78,10 @@ def look_into(folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = {"folder": str(folder), "step": step_of(folder), "problems": []}
     try:
         about = read_manifest(folder)["about"]
+        require_told(folder, about, "steps_done", "ranks", "plan", "config", "optimizer", "seed")
+        GPTConfig.of(about["config"])
         shards = [*verify(folder)]
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         record["problems"] = [_short(error)]
         return record
     return record | {
@@ -88,7 +91,7 @@ def look_into(folder: Path) -> dict[str, Any]:
         "problems": [_short(problem) for shard in shards for problem in shard.problems]}
 
 
-def _short(problem: CheckpointError | str) -> str:
+def _short(problem: Exception | str) -> str:
     return str(problem).removesuffix("; take an older checkpoint").removesuffix("; take an older one")
 
 

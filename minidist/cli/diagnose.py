@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -23,6 +22,8 @@ from minidist.observe.diagnose.flights import RankFlight, read_flight_files, rea
 from minidist.observe.diagnose.hangs import STUCK
 from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.rank_steps import RankSteps, read_rank_steps
+from minidist.reading import consistent
+from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing was recorded."""
     check_writable("--json", args.json)
-    found = diagnose(*_records(args.run), stuck=args.stuck)
+    records = _records(args.run)
+    with consistent(f"the records of {args.run[0]}"):
+        found = diagnose(*records, stuck=args.stuck)
     console = Console(highlight=False, soft_wrap=True)
     console.print(found.summary, markup=False)
     if not found.findings:
@@ -71,7 +74,7 @@ def _table(findings: list[Fault]) -> Table:
     table = Table("culprit", "cause", Column("where", overflow="fold"), "how sure", header_style="bold")
     for finding in findings:
         culprit = ranks_text(finding.ranks) if finding.ranks else "no rank"
-        table.add_row(culprit, f"[bold red]{finding.cause}[/bold red]", escape(finding.where), finding.sure)
+        table.add_row(culprit, f"[bold red]{escape(finding.cause)}[/bold red]", escape(finding.where), finding.sure)
     return table
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from minidist.comm.cost.link_model import profile_path
 from minidist.errors import ConfigError
 from minidist.files import whole
+from minidist.reading import read_json
 
 FILE = "passed.json"
 
@@ -14,9 +15,8 @@ FILE = "passed.json"
 def when() -> dict[str, str]:
     """{lesson: date}, "2026-11-23"; empty if there is no such file, or it cannot be read."""
     with suppress(OSError, ValueError, ConfigError):
-        found = json.loads(profile_path().with_name(FILE).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return {str(lesson): str(date) for lesson, date in found.items()}
+        found: dict[str, str] = read_json(profile_path().with_name(FILE), dict[str, str], most=1 << 20)
+        return found
     return {}
 
 

@@ -11,8 +11,6 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from minidist.cli.simulate import config_of, model_arguments, tokens_number
 from minidist.cli.train.settings import MIXTURE_OPTIONS
 from minidist.console import fail, positive, positive_number, write_json
@@ -25,6 +23,7 @@ from minidist.plan.scaling import scaling_curves
 from minidist.progress import progress
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import CostProfile, Rates
+from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

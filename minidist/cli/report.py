@@ -6,17 +6,17 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from minidist.cli.train.report import memory_table, traffic_tables
 from minidist.cli.train.run_folder import PAGE
 from minidist.console import size_text, written
+from minidist.errors import ConfigError
 from minidist.files import as_utf8, check_writable
 from minidist.observe.report.page import page, sections_of
-from minidist.observe.report.run_files import read_run
+from minidist.observe.report.run_files import METRICS, RunFiles, read_run
 from minidist.observe.report.section import PlainTable, plain_table
+from minidist.reading import consistent
+from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,19 +29,28 @@ def run(args: argparse.Namespace) -> int:
     """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out cannot be written."""
     check_writable("--out", args.out)
     found = read_run(args.run)
-    ledger, lines, account = _tables(found.metrics) if found.metrics else ([], [], [])
+    ledger, lines, account = _tables(found) if found.metrics else ([], [], [])
     text = page(found, sections_of(found, ledger, lines, account))
     place = Path(args.out) if args.out else found.folder / PAGE
-    with written("--out", place) as draft:
+    with written("--out", place, member=not args.out) as draft:
         draft.write_bytes(as_utf8(text))
     Console(highlight=False, soft_wrap=True).print(f"{place}: {size_text(len(as_utf8(text)))}, open it in a browser",
                                                    markup=False)
     return 0
 
 
-def _tables(metrics: dict[str, Any]) -> tuple[list[PlainTable], list[str], list[PlainTable]]:
-    """The ledger's tables and lines, and the memory account's, as the terminal shows them at the end of a run."""
-    tables, lines = traffic_tables(metrics) if metrics["steps"] else ([], [])
-    sentence = "What fills the memory of rank 0, in bytes, measured and by formula"
-    return ([plain_table(table, title[0].upper() + title[1:]) for title, table in tables], lines,
-            [plain_table(memory_table(metrics), sentence)])
+def _tables(run: RunFiles) -> tuple[list[PlainTable], list[str], list[PlainTable]]:
+    """Return the ledger's tables and lines, and the memory account's, as the terminal shows them at a run's end.
+
+    Numbers of metrics.json that make no sense together make it a file that is missing.
+    """
+    metrics, sentence = run.metrics, "What fills the memory of rank 0, in bytes, measured and by formula"
+    try:
+        with consistent(f"the numbers of {METRICS}"):
+            tables, lines = traffic_tables(metrics) if metrics["steps"] else ([], [])
+            return ([plain_table(table, title[0].upper() + title[1:]) for title, table in tables], lines,
+                    [plain_table(memory_table(metrics), sentence)])
+    except ConfigError as error:
+        run.missing[METRICS] = str(error)
+        run.metrics.clear()
+        return [], [], []

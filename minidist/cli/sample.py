@@ -5,23 +5,34 @@
 """
 
 import argparse
-import json
+import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from minidist.console import fail, not_negative, positive, seed_number, write_json
 from minidist.data.text import Text
-from minidist.errors import CheckpointError
-from minidist.files import check_writable
+from minidist.errors import CheckpointError, ConfigError
+from minidist.files import check_writable, open_regular
 from minidist.launch.membership import limit_blas_threads
-from minidist.nn import GPT, GPTConfig
-from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, step_of
-from minidist.survive.whole import read_whole
+from minidist.nn import GPT
+from minidist.reading import read_json, visible
+from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, require_told, step_of
+from minidist.survive.whole import config_of, read_whole
 
 TEMPERATURE = 0.6
+METRICS = "metrics.json"
+
+
+class _FinishedRun(msgspec.Struct):
+    """What metrics.json of a finished run has."""
+
+    losses: list[Any]
+    config: dict[str, Any]
+    vocabulary: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Writer(NamedTuple):
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt or ("\n" if "\n" in symbols else symbols[0])
     ids = writer.model.generate(writer.text.encode(prompt), args.tokens, temperature=args.temperature, seed=args.seed)
     written = writer.text.decode(ids)
-    sys.stdout.write(written.lstrip("\n") + "\n")
+    sys.stdout.write(visible(written.lstrip("\n"), keep="\n\t") + "\n")
     if args.json:
         write_json(args.json, {"source": str(writer.source), "step": writer.step, "prompt": prompt, "text": written,
                                "tokens": args.tokens, "temperature": args.temperature, "seed": args.seed})
@@ -77,22 +88,25 @@ def open_run(place: Path) -> Writer:
         newest = checkpoints(place)[-1:]
     except OSError as error:
         fail(f"{place}: {error.strerror}")
-    finished = _finished(place)
+    finished, problem = _finished(place)
     if finished is not None and (not newest or len(finished["losses"]) >= (step_of(newest[0]) or 0)):
         return _from_results(place, finished)
+    if not newest and problem:
+        fail(f"{place / METRICS}: {problem}; name a folder that minidist train has written")
     if not newest:
         fail(f"{place}: no run that can write text is here: neither metrics.json nor a checkpoint; "
              "name a folder that minidist train has written")
     return _from_checkpoint(newest[0])
 
 
-def _finished(run: Path) -> dict[str, Any] | None:
-    """The metrics of a finished run; None if there are none."""
+def _finished(run: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the metrics of a finished run, None if there are none; and why they cannot be read, if they are there."""
     try:
-        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
-        return metrics if {"losses", "config", "vocabulary"} <= metrics.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
+        return read_json(run / METRICS, _FinishedRun, member=True), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ConfigError) as error:
+        return None, str(error.strerror if isinstance(error, OSError) else error)
 
 
 def _from_results(run: Path, metrics: dict[str, Any]) -> Writer:
@@ -101,21 +115,28 @@ def _from_results(run: Path, metrics: dict[str, Any]) -> Writer:
 
     file = run / "model.safetensors"
     try:
+        os.close(open_regular(file, member=True))
         weights = load_file(file)
-    except (OSError, SafetensorError) as error:
-        fail(f"{file}: {error}")
-    return _writer(metrics["config"], weights, metrics["vocabulary"], file, len(metrics["losses"]))
+    except OSError as error:
+        fail(f"{file}: {error.strerror or error}")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        fail(f"{file}: is damaged, or not of minidist train ({error}); train again, or sample from a checkpoint")
+    return _writer(metrics, weights, file, len(metrics["losses"]))
 
 
 def _from_checkpoint(folder: Path) -> Writer:
     about = read_manifest(folder)["about"]
-    if "vocabulary" not in about:
+    if not isinstance(about.get("vocabulary"), str):
         fail(f"{folder}: has no vocabulary: another program than minidist train has saved it")
-    return _writer(about["config"], read_whole(folder), about["vocabulary"], folder, about["steps_done"])
+    require_told(folder, about, "steps_done")
+    return _writer(about, read_whole(folder), folder, about["steps_done"])
 
 
-def _writer(config: dict[str, Any], weights: dict[str, np.ndarray], symbols: str, source: Path, step: int) -> Writer:
-    model = GPT(GPTConfig(**config))
+def _writer(about: dict[str, Any], weights: dict[str, np.ndarray], source: Path, step: int) -> Writer:
+    config, symbols = config_of(source, about, (array.size for array in weights.values())), about["vocabulary"]
+    if not 0 < len(symbols) <= config.vocabulary:
+        fail(f"{source}: {len(symbols)} symbols do not fit a model of {config.vocabulary}; name another checkpoint")
+    model = GPT(config)
     model.load_state_dict(weights)
     nothing = np.empty(0, np.int32)
     return Writer(model, Text(str(source), symbols, nothing, nothing), source, step)

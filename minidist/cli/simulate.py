@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from minidist.cli.train.arguments import division, experts, memory, pattern
 from minidist.cli.train.settings import mixture_of, plan_options
 from minidist.console import fail, plural, positive, positive_number, shown, write_json, written
@@ -28,6 +26,7 @@ from minidist.simulate.failure import stalls, told
 from minidist.simulate.models import MODELS, model
 from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
+from minidist.terminal import Console
 
 DOES_NOT_FIT = 3
 """The exit status of a plan that does not fit into the devices' memory."""

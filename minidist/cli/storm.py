@@ -11,7 +11,6 @@ be the same. The storm's speed is told beside that run's, and beside its own bet
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -23,12 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rich.console import Console
+import msgspec
 
 from minidist.comm.health.failure import say_line
 from minidist.console import (
+    MOST_RANKS,
     fail,
     plural,
     positive_number,
@@ -38,15 +38,18 @@ from minidist.console import (
     whole_number,
     write_json,
 )
-from minidist.files import check_writable
+from minidist.errors import ConfigError
+from minidist.files import check_writable, whole
 from minidist.launch.own_python import module_command
 from minidist.observe.machine import machine
 from minidist.observe.step_log import loss_text
 from minidist.observe.storm_figure import draw_storm
 from minidist.progress import Progress, progress
+from minidist.reading import Count, Finite, Positive, Rank, Seconds, read_json
 from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
 from minidist.survive.storm import LOG, Storm, events
 from minidist.survive.storm_report import spans, summary
+from minidist.terminal import Console
 
 OWN_WEIGHTS = "--local-steps", "--asynchronous"
 """Options of `minidist train` by which ranks go on from weights of their own: then bits do not say what was lost."""
@@ -58,6 +61,56 @@ RESTARTS = 10**6
 SAVE_SECONDS = 0.25     # from one checkpoint to the next, about
 PATIENCE = 0.2          # as of train; short: no rank is stopped here but by the storm
 WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
+
+
+class _StormArguments(msgspec.Struct):
+    """Options of a storm, as storm.json keeps them."""
+
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    minutes: Positive
+    every: Positive
+    faults: str
+    elastic: str | None
+    spares: Rank
+    transport: Literal["auto", "tcp", "shm"]
+    seed: int
+    options: list[str]
+
+
+class _StormFault(msgspec.Struct):
+    kind: str
+    recovered: bool
+    noticed: bool
+    seconds: Seconds | None
+    full_seconds: Seconds | None
+    again: Count
+    rank: int | str = "-"
+
+
+class _StormFigures(msgspec.Struct):
+    """What storm.json has."""
+
+    arguments: _StormArguments
+    exit_status: int
+    steps: Count
+    save_every: Count
+    faults: Count
+    recovered: Count
+    happened: list[_StormFault]
+    sizes: list[Rank]
+    seconds: dict[str, list[Seconds]]
+    full_seconds: dict[str, list[Seconds]]
+    work_seconds: Positive | None
+    kept: Finite | None
+    participation: Finite | None
+    calm_rate: Finite | None = None
+    rate: Finite | None = None
+
+
+class _StormMetrics(msgspec.Struct):
+    losses: list[float]
+    weights_sha256: str
+    validation_loss: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,8 +166,10 @@ def run(args: argparse.Namespace) -> int:
                 show(f"the same {figures['steps']:,} steps without a fault, to compare")
                 figures["calm_status"] = _compare(trainings, figures)
                 _write(trainings, figures)
-        for picture in [*([trainings.out / "storm.png"] if args.out else []), *([args.figure] if args.figure else [])]:
-            draw_storm(picture, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
+        for picture, ours in [*([(trainings.out / "storm.png", True)] if args.out else []),
+                              *([(args.figure, False)] if args.figure else [])]:
+            with whole(picture, member=ours) as draft:
+                draw_storm(draft, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
     return _conclude(figures, args)
 
 
@@ -133,15 +188,16 @@ def _compare_later(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     file = Path(args.compare) / "storm.json"
     try:
-        figures = json.loads(file.read_text(encoding="utf-8"))
+        figures = read_json(file, _StormFigures, member=True)
         kept = figures["arguments"]
-    except (OSError, ValueError, KeyError) as error:
-        fail(f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there ({type(error).__name__} of "
-             "storm.json); run one with --out")
+    except (OSError, ConfigError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        fail(f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there (storm.json: {why}); run one "
+             f"with --out")
     if figures["exit_status"]:
         fail(f"--compare {shown(args.compare)[1:-1]}: that storm's training ended with status "
              f"{figures['exit_status']}, so there is nothing to compare")
-    vars(args).update(kept, out=args.compare)
+    vars(args).update({name: kept[name] for name in _StormArguments.__struct_fields__}, out=args.compare)
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kept["faults"].split(","), Path(scratch))
         with progress(f"the {figures['steps']:,} steps of the storm without a fault") as show, \
@@ -157,7 +213,7 @@ def _write(trainings: "Trainings", figures: dict[str, Any]) -> None:
     """Write the figures as they are known: nothing that follows may cost them."""
     args = trainings.args
     if args.out:
-        write_json(trainings.out / "storm.json", figures)
+        write_json(trainings.out / "storm.json", figures, member=True)
     if args.json:
         write_json(args.json, figures)
 
@@ -227,7 +283,8 @@ class Trainings:
 
     def metrics(self, folder: Path) -> dict[str, Any]:
         """Of a run that has ended."""
-        return dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
+        metrics: dict[str, Any] = read_json(folder / "metrics.json", _StormMetrics, member=True)
+        return metrics
 
 
 def whole_periods(steps: int, options: list[str]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 
 from minidist.cli.watch_view import lines_of, one_line, signs_for
@@ -22,6 +22,8 @@ from minidist.console import positive_number, write_json
 from minidist.files import check_writable
 from minidist.observe.live.looking import Looking
 from minidist.observe.live.run_now import DIED, OVER, STALLED, STOPPED_RUN, RunNow
+from minidist.reading import visible
+from minidist.terminal import Console
 
 EVERY, LINES_EVERY = 1.0, 5.0       # seconds between looks: on a terminal, and as lines
 
@@ -100,7 +102,7 @@ def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> 
 
 def print_line(line: str) -> None:
     """Print a line whole: two threads print, and `print` writes a line's end apart from its text."""
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(visible(line) + "\n")
     sys.stdout.flush()
 
 

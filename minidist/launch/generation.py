@@ -25,6 +25,7 @@ from minidist.comm.health.acceptor import listen
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.seats import Seat
+from minidist.files import add_line
 from minidist.launch.elastic_hosts import RemoteHost
 from minidist.launch.starter import Starter
 from minidist.launch.workers import Worker
@@ -164,8 +165,7 @@ class EventLog:
         """A line of the file. A full disk does not end the job."""
         try:
             if self._file is not None:
-                with self._file.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(line) + "\n")
+                add_line(self._file, json.dumps(line))
         except OSError as error:
             say_line(f"minidist: {self._file}: {error.strerror}; what follows is not recorded there")
             self._file = None

@@ -6,7 +6,7 @@ import hashlib
 import os
 
 from minidist.errors import LaunchError
-from minidist.files import scratch, sweep, user_folder
+from minidist.files import open_regular, scratch, sweep, user_folder
 
 STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
 
@@ -42,7 +42,7 @@ class TokenFile:
     def read(self) -> bytes | None:
         """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
         try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            with open(open_regular(self.path, member=True), "rb") as file:
                 state = os.fstat(file.fileno())
                 if state.st_uid != os.geteuid() or state.st_mode & 0o077:
                     raise LaunchError(f"{self.path} is not private to this user; remove it and start the job again")

@@ -25,13 +25,14 @@ Source:  Child et al. 2019, "Generating Long Sequences with Sparse Transformers"
 """
 
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
+from minidist.files import read_regular
 
+MOST_BYTES = 64 << 20       # of a file of a pattern
 NAMES = ("local", "strided", "global")
 DIGITS = 16         # a number of as many is none
 SPELLINGS = "local:N, strided:N, global:G, rows:R/R/… or several of them joined by +"
@@ -143,7 +144,7 @@ def read_pattern(text: str) -> str:
 
 def _from_file(name: str) -> str:
     try:
-        lines = Path(name).read_text(encoding="ascii").split("\n")
+        lines = read_regular(name, most=MOST_BYTES).decode("ascii").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"attention pattern block:{name}: {getattr(error, 'strerror', None) or 'no text'}; give a "
                           f"file of 0 and 1, a line for each {SIDE} queries") from error

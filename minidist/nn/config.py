@@ -3,13 +3,16 @@
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from minidist.comm.chunks import bounds
 from minidist.device import backend
 from minidist.errors import ConfigError
 from minidist.nn.attention_pattern import check_pattern
+from minidist.reading import converted
 
 STD = 0.02
 """The standard deviation of initial weights (gpt.py)."""
@@ -17,22 +20,26 @@ STD = 0.02
 _CHOICES = {"positions": ("learned", "rotary"), "norm": ("layer", "rms"), "activation": ("gelu", "silu")}
 BALANCES = ("loss", "bias", "none")
 
+# Bounds of a config that comes from a file: `GPTConfig.of` refuses others before anything is as large.
+Size = Annotated[int, Meta(ge=1, le=2**40)]
+Few = Annotated[int, Meta(ge=1, le=2**20)]
+
 
 @dataclass(frozen=True)
 class MixtureConfig:
     """How tokens are routed to experts. Raises: as GPTConfig."""
 
-    experts: int
+    experts: Few
     top_k: int = 2                  # experts a token
     capacity: float | None = None   # places of an expert, a multiple of the even share of a sequence; None: no limit
     noise: float = 0.0              # standard deviation of the noise on the gate's scores in training
     balance: str = "loss"           # the method that keeps expert loads even: "loss", "bias" or "none"
     balance_weight: float = 0.01    # of the balance loss
     bias_rate: float = 0.001        # change of a bias in a step
-    shared: int = 0                 # additional experts that get every token
-    hidden: int | None = None       # width inside an expert; None: that of the MLP it replaces
+    shared: Annotated[int, Meta(le=2**20)] = 0                 # additional experts that get every token
+    hidden: Size | None = None      # width inside an expert; None: that of the MLP it replaces
     node_limit: int | None = None   # most nodes on which the experts of a token lie; None: any number
-    nodes: int | tuple[int, ...] | None = None  # on how many nodes experts lie, in equal parts, or how many on each;
+    nodes: Few | tuple[Few, ...] | None = None  # on how many nodes experts lie, in equal parts, or how many on each;
     #                                             None: as the ranks lie that divide them; undivided: all on one
     placement: tuple[tuple[int, ...], ...] | None = None    # of each layer, the experts in the order in which they lie
     #                                                         on ranks and nodes; None: by number
@@ -103,12 +110,12 @@ class GPTConfig:
     Raises:  ConfigError, one line: the value that does not work, and values that would.
     """
 
-    vocabulary: int              # number of token ids
-    context: int                 # most tokens in a sequence
-    layers: int
-    width: int                   # numbers per token on the residual stream
-    heads: int                   # of queries
-    kv_heads: int | None = None  # of keys and values; None: as many as heads. Fewer is grouped-query attention
+    vocabulary: Size             # number of token ids
+    context: Size                # most tokens in a sequence
+    layers: Few
+    width: Size                  # numbers per token on the residual stream
+    heads: Few                   # of queries
+    kv_heads: Few | None = None  # of keys and values; None: as many as heads. Fewer is grouped-query attention
     positions: str = "learned"   # or "rotary"
     tied: bool = False           # the output layer uses the token embedding's table
     norm: str = "layer"          # or "rms"
@@ -116,7 +123,7 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     mixture: MixtureConfig | None = None    # experts in place of each block's MLP
-    mlp_width: int | None = None    # width inside an MLP; None: see `hidden`
+    mlp_width: Size | None = None    # width inside an MLP; None: see `hidden`
     attention_pattern: str | None = None    # which keys a query sees (attention_pattern.py); None: all up to itself
 
     def __post_init__(self) -> None:
@@ -149,6 +156,12 @@ class GPTConfig:
                               f"use float64, float32, bfloat16 or float16")
         if self.attention_pattern is not None:
             check_pattern(self.attention_pattern, self.context)
+
+    @classmethod
+    def of(cls, value: Any) -> "GPTConfig":
+        """Return the config of a JSON object, as as_dict gives it. Raises: ConfigError if a size or type is wrong."""
+        config: GPTConfig = converted(value, cls)
+        return config
 
     @property
     def head_width(self) -> int:

@@ -36,20 +36,54 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from minidist.comm.call_site import frames, in_program
 from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.group import Group
 from minidist.comm.health.wait_state import spent_in_calls
+from minidist.errors import ConfigError
+from minidist.files import make_member_folder, read_regular
 from minidist.launch.transports import THREADS
 from minidist.observe.step_log import StepLog
+from minidist.reading import MOST_BYTES as MOST_OF_A_FILE
+from minidist.reading import Count, Finite, Rank, Seconds, parse_line
 
 FOLDER = "steps"
 MOST_BYTES = 1000
-ABOUT = {"time", "rank", "size", "host", "clock", "alike"}      # of the first line; what a reader needs
 MUCH = 0.02         # of a step: other threads that are busy for longer, and longer than this one, are looked at
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _RankLine(msgspec.Struct):
+    """What a reader needs of the first line."""
+
+    time: Finite
+    rank: Rank
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    host: str
+    clock: Finite
+    alike: str
+
+
+class _StepLine(msgspec.Struct, rename={"received": "in", "sent": "out"}):
+    step: Count
+    seconds: Seconds
+    time: Finite = 0.0
+    cpu: Seconds = 0.0
+    others: Seconds = 0.0
+    input: Seconds = 0.0
+    calls: Finite = 0.0
+    rss: Count = 0
+    tokens: Count = 0
+    loss: float | None = None
+    digest: dict[str, str] = {}
+    bad: tuple[str, str, str, str, Finite] | None = None
+    busy: str | None = None
+    sent: list[tuple[Rank, Count, Count, Count, Count]] = []
+    received: list[tuple[Rank, Count, Count, Count, Count, Count]] = []
 
 
 def steps_file(run: str | Path, world_rank: int) -> Path:
@@ -69,7 +103,7 @@ class StepRecorder:
         self._alone = world.transport.name not in THREADS       # the process is this rank's
         file = steps_file(run, world.world_rank)
         with suppress(OSError):                 # then the first write tells it
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_member_folder(file.parent)
         self._log = StepLog(file, goes_on=goes_on)
         self.step = first_step
         self._times = world.ledger.times = MessageTimes(world.world_rank, world.transport.world_size)
@@ -191,9 +225,17 @@ def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
     found = []
     for path in sorted(folder.glob("[0-9]*.jsonl")):
         about, steps = dict[str, Any](), dict[int, dict[str, Any]]()
-        take_lines(path.read_bytes().splitlines(), about, steps)
+        take_lines(_content(path).splitlines(), about, steps)
         found.append((about, steps))
     return of_newest_job(found)
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a rank's file. Raises: ConfigError if they cannot be read."""
+    try:
+        return read_regular(path, most=MOST_OF_A_FILE, member=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; remove it, or name another run") from error
 
 
 def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]) -> None:
@@ -203,19 +245,14 @@ def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, d
     """
     last = max(steps, default=-1)
     for line in lines:
-        try:
-            values = json.loads(line)
-        except ValueError:          # torn
-            continue
-        if not isinstance(values, dict):
-            continue
-        if isinstance(step := values.get("step"), int) and isinstance(values.get("seconds"), (int, float)):
+        if (values := parse_line(line, _StepLine)) is not None:
+            step = values["step"]
             if step <= last:
                 for later in [number for number in steps if number >= step]:
                     del steps[later]
             steps[step] = values
             last = step
-        elif values.keys() >= ABOUT:
+        elif (values := parse_line(line, _RankLine)) is not None:
             about.clear()
             about.update(values)
 

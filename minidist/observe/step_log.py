@@ -15,10 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from minidist.comm.health.failure import say_line
+from minidist.files import begin, open_regular, read_regular, read_rest
+from minidist.reading import MOST_BYTES as MOST_OF_A_LOG
+from minidist.reading import Count, Finite, Seconds, parse_line
 
 STEP_LOG = "metrics.jsonl"
 MOST_BYTES = 1024
+
+
+class _LogLine(msgspec.Struct):
+    """A line of the log; an older one has less."""
+
+    step: Count
+    steps: Count = 0
+    time: Finite = 0.0
+    loss: float | None = None
+    seconds: Seconds = 0.0
+    tokens_per_second: Finite = 0.0
+    joules: Finite = 0.0
+    energy_source: str = ""
+    memory: dict[str, Count] = {}
+    sent_bytes: dict[str, dict[str, Count] | Count] = {}
 
 
 @dataclass(frozen=True)
@@ -92,8 +112,8 @@ class StepLog:
 
     def _begin(self) -> int:
         """Open the file; end the line that a killed run left torn."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (0 if self._goes_on else os.O_TRUNC)
-        opened = os.open(self.file, flags, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        opened = open_regular(self.file, member=True, flags=flags) if self._goes_on else begin(self.file)
         size = os.fstat(opened).st_size
         if size and os.pread(opened, 1, size - 1) != b"\n":
             os.write(opened, b"\n")
@@ -101,8 +121,11 @@ class StepLog:
 
 
 def read_step_log(file: str | Path) -> list[dict[str, Any]]:
-    """The steps in order, each once. Raises: OSError if the file cannot be read."""
-    found = _steps_of(Path(file).read_bytes())
+    """The steps in order, each once; a line that is torn, or says something else, is left out.
+
+    Raises:  OSError if the file cannot be read.
+    """
+    found = _steps_of(read_regular(file, most=MOST_OF_A_LOG, member=True))
     return [found[step] for step in sorted(found)]
 
 
@@ -117,12 +140,12 @@ class LogFollower:
     def poll(self) -> list[dict[str, Any]]:
         """The steps up to now, as read_step_log; none if the file is not there."""
         try:
-            with open(self.file, "rb") as stream:
+            with open(open_regular(self.file, member=True), "rb") as stream:
                 begin = stream.read(128)
                 if not self._begin or not begin.startswith(self._begin):                # a new log
                     self._begin, self._read, self._found = begin, 0, {}
                 stream.seek(self._read)
-                new = stream.read()
+                new = read_rest(stream, MOST_OF_A_LOG)
         except OSError:
             return []
         whole = new[:new.rfind(b"\n") + 1]
@@ -135,11 +158,7 @@ def _steps_of(lines: bytes) -> dict[int, dict[str, Any]]:
     """{step: values}; of a step that was made again the later line."""
     found: dict[int, dict[str, Any]] = {}
     for line in lines.splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:          # torn
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
+        if (values := parse_line(line, _LogLine)) is not None:
             found[values["step"]] = values
     return found
 

@@ -30,6 +30,7 @@ from minidist.console import meant
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
+from minidist.reading import read_text
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
 from minidist.simulate.models import model
@@ -38,6 +39,8 @@ from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
 from minidist.simulate.trace import RankTrace
 
+MOST_BYTES = 64 << 20           # of a file of runs
+MOST_LAYERS = 10_000            # of a run's model
 KNOWN_TO = 0.05                 # relative standard deviation of a measured step time
 USUAL = 0.5                     # standard deviation of the log of a constant
 STEPS = 6                       # of Gauss and Newton, at most
@@ -166,17 +169,21 @@ def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] 
         raise ConfigError(f"cluster {cluster}: each run says how many devices it had; write the name alone, "
                           f"{cluster.rpartition(':')[0]}")
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip() and line.lstrip()[0] != "#"]
-    except OSError as error:
-        raise ConfigError(f"runs {path}: {error.strerror}") from error
-    table = csv.DictReader(line for _, line in lines)
+        text = read_text(path, most=MOST_BYTES).splitlines()
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"runs {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    lines = [(number, line) for number, line in enumerate(text, 1) if line.strip() and line.lstrip()[0] != "#"]
+    try:
+        table = csv.DictReader(line for _, line in lines)
+        rows = list(table)
+    except csv.Error as error:
+        raise ConfigError(f"runs {path}: {error}") from error
     unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
     if unknown:
         raise ConfigError(f"runs {path}: no column {unknown[0]!r}{meant(unknown[0], COLUMNS)}; columns are "
                           f"{', '.join(COLUMNS)}")
     runs = []
-    for (number, _), row in zip(lines[1:], table, strict=False):
+    for (number, _), row in zip(lines[1:], rows, strict=False):
         said = {name: text.strip() for name, text in row.items() if name in COLUMNS and text and text.strip()}
         try:
             runs.append(_run(said, cluster, model))
@@ -192,17 +199,27 @@ def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]
         raise ConfigError(f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}")
     machine = Cluster.parse(f"{cluster}:{row['devices']}")
     plan = Plan.parse(row["plan"]) if "plan" in row else Plan(dp=machine.size)
-    options: dict[str, Any] = {name: int(row[name]) for name in ("zero", "microbatches", "accumulate") if name in row}
+    options: dict[str, Any] = {name: _whole(row, name) for name in ("zero", "microbatches", "accumulate")
+                               if name in row}
     options |= {name: row[name] for name in ("schedule",) if name in row}
     plan = replace(plan, precision=row.get("precision", "bf16"), checkpoint_blocks=row.get("checkpoint", "none"),
                    **options)
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
-    given: dict[str, Any] = {_SIZES[name]: int(row[name]) for name in _SIZES if name in row}
+    given: dict[str, Any] = {_SIZES[name]: _whole(row, name) for name in _SIZES if name in row}
     config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
     title = row.get("model", f"{config.layers} x {config.width}")
-    return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, int(row["batch"]), machine, seconds)
+    return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, _whole(row, "batch"), machine, seconds)
+
+
+def _whole(row: Mapping[str, str], name: str) -> int:
+    """Return a whole number of a run. Raises: ConfigError for another text, and for more than is simulated."""
+    most = MOST_LAYERS if name == "layers" else 2**31
+    text = row[name]
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
+        raise ConfigError(f"{name}={text[:40]}: is no whole number from 0 to {most:,}")
+    return int(text)
 
 
 # ---------------------------------------------------------------- predicted by the simulator

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from minidist.console import meant
 from minidist.errors import ConfigError
+from minidist.reading import NotNegative, Positive, read_text, require
 from minidist.simulate.device import Device, Tier
 from minidist.simulate.names import known_name, suggestion
 from minidist.simulate.topology import Link, Topology, Wire, most_even
@@ -26,6 +29,60 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+MOST_BYTES = 16 << 20       # of a file of clusters
+Places = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class _WireEntry(msgspec.Struct):
+    alpha: NotNegative
+    bandwidth: Positive
+    share: Positive = 1.0
+    in_switch: NotNegative = 0.0
+
+
+class _TierEntry(msgspec.Struct):
+    alpha: NotNegative
+    bandwidth: Positive
+    bytes: Positive | None = None
+
+
+class _ClusterEntry(msgspec.Struct):
+    """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they mean."""
+
+    device: str = ""
+    peak: dict[str, Positive] = {}
+    memory_bytes: Positive = 1.0
+    memory_bandwidth: Positive = 1.0
+    per_node: Places = 1
+    inside: str = ""
+    network: str | None = None
+    host: str | None = None
+    host_bytes: Positive | None = None
+    host_bandwidth: Positive | None = None
+    memory_kind: str = ""
+    kind: Literal["switch", "mesh", "pcie", ""] = ""
+    nics: Places = 1
+    rails: bool = True
+    nodes_per_leaf: Places = 1
+    spines: Places = 1
+    per_switch: Places = 1
+    oversubscription: Positive = 1.0
+    routing: str = ""
+    torus_dims: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    most: Places | None = None
+    watts: Positive | None = None
+    idle_watts: NotNegative | None = None
+    node_watts: Positive | None = None
+    price_an_hour: NotNegative | None = None
+    source: dict[str, str] = {}
+
+
+class _ClusterFile(msgspec.Struct):
+    wire: dict[str, _WireEntry] = {}
+    tier: dict[str, _TierEntry] = {}
+    cluster: dict[str, _ClusterEntry] = {}
+
 
 OWN_FILE = Path(__file__).with_name("clusters.toml")
 
@@ -146,10 +203,10 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {"wire": {}, "tier": {}, "cluster": {}}
     for path in [OWN_FILE, *([Path(file)] if file else [])]:
         try:
-            read = tomllib.loads(path.read_text(encoding="utf-8"))
+            read = require(tomllib.loads(read_text(path, most=MOST_BYTES)), _ClusterFile)
         except OSError as error:
             raise ConfigError(f"cluster file {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"cluster file {path}: {error}") from error
         for kind, table in tables.items():
             table.update(read.get(kind, {}))

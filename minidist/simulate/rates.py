@@ -23,13 +23,18 @@ from math import fsum
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from minidist.console import meant
 from minidist.errors import ConfigError
 from minidist.files import whole
+from minidist.reading import NotNegative, Positive, read_json, require
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT, Device, Efficiency
 
 FORMAT = 1
+MOST_BYTES = 16 << 20       # of a profile
+DIVISORS = ("matmul_share", "attention_share", "memory_share", "cache_factor", "slowdown")
 
 
 class Priceable(Protocol):
@@ -101,6 +106,21 @@ class Rates:
 # ---------------------------------------------------------------- profiles
 
 
+class _WireNumbers(msgspec.Struct):
+    alpha: NotNegative = 0.0
+    bandwidth: Positive = 1.0
+
+
+class _ProfileFile(msgspec.Struct):
+    """What save() writes."""
+
+    cluster: str | None = None
+    rates: dict[str, Any] = {}
+    wires: dict[str, _WireNumbers] = {}
+    slowdown: Any = 1.0
+    fit: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class CostProfile:
     """Constants that were fitted, for `--profile`.
@@ -130,10 +150,14 @@ class CostProfile:
     def load(cls, path: str | Path) -> "CostProfile":
         """What save() wrote; rates that it does not name keep their defaults. Raises: ConfigError."""
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else f"no JSON: {error}"
-            raise ConfigError(f"cost profile {path}: {why}") from error
+            value = read_json(path, most=MOST_BYTES)
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"cost profile {path}: {getattr(error, 'strerror', None) or error}") from error
+        if isinstance(value, dict) and value.get("format") == FORMAT:
+            try:
+                require(value, _ProfileFile)
+            except ConfigError as error:
+                raise ConfigError(f"cost profile {path}: {error}") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT or "cluster" not in value:
             raise ConfigError(f"cost profile {path} is none; `minidist calibrate --from runs.csv` writes one")
         return cls(str(value["cluster"]), _rates(path, value.get("rates", {})), value.get("wires", {}),
@@ -149,6 +173,8 @@ def _rates(path: str | Path, given: Mapping[str, Any]) -> Efficiency:
 
 
 def _positive(path: str | Path, name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"cost profile {path}: {name} is {value!r}, not a number from 0 up")
+    least = 1e-12 if name in DIVISORS else 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e300:
+        above = "above 0" if least else "from 0 up"
+        raise ConfigError(f"cost profile {path}: {name} is {value!r}, not a number {above}")
     return float(value)

@@ -33,7 +33,6 @@ import numpy as np
 
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
-from minidist.comm.health.failure import printable
 from minidist.device.backend import device_of, dtype_name, to_device, to_host
 from minidist.errors import CheckpointError
 from minidist.files import scratch
@@ -58,8 +57,9 @@ from minidist.parallel.hybrid.state_map import (
     taken_by,
 )
 from minidist.parallel.step.strategy import Strategy
-from minidist.survive.manifest import publish, read_manifest, shard_name, write_manifest
-from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter
+from minidist.reading import visible
+from minidist.survive.manifest import publish, read_manifest, require_told, shard_name, write_manifest
+from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter, require_size
 
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
@@ -153,6 +153,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         manifest = read_manifest(folder)
         read = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
+        require_told(folder, about, "state", "optimizer")
         state = about.pop("state")
         places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
@@ -163,6 +164,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
             raise CheckpointError(f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
                                   f"own; go on with local steps")
         if apart:
+            require_told(folder, state, "local steps")
             places = [of_rank(place, group.rank % apart) for place in places]
             there -= {key for key in there if taken_by(key) >= group.size}
         elif strategy.diverged is not None:
@@ -222,11 +224,15 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
         for index, array in enumerate(shard["arrays"]):
             having.setdefault(array["key"], []).append((number, index))
     readers: dict[int, ShardReader] = {}
+    sized: set[int] = set()
     try:
         for place, array in wanted:
             numbers = np.empty(place.size, place.dtype)
-            found = 0
+            filled: list[np.ndarray] = []
             for number, index in having.get(place.key, []):
+                if number not in sized:     # else what the manifest claims may be more than memory holds
+                    require_file(folder, shards[number])
+                    sized.add(number)
                 copies = overlap(runs_of(shards[number]["arrays"][index]["stripes"]), place.runs)
                 if not len(copies):
                     continue
@@ -237,14 +243,35 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
                     raise CheckpointError(f"{folder}: {place.key} is {entry.dtype} {tuple(entry.shape)}, this training "
                                           f"has {dtype_name(place.dtype)} {tuple(place.shape)}; build the same model")
                 readers[number].copy(entry, copies, numbers)
-                found += int(copies[:, 2].sum())
-            if found < place.size:
-                raise CheckpointError(f"{folder}: lacks {place.size - found:,} of {place.size:,} numbers of {place.key}"
+                filled.append(copies[:, 1:])
+            if missing := place.size - _covered(filled):
+                raise CheckpointError(f"{folder}: lacks {missing:,} of {place.size:,} numbers of {place.key}"
                                       f"; it is of another model or optimizer")
             array[...] = to_device(numbers, device_of(array))
     finally:
         for reader in readers.values():
             reader.close()
+
+
+def require_file(folder: Path, shard: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a shard's file is there, and as long as the manifest says."""
+    file = folder / shard["file"]
+    try:
+        size = os.lstat(file).st_size
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}; take an older checkpoint") from error
+    require_size(file, size, shard["nbytes"])
+
+
+def _covered(pieces: list[np.ndarray]) -> int:
+    """Return how many numbers the pieces, rows of (place, length), have together; two may have the same number."""
+    if len(pieces) == 1 and len(pieces[0]) == 1:
+        return int(pieces[0][0, 1])
+    rows = np.concatenate([np.empty((0, 2), np.int64), *pieces])
+    rows = rows[np.argsort(rows[:, 0])]
+    ends = np.maximum.accumulate(rows.sum(axis=1))
+    starts = np.maximum(rows[:, 0], np.concatenate([[0], ends[:-1]]))
+    return int((ends - np.minimum(starts, ends)).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------- all ranks
@@ -284,7 +311,7 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
             draft = str(inside)
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
-    name, problem = hand_out_record(group, [os.fsencode(draft), printable(problem)])
+    name, problem = hand_out_record(group, [os.fsencode(draft), visible(problem)])
     if problem:
         raise CheckpointError(_not_saved(folder, problem))
     return Path(os.fsdecode(name))
@@ -308,7 +335,7 @@ def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]]
 
     It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the values of all ranks.
     """
-    told = gather_records(group, [printable(problem), value])
+    told = gather_records(group, [visible(problem), value])
     if told is not None:
         problem = next((text for text, _ in told if text), "") or judge([value for _, value in told])
-    return str(hand_out_record(group, printable(problem)))
+    return str(hand_out_record(group, visible(problem)))

@@ -22,6 +22,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from minidist.files import open_regular
 from minidist.survive.manifest import checkpoints
 
 FAULTS = ("kill", "stop", "cut", "torn", "flip", "full", "slow", "launcher")
@@ -70,7 +71,7 @@ def damage(run: Path, kind: str, chance: random.Random) -> dict[str, str]:
     shards = sorted(file for file in there[-1].iterdir() if file.suffix == ".safetensors")
     shard = chance.choice([file for file in shards if file.stat().st_size > 1])
     size = shard.stat().st_size
-    with shard.open("r+b") as stream:
+    with open(open_regular(shard, member=True, flags=os.O_RDWR), "r+b") as stream:
         if kind == "torn":
             stream.truncate(size // 2)
         else:

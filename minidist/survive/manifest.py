@@ -12,25 +12,145 @@ compare with: of eight ranks with local steps that takes 3 ms, where formats 1 a
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, UnsetType
 
-from minidist.errors import CheckpointError
-from minidist.files import DRAFTS
+from minidist.errors import CheckpointError, ConfigError
+from minidist.files import DRAFTS, create, read_regular
+from minidist.reading import MOST_BYTES, Count, Finite, Positive, Seconds, Whole, decoded, require, require_shallow
 
 MANIFEST = "manifest.json"
 FORMAT = 3
 READABLE = (1, 2, 3)    # in 1 a history is a list; in 1 and 2 the digest is of the content
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _DIGEST = b',\n"digest": '
-_STEP = re.compile(r"step-(\d{6,})(~?)")        # with ~: moved aside for a new one of the same step
+_STEP = re.compile(r"step-([0-9]{6,18})(~?)")        # with ~: moved aside for a new one of the same step
 
+
+# ------------------------------------------------------------------------------------------------------------- schema
+
+Name = Annotated[str, Meta(max_length=1000, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z")]
+Numbers = Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class _ArrayTold(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """An Entry of shard_file.py."""
+
+    key: Name
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    shape: list[Count]
+    stripes: list[tuple[Count, Numbers, Whole, Numbers]]        # of a permuted tensor a step may be below 0
+    offset: Count
+    nbytes: Count
+    checksums: list[Count]
+
+
+class _ShardTold(msgspec.Struct, gc=False):
+    file: Annotated[str, Meta(pattern=r"^shard-[0-9]{5,9}\.safetensors\Z")]
+    nbytes: Count
+    header: tuple[Count, Count]
+    arrays: list[_ArrayTold]
+
+
+class _PlanTold(msgspec.Struct):
+    dp: Numbers
+    pp: Numbers
+    ep: Numbers
+    cp: Numbers
+    tp: Numbers
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
+    precision: str = "fp32"
+    compress: str = "none"
+
+
+class _PrecisionTold(msgspec.Struct):
+    skipped: Count
+    loss_scale: tuple[Positive, Count] | None = None
+    float8: dict[str, Annotated[list[list[Finite]], Meta(min_length=3, max_length=3)]] = {}
+
+
+class _CountersTold(msgspec.Struct):
+    steps: Count
+    scale: Positive
+
+
+class _SchemeTold(msgspec.Struct):
+    name: str
+    counters: _CountersTold
+    owed: dict[str, dict[str, Annotated[int, Meta(ge=0, le=2**16)]]]
+    layout: dict[str, str]
+
+
+class _StateTold(msgspec.Struct, rename={"local_steps": "local steps"}):
+    updates: dict[str, Count]
+    precision: _PrecisionTold
+    scheme: _SchemeTold | UnsetType = UNSET
+    local_steps: Count | UnsetType = UNSET
+
+
+class _AboutTold(msgspec.Struct):
+    """What Trainer.save tells; another program may tell less, or more."""
+
+    steps_done: Count | UnsetType = UNSET
+    ranks: Numbers | UnsetType = UNSET
+    seed: Annotated[int, Meta(ge=-2**63)] | UnsetType = UNSET
+    optimizer: Name | UnsetType = UNSET
+    config: dict[str, Any] | UnsetType = UNSET
+    plan: _PlanTold | UnsetType = UNSET
+    state: _StateTold | UnsetType = UNSET
+
+
+History = dict[Literal["<f8", "<i4"], str] | list[float]
+
+
+class _IntervalTold(msgspec.Struct):
+    standstill_seconds: list[Seconds]
+    step_seconds: Seconds
+    since: Seconds
+    work_seconds: Seconds
+    saving_seconds: Seconds
+    interruptions: Count
+
+
+class _MetricsTold(msgspec.Struct):
+    losses: History
+    step_seconds: Seconds
+    generations: History = []
+    interval: _IntervalTold | None = None
+
+
+class _DataTold(msgspec.Struct):
+    source: str
+    sha256: str
+
+
+class _RunTold(msgspec.Struct):
+    """What minidist train tells beside it."""
+
+    options: dict[str, None | bool | Whole | Finite | str]
+    metrics: _MetricsTold
+    data: _DataTold
+    vocabulary: Annotated[str, Meta(min_length=1)]
+
+
+class _ManifestTold(msgspec.Struct):
+    format: Any
+    digest: str
+    about: _AboutTold
+    shards: list[_ShardTold]
+
+
+# ------------------------------------------------------------------------------------------------------ files of a run
 
 def shard_name(rank: int) -> str:
     """The file that a rank writes."""
@@ -52,7 +172,7 @@ def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, A
     """Write it, and return when it and the folder are on the disk. Raises: OSError."""
     lines = [f'"{key}": {json.dumps(value)}' for key, value in
              (("format", FORMAT), ("about", about), ("shards", shards))]
-    with (folder / MANIFEST).open("xb") as stream:
+    with open(create(folder / MANIFEST, mode=0o666), "wb") as stream:
         stream.write(_with_digest(("{" + ",\n".join(lines)).encode()))
         stream.flush()
         os.fsync(stream.fileno())
@@ -63,10 +183,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises: CheckpointError if there is none, or it is not what was written."""
     file = folder / MANIFEST
     try:
-        data = file.read_bytes()
-        content = json.loads(data.decode())
+        data = read_regular(file, most=MOST_BYTES, member=True)
+        content = decoded(data)
         kind = content["format"]
-        del content["digest"]
+        digest = content.pop("digest")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no complete checkpoint is here: it has no {MANIFEST}") from error
     except OSError as error:
@@ -79,7 +199,53 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     whole = _with_digest(data.rpartition(_DIGEST)[0]) if kind > 2 else _older(content)
     if data != whole:                       # also where a flipped bit says the same: 1e-5 and 1E-5
         raise CheckpointError(f"{file}: is damaged: its digest is another; take an older checkpoint")
+    try:
+        require({**content, "digest": digest}, _ManifestTold)
+        require_shallow(content["about"])
+        if scheme := content["about"].get("state", {}).get("scheme"):
+            require(scheme["counters"], dict[str, Finite])
+        for shard in content["shards"]:
+            _require_arrays(shard)
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: is no manifest of a checkpoint: {error}; take an older one") from error
     return content      # type: ignore[no-any-return]
+
+
+def _require_arrays(shard: dict[str, Any]) -> None:
+    """Raise ConfigError unless each array has the numbers that its stripes name, and the file has room for all."""
+    held = shard["header"][0] + sum(array["nbytes"] for array in shard["arrays"])
+    if held > shard["nbytes"]:
+        raise ConfigError(f"{shard['file']} is to have {shard['nbytes']:,} bytes, and its arrays {held:,}")
+    for array in shard["arrays"]:
+        size = math.prod(array["shape"])
+        count = 0
+        for start, length, step, times in array["stripes"]:
+            count += length * times
+            end = start + step * (times - 1)
+            if end < 0 or start + length > size or end + length > size:
+                raise ConfigError(f"{array['key']} of shape {array['shape']} has no numbers "
+                                  f"{[start, length, step, times]}")
+        if count * ITEMSIZE[array["dtype"]] != array["nbytes"]:
+            raise ConfigError(f"{array['key']} has {array['nbytes']:,} bytes for {count:,} numbers of "
+                              f"{array['dtype']}")
+        if array["offset"] + array["nbytes"] > shard["nbytes"]:
+            raise ConfigError(f"{array['key']} ends behind the {shard['nbytes']:,} bytes of {shard['file']}")
+
+
+def require_told(folder: Path, about: dict[str, Any], *names: str) -> None:
+    """Raise CheckpointError unless a manifest has these, which a Trainer tells in each."""
+    if lacking := [name for name in names if name not in about]:
+        raise CheckpointError(f"{folder}: its manifest has no {lacking[0]}; it is of another program than a Trainer")
+
+
+def require_run(folder: Path, about: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a manifest has what minidist train needs to continue, and in the right types."""
+    try:
+        require(about, _RunTold)
+        for name in ("losses", "generations"):
+            unpacked(about["metrics"].get(name, []))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: is not of minidist train: {error}; take an older one") from error
 
 
 def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
@@ -91,11 +257,15 @@ def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
 
 
 def unpacked(history: "dict[str, str] | list[Any]") -> list[Any]:
-    """The numbers of `packed`; a list, as format 1 has it, is them already."""
+    """The numbers of `packed`; a list, as format 1 has it, is them already. Raises: CheckpointError."""
     if isinstance(history, list):
         return [*history]
-    (dtype, text), = history.items()
-    return np.frombuffer(base64.b64decode(text), dtype).tolist()    # type: ignore[no-any-return]
+    try:
+        (dtype, text), = history.items()
+        numbers = np.frombuffer(base64.b64decode(text), dtype)
+    except ValueError as error:
+        raise CheckpointError("a history of the run is damaged; take an older checkpoint") from error
+    return numbers.tolist()     # type: ignore[no-any-return]
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm.group import Group
-from minidist.errors import PlanError
+from minidist.errors import CheckpointError, PlanError
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
-from minidist.survive.manifest import read_manifest
+from minidist.survive.manifest import read_manifest, require_told
+from minidist.survive.whole import config_of, sizes_of
 
 LIMIT = 86400.0     # seconds that it may take
 
@@ -23,17 +24,22 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
 
     Raises:  PlanError if the plan does not fit the model; CheckpointError if it cannot be read or written.
     """
-    about = read_manifest(folder)["about"]
-    config = GPTConfig(**about["config"])
+    manifest = read_manifest(folder)
+    about = manifest["about"]
+    require_told(folder, about, "plan", "optimizer")
+    config = config_of(folder, about, sizes_of(manifest["shards"]).values())
     plan = replace(plan, precision=about["plan"]["precision"])
     with suppress(PlanError):       # a plan that sums no gradients keeps nothing of a scheme
         plan = replace(plan, compress=about["plan"].get("compress", "none"))
     plan.require(plan.size, config)
     plan.require_model(config)
-    optimizer = next(name for name, kind in OPTIMIZERS.items()
-                     if about["optimizer"] == getattr(kind, "__name__", ""))
+    optimizer = next((name for name, kind in OPTIMIZERS.items()
+                      if about["optimizer"] == getattr(kind, "__name__", "")), None)
+    if optimizer is None:
+        raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, which is no optimizer of minidist; load "
+                              f"it with a Trainer of that optimizer")
     kept = {name: value for name, value in about.items() if name not in SET_BY_SAVE}
-    if "options" in kept:
+    if isinstance(kept.get("options"), dict):
         kept["options"] |= options_of(plan)
     run(_load_and_save, str(folder), str(target), plan, config, optimizer, kept, size=plan.size, limit=LIMIT)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from minidist.device.backend import dtype, dtype_name
 from minidist.errors import CheckpointError
+from minidist.files import create, open_regular
 
 BLOCK = 1 << 18         # bytes; a multiple of every itemsize
 PIECE = 1 << 22         # bytes that a DirectFile writes at once
@@ -54,7 +55,7 @@ class DirectFile:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = create(file, mode=0o666, flags=os.O_WRONLY)
         self._piece = memoryview(mmap.mmap(-1, PIECE))
         self._filled = self._written = 0
         self._flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -172,13 +173,16 @@ class ShardReader:
     def __init__(self, file: Path, described: dict[str, Any]) -> None:
         self.file, self.entries = file, [Entry(**array) for array in described["arrays"]]
         try:
-            self._file = os.open(file, os.O_RDONLY)
+            self._file = open_regular(file, member=True)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}; take an older checkpoint") from error
         try:
-            size, (length, checksum) = os.fstat(self._file).st_size, described["header"]
-            if size != described["nbytes"]:
-                self._refuse(f"has {size:,} bytes, the manifest says {described['nbytes']:,}")
+            length, checksum = described["header"]
+            require_size(file, os.fstat(self._file).st_size, described["nbytes"])
+            for entry in self.entries:
+                if len(entry.checksums) != -(-entry.nbytes // BLOCK):
+                    self._refuse(f"{entry.key} of {entry.nbytes:,} bytes has {len(entry.checksums)} checksums in the "
+                                 f"manifest, and needs one per {BLOCK:,} bytes")
             if zlib.crc32(self._read(0, length)) != checksum:
                 self._refuse("has another header than the one that was written")
         except BaseException:
@@ -221,6 +225,12 @@ class ShardReader:
 
     def _refuse(self, why: str) -> None:
         raise CheckpointError(f"{self.file}: {why}; take an older checkpoint")
+
+
+def require_size(file: Path, size: int, expected: int) -> None:
+    """Raise CheckpointError unless a shard file is as long as the manifest says."""
+    if size != expected:
+        raise CheckpointError(f"{file}: has {size:,} bytes, the manifest says {expected:,}; take an older checkpoint")
 
 
 def header_bytes(tensors: dict[str, Any]) -> bytes:

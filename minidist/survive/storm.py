@@ -17,9 +17,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from minidist.comm.health.process_state import has_ended
+from minidist.files import add_line, read_regular
+from minidist.reading import MOST_BYTES, Count, Finite, Rank, parse_line
 from minidist.survive.faults import FAULTS, cut_connection, damage, kill_all, set_disk
 
 Event = dict[str, Any]
@@ -38,6 +42,17 @@ PLANTED = {"kill": "rank {rank} is killed", "stop": "rank {rank} is stopped",
            "full": "for {hold:g} s the disk has no space left", "slow": "for {hold:g} s the disk is slow",
            "launcher": "the launcher is killed, and started again"}
 """What a fault does, in words."""
+
+
+class _EventTold(msgspec.Struct):
+    """A line of LOG, as far as a storm reads it."""
+
+    event: str
+    time: Finite = 0.0
+    step: Count = 0
+    rank: Rank | None = None
+    processes: list[Count] = []
+    pids: list[Annotated[int, msgspec.Meta(ge=2, le=2**31)]] = []
 
 
 class Storm:
@@ -165,14 +180,14 @@ class Storm:
 
     def _note(self, fault: Event) -> None:
         self.faults.append(fault)
-        with contextlib.suppress(OSError), (self._run / NOTES).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(fault) + "\n")
+        with contextlib.suppress(OSError):
+            add_line(self._run / NOTES, json.dumps(fault))
         self._noted()
 
 
 def events(log: Path) -> list[Event]:
     """What a log says so far; a line that is being written is not yet there."""
     with contextlib.suppress(OSError):
-        return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines(keepends=True)
-                if line.endswith("\n")]
+        told = read_regular(log, most=MOST_BYTES, member=True).split(b"\n")[:-1]
+        return [event for line in told if (event := parse_line(line, _EventTold)) is not None]
     return []

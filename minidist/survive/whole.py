@@ -1,6 +1,7 @@
 """Whole tensors out of a checkpoint's shards, in one process; and every byte of them verified."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.device.backend import dtype
-from minidist.errors import CheckpointError
+from minidist.errors import CheckpointError, ConfigError
+from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.state_map import WEIGHT, Place
-from minidist.survive.checkpoint import read_state
-from minidist.survive.manifest import read_manifest
+from minidist.survive.checkpoint import read_state, require_file
+from minidist.survive.manifest import ITEMSIZE, read_manifest, require_told
 from minidist.survive.shard_file import BLOCK, ShardReader
 
 AT_ONCE = 64 * BLOCK        # bytes that `verify` reads at a time
@@ -36,12 +38,52 @@ def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
     """
     shards = read_manifest(folder)["shards"]
     entries = {entry["key"]: entry for shard in shards for entry in shard["arrays"]}
+    _require_held(folder, shards, kind)
     places = [Place(kind, key.removeprefix(f"{kind}/"), tuple(entry["shape"]),
                     np.array([[0, prod(entry["shape"])]], np.int64), dtype(entry["dtype"]))
               for key, entry in sorted(entries.items()) if key.startswith(f"{kind}/")]
     arrays = [np.empty(place.size, place.dtype) for place in places]
     read_state(folder, shards, zip(places, arrays, strict=True))
     return {place.name: array.reshape(place.shape) for place, array in zip(places, arrays, strict=True)}
+
+
+def config_of(folder: Path, about: dict[str, Any], sizes: Iterable[int]) -> GPTConfig:
+    """Return the config that a manifest tells.
+
+    Args:    sizes: of the model's tensors that are there.
+    Raises:  CheckpointError if it is none, or of a model with more than these tensors hold.
+    """
+    require_told(folder, about, "config")
+    try:
+        config = GPTConfig.of(about["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: its model cannot be built: {error}; take an older checkpoint") from error
+    numbers = list(sizes)
+    if config.numbers > sum(numbers) or config.layers > len(numbers):
+        raise CheckpointError(f"{folder}: is to be a model of {config.layers:,} layers and {config.numbers:,} weights "
+                              f"or more, and has {len(numbers):,} tensors of {sum(numbers):,}; take an older "
+                              f"checkpoint")
+    return config
+
+
+def sizes_of(shards: Sequence[dict[str, Any]], kind: str = WEIGHT) -> dict[str, int]:
+    """Return how many numbers each tensor of a kind has, by its key."""
+    return {entry["key"]: prod(entry["shape"]) for shard in shards for entry in shard["arrays"]
+            if entry["key"].startswith(f"{kind}/")}
+
+
+def _require_held(folder: Path, shards: Sequence[dict[str, Any]], kind: str) -> None:
+    """Raise CheckpointError if a tensor of a kind is larger than what the files of the shards hold of it."""
+    held: Counter[str] = Counter()
+    for shard in shards:
+        mine = [entry for entry in shard["arrays"] if entry["key"].startswith(f"{kind}/")]
+        if mine:
+            require_file(folder, shard)
+        held.update({entry["key"]: entry["nbytes"] // ITEMSIZE[entry["dtype"]] for entry in mine})
+    for key, size in sizes_of(shards, kind).items():
+        if held[key] < size:
+            raise CheckpointError(f"{folder}: lacks {size - held[key]:,} of {size:,} numbers of {key}; take an older "
+                                  f"checkpoint")
 
 
 def verify(folder: Path) -> Iterator[VerifiedShard]:

@@ -56,7 +56,7 @@ def test_a_file_is_its_rows(count: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         text = "\n".join(" ".join(str(int(shown)) for shown in row[:len(row) if seed % 2 else number + 1])
                          for number, row in enumerate(mask))
-        patch.setattr(Path, "read_text", lambda self, encoding: text + "\n\n")
+        patch.setattr("minidist.nn.attention_pattern.read_regular", lambda file, *, most: f"{text}\n\n".encode())
         pattern = read_pattern("block:mask.txt")
     check_pattern(pattern, 64 * count)
     np.testing.assert_array_equal(pattern_blocks(pattern, 64 * count), mask)

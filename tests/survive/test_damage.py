@@ -90,9 +90,9 @@ def test_two_hundred_flipped_bits(seed: int, folder: Path, tmp_path: Path) -> No
 
 def test_the_case_of_every_letter_of_a_manifest_counts(tmp_path: Path) -> None:
     """Also in 1e-07 and \\u00e9, which mean the same in both cases."""
-    written = [[{"file": "é", "nbytes": 1e-7, "header": [0, 0], "arrays": []}]]
-    manifest.write_manifest(tmp_path, {"text": "é"}, *written)
-    assert read_manifest(tmp_path)["about"] == {"text": "é"}
+    about = {"text": "é", "rate": 1e-7}
+    manifest.write_manifest(tmp_path, about, [])
+    assert read_manifest(tmp_path)["about"] == about
     content = (tmp_path / MANIFEST).read_bytes()
     for at in range(len(content)):
         (tmp_path / MANIFEST).write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1:])

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from minidist.errors import ConfigError
 from minidist.files import whole
+from minidist.reading import parse_json, read_text
 
 
 class KeptMeasurements:
@@ -27,11 +28,11 @@ class KeptMeasurements:
         if path is None:
             return
         try:
-            text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
+            text = read_text(path) if Path(path).exists() else ""
             lines = text[:text.rfind("\n") + 1].splitlines()       # a killed run may have cut its last line short
-            first, *rest = [json.loads(line) for line in lines] or [head]
+            first, *rest = [parse_json(line.encode()) for line in lines] or [head]
             self.found = {line["name"]: line["value"] for line in rest}
-        except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"--resume {path}: cannot be read as measurements ({error}); name a new file") from error
         if first != head:
             raise ConfigError(f"--resume {path}: has measurements with other options ({_differences(first, head)}); "

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.attempts import by_itself, together
@@ -61,6 +59,7 @@ from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import typical_step, why
 from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.terminal import Console
 
 __all__ = ["add_arguments", "run", "train_steps"]
 

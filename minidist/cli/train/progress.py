@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from rich.console import Console
-
 from minidist.console import size_text
 from minidist.parallel.step.step import Batch
 from minidist.progress import LINES_EVERY, Bar, Lines, Progress
+from minidist.terminal import Console
 
 HELD_OUT = "held-out text: batch"
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")

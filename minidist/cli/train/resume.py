@@ -23,16 +23,17 @@ from typing import Any
 
 from minidist.cli.train.rate import extend_rate, jump, learning_rate
 from minidist.comm.health.failure import say_line
-from minidist.console import fail, plural
+from minidist.console import Parser, fail, plural
 from minidist.data.text import NAMED, Text
-from minidist.errors import CheckpointError
+from minidist.errors import CheckpointError, ConfigError
 from minidist.launch import Launch, detect
 from minidist.launch.launchers import restarts
 from minidist.launch.transports import THREADS
+from minidist.nn import GPTConfig
 from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
-from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
+from minidist.survive.manifest import checkpoints, read_manifest, require_run, require_told, step_of, unpacked
 
 NEVER_KEPT = ("command", "cores", "given", "hosts", "json", "memory_limit", "metrics_port", "out", "patience", "quiet",
               "ranks", "resume", "ssh", "verify", "watch", "why")
@@ -125,7 +126,9 @@ class Resumption:
         problems = [*self.problems]
         for folder in self.folders:
             try:
-                self.about = trainer.load(folder)
+                about = trainer.load(folder)
+                require_run(folder, about)
+                self.about = about
                 break
             except CheckpointError as error:
                 problems.append(str(error))
@@ -154,7 +157,7 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
     if args.verify:
         fail("--verify: compares the first steps of a run, which a resumed one has made before; leave it out")
     found = _find(Path(args.resume))
-    options = found.about["options"]
+    options = _options(found, args)
     if again:                                               # the same command line names what stays, too
         given -= {name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)} | {"verify"}
         args.given = sorted(given)
@@ -176,6 +179,29 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
         extend_rate(args, found.recorded(args))
     args.out = args.out or str(found.run)
     return found
+
+
+def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that the checkpoint names, read as the command line reads them. Raises: ConfigError."""
+    from minidist.cli.train.arguments import add_arguments  # which imports settings.py, which imports this
+
+    told = {name: value for name, value in found.about["options"].items()
+            if name not in NEVER_KEPT and hasattr(args, name)}
+    parser = Parser(prog="minidist train", add_help=False)
+    add_arguments(parser)
+    words = [f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+             for name, value in told.items() if value is not None and value is not False]
+    where = f"--resume {found.run}: the options in the checkpoint {found.folders[0].name}"
+    try:
+        read = vars(parser.parse_args(words))
+    except ConfigError as error:
+        fail(f"{where} are none of minidist train: {error}")
+    if not isinstance(told.get("steps"), int):
+        fail(f"{where} do not say how many steps the run is to make; take an older checkpoint")
+    for name, value in told.items():
+        if value is not None and (type(value), value) != (type(read.get(name)), read.get(name)):
+            fail(f"{where} are none of minidist train: {name} is {value!r}")
+    return told
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -213,6 +239,13 @@ def _find(place: Path) -> Resumption:
             continue
         if not {"options", "metrics", "data"} <= about.keys():
             fail(f"{asked}: {folder} was saved by another program than minidist train; load it with Trainer.load")
+        try:
+            require_told(folder, about, "plan", "ranks", "config", "steps_done")
+            require_run(folder, about)
+            GPTConfig.of(about["config"])
+        except (CheckpointError, ConfigError) as error:
+            problems.append(str(error))
+            continue
         break
     else:
         fail(f"{asked}: {problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}")

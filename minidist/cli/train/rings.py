@@ -23,6 +23,10 @@ def keep_ring(run: Path, world: Group) -> None:
 
     A full disk is not told here, because the run's other files tell it.
     """
+    if (run / FOLDER).is_symlink():
+        say_line(f"minidist train: rank {world.world_rank} keeps no flight recorder: {run / FOLDER} is a link, which "
+                 f"is not followed; remove it")
+        return
     try:
         world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size,
                                     link=world.transport.inside)
@@ -48,7 +52,7 @@ def drop_rings(run: Path, status: int) -> None:
 def _was_going(folder: Path) -> bool:
     for path in folder.glob("*.ring"):
         try:
-            header, entries = read_ring(path)
+            header, entries = read_ring(path, member=True)
         except ConfigError:
             continue
         if time.time() - newest_time(header, entries) < GOING:

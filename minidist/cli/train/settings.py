@@ -1,12 +1,14 @@
 """The options of `minidist train` (arguments.py), checked and turned into plan, model and data."""
 
 import argparse
-import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from minidist.cli.train.rate import check_rate, lr_options, warmup_steps
 from minidist.cli.train.resume import (
@@ -33,6 +35,7 @@ from minidist.parallel.memory.disk import writable
 from minidist.parallel.pipeline.schedules import UPDATING
 from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
+from minidist.reading import Rank, read_json, require
 from minidist.survive.manifest import checkpoints
 
 MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "noise", "balance": "balance",
@@ -49,6 +52,16 @@ OF_THE_LAUNCHER = ("ranks", "hosts", "ssh", "cores", "memory_limit", "command", 
 
 OF_A_RANK = ("data", "expert_placement", "offload_dir", "threads")
 """Options that a rank may have to itself: paths, as what they hold is compared, and threads."""
+
+
+class _ExpertsOfRun(msgspec.Struct):
+    placement: list[list[Rank]] | None = None
+
+
+class _PlacementOfRun(msgspec.Struct):
+    """What metrics.json of a run says of its experts."""
+
+    experts: _ExpertsOfRun = msgspec.field(default_factory=_ExpertsOfRun)
 
 
 @dataclass(frozen=True)
@@ -311,10 +324,12 @@ def placement_of(run: Path) -> list[list[int]]:
     """The order of the experts of each layer that a run measured. Raises: ConfigError if it measured none."""
     asked = f"--expert-placement {run}"
     try:
-        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        metrics = read_json(run / "metrics.json", member=True)
+    except (OSError, ConfigError) as error:
         fail(f"{asked}: no metrics.json of a run can be read there ({error}); name the folder of a finished run")
-    found = metrics.get("experts", {}).get("placement") if isinstance(metrics, dict) else None
+    found = None
+    with suppress(ConfigError):
+        found = require(metrics, _PlacementOfRun).get("experts", {}).get("placement")
     if not found:
         fail(f"{asked}: that run measured no placement: its experts were not divided over several nodes; train with "
              f"--plan ep=2 or more on two nodes first")

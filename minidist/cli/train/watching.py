@@ -8,13 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
-
 from minidist.cli.train.progress import ProgressReport, launcher_terminal, make_report
 from minidist.cli.train.settings import Settings
 from minidist.launch.launchers import clean_environment
 from minidist.launch.own_python import module_command
 from minidist.parallel.step.step import Batch
+from minidist.terminal import Console
 
 LAST_LOOK = 10.0        # seconds that the view may take to end
 

@@ -15,14 +15,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from minidist.errors import ConfigError
 from minidist.files import user_folder, whole
+from minidist.reading import NotNegative, Positive, read_json, require
 
 FORMAT = 1
+MOST_BYTES = 16 << 20       # of a profile
 WORST_MISFIT = 0.5         # of an entry of a profile that nothing is said of
 NETWORK = "network"
 """The link class of a group whose ranks are on several hosts, whatever the transport is called."""
@@ -86,6 +89,29 @@ class ComputationCost:
     matrix: float = 0.0         # seconds of each matrix of a stack, beside its product
 
 
+class _ComputationTold(msgspec.Struct):
+    """A ComputationCost."""
+
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    peaks: dict[str, Positive]
+    half: NotNegative
+    launch: NotNegative
+    bandwidth: Positive
+    cache_bytes: NotNegative
+    cache_factor: Positive
+    misfit: NotNegative
+    python: NotNegative = 0.0
+    small_bytes: NotNegative = 0.0
+    loop: NotNegative = 0.0
+    cold: NotNegative = 0.0
+    matrix: NotNegative = 0.0
+
+
+class _ProfileTold(msgspec.Struct):
+    machine: dict[str, Any]
+    computation: list[_ComputationTold] = []
+
+
 @dataclass(frozen=True)
 class Profile:
     """The measured links, one for each link class and rank count, and the machine, as `minidist bench` describes it.
@@ -143,8 +169,9 @@ class Profile:
         if not isinstance(links, list) or not isinstance(value.get("machine"), dict):
             raise ConfigError("it lacks its links or its machine")
         try:
+            require(value, _ProfileTold)
             computation = tuple(ComputationCost(**entry) for entry in value.get("computation", ()))
-        except TypeError as error:
+        except (TypeError, ConfigError) as error:
             raise ConfigError("its computation has not just the numbers that calibrate writes") from error
         return cls([_link(entry) for entry in links], value["machine"], computation)
 
@@ -157,8 +184,10 @@ def _link(entry: Any) -> LinkCost:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
     numbers = [entry[name] for name in names - {"link"}]
     if not isinstance(entry["link"], str) or not all(
-            type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
+            type(number) in (int, float) and 0 <= number < 1e300 for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
+    if type(entry["ranks"]) is not int:
+        raise ConfigError(f"link {entry['link']!r} has {entry['ranks']!r} ranks, which is no whole number")
     return LinkCost(**{**entry, "link": "tcp" if entry["link"] == "sockets" else entry["link"]})    # its old name
 
 
@@ -177,7 +206,7 @@ def load_profile(path: Path | None = None) -> Profile | None:
     except ConfigError:                 # a user without a home has none
         return None
     try:
-        return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
+        return Profile.from_json(read_json(file, most=MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ConfigError) as error:

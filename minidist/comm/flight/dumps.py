@@ -16,9 +16,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minidist.comm.flight.slots import CALL, MESSAGE, Entry
+import msgspec
+
+from minidist.comm.flight.slots import CALL, MESSAGE, Entry, FlightHeader, FlightRecord
 from minidist.errors import ConfigError
-from minidist.files import whole
+from minidist.files import private, whole
+from minidist.reading import converted, read_json
 
 VERSION = "2.10"
 _STATES = {"made": "scheduled", "begun": "started", "ended": "completed", "failed": "started"}
@@ -26,21 +29,36 @@ _STATUS = {"last_enqueued_collective": ("made", "begun", "ended", "failed"),
            "last_started_collective": ("begun", "ended", "failed"), "last_completed_collective": ("ended",)}
 
 
-def write_dump(path: str | Path, header: dict[str, Any], entries: list[Entry]) -> None:
-    """Write the file, whole or not at all. Raises: OSError."""
-    with whole(path) as draft:
-        draft.write_text(json.dumps(as_json(header, entries)) + "\n", encoding="utf-8")
+class _DumpHeader(msgspec.Struct):
+    groups: dict[str, Any]
 
 
-def read_dump(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
-    """What write_dump has written: (header, entries), as read_ring. Raises: ConfigError."""
+class _DumpOwn(msgspec.Struct):
+    header: _DumpHeader
+    entries: list[FlightRecord]
+
+
+class _DumpFile(msgspec.Struct):
+    minidist: _DumpOwn
+
+
+def write_dump(path: str | Path, header: dict[str, Any], entries: list[Entry], *, member: bool = False) -> None:
+    """Write the file, whole or not at all, for this user alone. Args: member: as of files.whole. Raises: OSError."""
+    with whole(path, member=member) as draft, open(draft, "w", opener=private, encoding="utf-8") as stream:
+        stream.write(json.dumps(as_json(header, entries)) + "\n")
+
+
+def read_dump(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any], list[Entry]]:
+    """What write_dump has written: (header, entries). Args, Raises: as read_ring."""
     try:
-        own = json.loads(Path(path).read_text(encoding="utf-8"))["minidist"]
+        own = read_json(path, _DumpFile, member=member)["minidist"]
         header = {**own["header"], "groups": {int(group): found for group, found in own["header"]["groups"].items()}}
-        return header, own["entries"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a flight recorder's dump; give one that SIGUSR2 or flight.dump() has "
-                          f"written") from error
+        converted(header, FlightHeader)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} is not a flight recorder's dump ({why}); give one that SIGUSR2 or flight.dump() "
+                          f"has written") from error
+    return header, own["entries"]
 
 
 def as_json(header: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ import itertools
 import mmap
 import os
 import platform
+import tempfile
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgpack
 
@@ -185,16 +186,17 @@ class FlightRecorder:
         Raises:  ConfigError if the file cannot be made, or its disk is full.
         """
         before, path = self._open(), Path(path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft: Path | None = None
         try:
-            with _new_file(draft) as file:
+            opened, draft = _new_file(path)
+            with open(opened, "w+b") as file:
                 reserve(file.fileno(), 0, RING_BYTES)   # a write to a map beyond a full disk would kill the rank
                 ring = mmap.mmap(file.fileno(), RING_BYTES)
             ring[:] = before[:]
             draft.replace(path)
         except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
+            if draft is not None:
+                draft.unlink(missing_ok=True)
             raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; "
                               f"give a folder that can be written") from error
         self._ring, self.path, self._size, self._link, self._kept = ring, path, size, link, time.time()
@@ -204,9 +206,9 @@ class FlightRecorder:
         """The records, oldest first; the keys are those of `read_ring`."""
         return entries_of(bytes(self._open()))
 
-    def dump(self, path: str | Path) -> None:
-        """Write the ring as JSON; its keys: dumps.py. Raises: OSError."""
-        write_dump(path, {**self._header(), "dumped": time.time()}, self.entries())
+    def dump(self, path: str | Path, *, member: bool = False) -> None:
+        """Write the ring as JSON; its keys: dumps.py. Args: member: as of files.whole. Raises: OSError."""
+        write_dump(path, {**self._header(), "dumped": time.time()}, self.entries(), member=member)
 
     def _open(self) -> mmap.mmap:
         if self._ring is None:
@@ -228,17 +230,21 @@ class FlightRecorder:
         ring[:len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
 
 
-def _new_file(path: Path) -> BinaryIO:
-    """A new file in its folder, which a rank that can keep no ring may remove meanwhile; mkdir meets that, too."""
+def _new_file(path: Path) -> tuple[int, Path]:
+    """A new private file beside `path`, of a name that nobody can know before.
+
+    A rank that can keep no ring may remove the folder meanwhile; mkdir meets that, too.
+    """
     for _ in range(FOLDER_TRIES):
         with suppress(FileNotFoundError, FileExistsError):
             return _file_in_folder(path)
     return _file_in_folder(path)
 
 
-def _file_in_folder(path: Path) -> BinaryIO:
+def _file_in_folder(path: Path) -> tuple[int, Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "w+b")
+    opened, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    return opened, Path(name)
 
 
 def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:

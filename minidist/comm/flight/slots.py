@@ -10,11 +10,14 @@ to is read twice: a record that was overwritten meanwhile has another number the
 
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgpack
+import msgspec
 
 from minidist.errors import ConfigError
+from minidist.files import read_regular
+from minidist.reading import Count, Finite, Rank, converted
 
 RING_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10
@@ -40,6 +43,87 @@ STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 32, 40, 60
 NO_STEP, NO_FIELDS = -1, msgpack.packb([])
 
 Entry = dict[str, Any]
+Groups = dict[int, tuple[str, list[Rank]]]
+
+
+class FlightHeader(msgspec.Struct):
+    """What the header of a ring, and of a dump, says."""
+
+    rank: Rank
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    host: str
+    size: Rank
+    kept: Finite
+    clock: Finite
+    groups: Groups
+    link: str = ""
+    dumped: Finite | None = None
+
+
+class _CommonRecord(msgspec.Struct, tag_field="kind"):
+    number: int
+    state: Literal["made", "begun", "ended", "failed"]
+    step: int | None
+    made: Finite
+    begun: Finite
+    ended: Finite
+
+
+class _CallRecord(_CommonRecord, tag=CALL):
+    sequence: int
+    nbytes: Count
+    messages: Count
+    stood: Finite
+    group: int
+    verb: str
+    algorithm: str
+    op: str | None
+    root: int | None
+    dtype: str
+    shape: list[int | None] | None
+    where: str
+
+
+class _MessageRecord(_CommonRecord, tag=MESSAGE):
+    sequence: int
+    nbytes: Count
+    messages: Count
+    stood: Finite
+    group: int
+    verb: str
+    dst: Rank | None
+    src: Rank | None
+    dtype: str
+    shape: list[int | None] | None
+    where: str
+
+
+class _WaitRecord(_CommonRecord, tag=WAIT):
+    sequence: int
+    what: str
+    ranks: list[Rank]
+    group: int
+
+
+class _StepRecord(_CommonRecord, tag=STEP):
+    """The program begins a step."""
+
+
+class _EndRecord(_CommonRecord, tag=END):
+    why: str
+    where: str
+
+
+class _StateRecord(_CommonRecord, tag=STATE_OF_STEP):
+    memory: list[Count]
+    peak: list[Count]
+    limit: Count | None
+    joules: Finite
+    source: str
+
+
+FlightRecord = _CallRecord | _MessageRecord | _WaitRecord | _StepRecord | _EndRecord | _StateRecord
+"""What a record of a ring, and of a dump, says."""
 
 
 def place(number: int) -> int:
@@ -47,7 +131,7 @@ def place(number: int) -> int:
     return HEADER_BYTES + number % SLOTS * SLOT_BYTES
 
 
-def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
+def read_ring(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any], list[Entry]]:
     """What a rank has left in a file: (header, entries), entries oldest first.
 
     header   rank, pid, host, size of the world (0: unknown), link (the link class inside a host; "": unknown), kept
@@ -57,9 +141,10 @@ def read_ring(path: str | Path) -> tuple[dict[str, Any], list[Entry]]:
              FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes, messages and
              stood: the last seconds before it ended in which the program did nothing but wait for its end; their sum
              over a step is that of health/wait_state.spent_in_calls, which says why there are two
+    Args:    member: of a folder that another user may have filled (files.open_regular).
     Raises:  ConfigError if there is no such file, or it is no ring.
     """
-    ring, later = _read_twice(Path(path))
+    ring, later = _read_twice(Path(path), member=member)
     header = header_of(ring)
     if header is None or len(ring) != RING_BYTES:
         raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
@@ -76,17 +161,19 @@ def header_of(ring: bytes) -> dict[str, Any] | None:
     if ring[:len(MAGIC)] != MAGIC or length > HEADER_BYTES:
         return None
     try:
-        return dict(msgpack.unpackb(ring[start:start + length], strict_map_key=False))
+        header: dict[str, Any] = msgpack.unpackb(ring[start:start + length], strict_map_key=False)
+        converted(header, FlightHeader)
     except ValueError:
         return None
+    return header
 
 
-def _read_twice(path: Path) -> tuple[bytes, bytes]:
+def _read_twice(path: Path, *, member: bool) -> tuple[bytes, bytes]:
     """The file, and again, with the same header both times; that changes only when the rank uses a new group."""
     try:
-        ring = path.read_bytes()
+        ring = read_regular(path, most=RING_BYTES, member=member)
         for _ in range(10):
-            ring, before = path.read_bytes(), ring
+            ring, before = read_regular(path, most=RING_BYTES, member=member), ring
             if ring[:HEADER_BYTES] == before[:HEADER_BYTES]:
                 break
     except OSError as error:
@@ -116,16 +203,23 @@ def entries_of(ring: bytes) -> list[Entry]:
 def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
     """The record of the slot that begins at `at`; None for one that is empty, or torn."""
     number, state, kind, length, step, made, sequence, begun, ended, *counted, texts, last = SLOT.unpack_from(ring, at)
-    if not number or number != last:
+    if not number or number != last or kind >= len(KINDS) or state >= len(STATES):
         return None
     entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
              "step": None if step == NO_STEP else step, "made": made, "begun": begun, "ended": ended}
     try:
         fields = call_fields(texts[:length]) if KINDS[kind] == CALL else msgpack.unpackb(texts[:length] or NO_FIELDS)
-    except ValueError:      # overwritten while it was read
+    except (ValueError, TypeError):     # overwritten while it was read
         return None
     if KINDS[kind] in (CALL, MESSAGE):
         entry |= dict(zip(("nbytes", "messages", "stood"), counted, strict=True))
     if KINDS[kind] in (CALL, MESSAGE, WAIT):
         entry["sequence"] = sequence
-    return {**entry, **dict(zip(FIELDS[KINDS[kind]], fields, strict=False))}
+    if not isinstance(fields, list):
+        return None
+    entry |= dict(zip(FIELDS[KINDS[kind]], fields, strict=False))
+    try:
+        msgspec.convert(entry, FlightRecord)
+    except (msgspec.ValidationError, ValueError):
+        return None
+    return entry

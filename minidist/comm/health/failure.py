@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from minidist.comm.call_site import raised_at
 from minidist.errors import CommError, ConfigError, LinkLostError, PeerLostError
+from minidist.reading import visible
 
 LAUNCHER = -1
 """In place of a world rank: the launcher, which was told to stop. It reports that itself."""
@@ -122,11 +123,13 @@ def begin_with_rank(error: BaseException, world_rank: int) -> bool:
 def say_line(line: str) -> None:
     """Write to stderr in one write, so that lines of several processes stay apart. No stderr is no error.
 
+    What a name in a line has of control characters is escaped.
+
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """
     if sys.stderr is not None:                              # None where it was closed when Python started
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{visible(line, keep=chr(10))}\n")
             sys.stderr.flush()
 
 

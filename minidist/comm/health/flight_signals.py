@@ -35,5 +35,5 @@ def _dump(recorder: FlightRecorder) -> str:
     else:
         file, target = tempfile.mkstemp(prefix=f"minidist-flight-{recorder.world_rank:05d}-", suffix=".json")
         os.close(file)
-    recorder.dump(target)
+    recorder.dump(target, member=True)
     return target

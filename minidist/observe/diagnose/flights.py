@@ -69,12 +69,12 @@ def read_flights(place: str | Path) -> list[RankFlight]:
     if not folder.is_dir():
         raise ConfigError(f"{place}: there is no such folder; name a run folder of minidist train, or one of flight "
                           "recorders")
-    found = [read_ring(path) for path in sorted(folder.glob("*.ring"))]
+    found = [read_ring(path, member=True) for path in sorted(folder.glob("*.ring"))]
     known = {header["rank"] for header, _ in found}
     for path in sorted(folder.glob("*.json")):
         if path.with_suffix(".ring").exists() or path.name == "metrics.json":
             continue
-        header, entries = read_dump(path)
+        header, entries = read_dump(path, member=True)
         if header["rank"] not in known:
             found.append((header, entries))
     if not found:

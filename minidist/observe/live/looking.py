@@ -5,7 +5,6 @@
     now.state, now.what         # RUNNING, "step 120 of 500"
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from minidist.errors import ConfigError
 from minidist.files import lock_holder
@@ -42,10 +43,19 @@ from minidist.observe.live.run_now import (
 from minidist.observe.live.steps_follower import StepsFollower
 from minidist.observe.rank_steps import read_rank_steps
 from minidist.observe.step_log import STEP_LOG, LogFollower, loss_text
+from minidist.reading import consistent, read_json
 
 STALL = 5.0                 # seconds
 SHARE = 0.05                # of a core
 MANIFEST = "metrics.json"
+NEEDED = {"time", "loss", "seconds", "tokens_per_second"}       # of a line of the log
+
+
+class _EndedRun(msgspec.Struct):
+    """What metrics.json of a run that has ended has."""
+
+    losses: list[Any]
+    validation_loss: float | None
 
 
 class Looking:
@@ -70,12 +80,13 @@ class Looking:
         """The run now. Raises: ConfigError if the folder has nothing of a run."""
         begun = time.process_time()
         try:
-            return self._look()
+            with consistent(f"the records of {self.run}"):
+                return self._look()
         finally:
             self.rest = (time.process_time() - begun) / SHARE
 
     def _look(self) -> RunNow:
-        flights, lines = self._flights(), self.log.poll()
+        flights, lines = self._flights(), [line for line in self.log.poll() if line.keys() >= NEEDED]
         kept = max((follower.header["kept"] for follower in self._followers.values() if follower.header), default=0.0)
         if lines and lines[-1]["time"] < kept:          # of an earlier run
             lines = []
@@ -153,9 +164,9 @@ class Looking:
         """metrics.json, unless a later run has begun in the folder since."""
         file = self.run / MANIFEST
         with suppress(OSError, ValueError):
-            if file.stat().st_mtime >= kept:
-                found = json.loads(file.read_text(encoding="utf-8"))
-                return found if isinstance(found, dict) and "losses" in found else None
+            if os.lstat(file).st_mtime >= kept:
+                found: dict[str, Any] = read_json(file, _EndedRun, member=True)
+                return found
         return None
 
     def _why(self, state: str, otherwise: str) -> str:

@@ -27,6 +27,7 @@ from minidist.comm.flight.slots import (
     header_of,
     place,
 )
+from minidist.files import open_regular
 
 KEPT = 2000         # records: the newest, about half a ring
 UNSETTLED = 2       # steps: a record of the newest ones may still change
@@ -68,10 +69,10 @@ class RingFollower:
 
     def _map(self) -> None:
         """Map the file, again if another one has its name: of a later run, or of a rank that has taken the place."""
-        found = os.stat(self.path)
+        found = os.lstat(self.path)
         if (found.st_dev, found.st_ino) == self._file or found.st_size != RING_BYTES:
             return
-        with open(self.path, "rb") as file:
+        with open(open_regular(self.path, member=True), "rb") as file:
             self._ring = mmap.mmap(file.fileno(), RING_BYTES, access=mmap.ACCESS_READ)
         self._file, self.header = (found.st_dev, found.st_ino), None
         self._known, self._settled = {}, set()

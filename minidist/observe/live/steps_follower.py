@@ -9,7 +9,9 @@ A poll reads what is new in each file, and keeps of it only the newest steps.
 from pathlib import Path
 from typing import Any
 
+from minidist.files import open_regular, read_rest
 from minidist.observe.rank_steps import FOLDER, RankSteps, of_newest_job, take_lines
+from minidist.reading import MOST_BYTES
 
 KEPT = 240          # steps of a rank
 _STEP = b'{"step"'  # so begins the line of a step
@@ -42,12 +44,12 @@ class _RankFile:
 
     def poll(self) -> None:
         try:
-            with open(self.path, "rb") as stream:
+            with open(open_regular(self.path, member=True), "rb") as stream:
                 begin = stream.read(128)
                 if not self._begin or not begin.startswith(self._begin):        # of another run
                     self._begin, self._read, self.about, self.steps = begin, 0, {}, {}
                 stream.seek(self._read)
-                new = stream.read()
+                new = read_rest(stream, MOST_BYTES)
         except OSError:
             return
         whole = new[:new.rfind(b"\n") + 1]

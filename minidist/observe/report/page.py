@@ -6,12 +6,13 @@ All text of the run goes through html.escape, or as JSON in which `<`, `>` and `
 
 import json
 import re
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from html import escape as html_escape
 from importlib.resources import files
 from typing import Any
 
 from minidist.device.account import CATEGORIES
+from minidist.errors import ConfigError
 from minidist.observe.report import (
     diagnosis,
     environment,
@@ -25,9 +26,10 @@ from minidist.observe.report import (
     traffic,
 )
 from minidist.observe.report import steps as one_step
-from minidist.observe.report.run_files import RunFiles
+from minidist.observe.report.run_files import TRACE, RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section
 from minidist.observe.step_log import loss_text
+from minidist.reading import consistent, visible
 
 PROGRAM = ("drawing.js", "timeline.js", "report.js")
 LONG = 44
@@ -40,15 +42,48 @@ def sections_of(run: RunFiles, ledger: Sequence[PlainTable], ledger_lines: Seque
 
     Args:    ledger, ledger_lines, account: traffic and memory beside their formulas, as the terminal shows them.
     """
-    recorded = one_step.recorded_steps(run.timelines)
-    steps = one_step.kept(recorded)
+    recorded, steps = _recorded(run)
     findings = diagnosis.findings_of(run)
     culprits = {rank for found in findings or () for rank in found.ranks}
-    return [diagnosis.section(run, findings, recorded), losses.section(run), one_step.section(run, recorded, steps),
-            exposed.section(run, recorded, steps), ranks.section(run, culprits), stragglers.section(run),
-            memory.section(run, steps, account), traffic.section(run),
-            traffic.ledger_section(run, ledger, ledger_lines), links.section(run), joules.section(run),
-            environment.section(run)]
+    return [_made("diagnosis", "What is wrong", lambda: diagnosis.section(run, findings, recorded)),
+            _made("losses", "Losses and speed", lambda: losses.section(run)),
+            _made("timeline", "Timeline of a step", lambda: one_step.section(run, recorded, steps)),
+            _made("overlap", "Overlap, and what exposed communication waits for",
+                  lambda: exposed.section(run, recorded, steps)),
+            _made("ranks", "Steps rank by rank", lambda: ranks.section(run, culprits)),
+            _made("stragglers", "Slow ranks", lambda: stragglers.section(run)),
+            _made("memory", "Memory by category", lambda: memory.section(run, steps, account)),
+            _made("traffic", "Traffic from rank to rank", lambda: traffic.section(run)),
+            _made("ledger", "The ledger beside its formulas",
+                  lambda: traffic.ledger_section(run, ledger, ledger_lines)),
+            _made("links", "Links, measured while training", lambda: links.section(run)),
+            _made("energy", "Energy", lambda: joules.section(run)),
+            _made("environment", "Environment and command", lambda: environment.section(run))]
+
+
+def _recorded(run: RunFiles) -> tuple[list[one_step.RecordedStep], list[one_step.RecordedStep]]:
+    """Return the steps that the trace recorded, and those that the page keeps."""
+    try:
+        with consistent(f"the spans of {TRACE}"):
+            recorded = one_step.recorded_steps(run.timelines)
+            return recorded, one_step.kept(recorded)
+    except ConfigError as error:
+        run.missing[TRACE] = str(error)
+        run.timelines.clear()
+        return [], []
+
+
+def _made(key: str, title: str, make: Callable[[], Section]) -> Section:
+    """Return a section; one that says why it is missing, where the files that it reads make no sense together."""
+    try:
+        with consistent("the numbers of the run folder"):
+            section = make()
+            for chart in section.charts:
+                in_script(chart.data)
+            _section(section)
+            return section
+    except ConfigError as error:
+        return Section(key, title, missing=[f"No section on this: {error}; look into the files of the run folder."])
 
 
 def page(run: RunFiles, sections: Sequence[Section]) -> str:
@@ -61,6 +96,11 @@ def page(run: RunFiles, sections: Sequence[Section]) -> str:
              "style": _file("report.css"), "program": "".join(map(_file, PROGRAM)),
              "library": _file("vendor/echarts.min.js")}
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def escape(text: str) -> str:
+    """Return a text as HTML that shows it: also letters that no file in UTF-8 can have."""
+    return html_escape(visible(text, keep="\n\t"))
 
 
 def in_script(value: Any) -> str:

@@ -1,9 +1,11 @@
 """What a run folder holds, read for the report. Any part may be missing: the run died, or was made without it."""
 
-import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import msgspec
 
 from minidist.errors import ConfigError
 from minidist.observe.diagnose.flights import RankFlight, read_flights
@@ -11,11 +13,78 @@ from minidist.observe.rank_steps import FOLDER, RankSteps, read_rank_steps
 from minidist.observe.read_trace import read_trace
 from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.observe.timeline import Timeline
+from minidist.reading import Count, Finite, Rank, Seconds, read_json
 
 METRICS, TRACE, FLIGHT, STEPS = "metrics.json", "trace.json", "flight", f"{FOLDER}/"
-NEEDED = ("losses", "validation_loss", "size", "transport", "parameters", "step_seconds", "tokens_per_second", "steps",
-          "plan", "formula", "ranks", "config")
-"""What metrics.json of every run has."""
+Sums = dict[str, Finite]            # by axis, or by verb
+
+
+class _HeldBytes(msgspec.Struct):
+    now: Count
+    peak: Count
+
+
+class _RankFigures(msgspec.Struct):
+    rank: Rank
+    sent_bytes: dict[str, Sums]
+    messages: dict[str, Sums]
+    memory: dict[str, _HeldBytes]
+    host: str = ""
+    sent_to: dict[str, Sums] = {}
+
+
+class _TrafficFormula(msgspec.Struct):
+    sent_bytes: Finite | None = None
+    messages: Finite | None = None
+    buckets: Count | None = None
+    axes: Sums = {}
+    plain: Sums = {}
+    held: Count = 0
+    held_experts: Count = 0
+    by_rank: list[tuple[Finite, Finite]] = []
+
+
+class _PlanFigures(msgspec.Struct):
+    compress: str
+    strategy: str
+    zero: Count
+    precision: str
+    offload: str
+    dp: Rank
+    ep: Rank
+    cp: Rank
+    local_steps: Count | None = None
+    shard: Count | None = None
+
+
+class _MachineFigures(msgspec.Struct):
+    command: str = ""
+    versions: dict[str, str] = {}
+
+
+class _MetricsFile(msgspec.Struct):
+    """What metrics.json of every run has, and what not each has."""
+
+    losses: list[float]
+    validation_loss: float | None
+    size: Rank
+    transport: str
+    parameters: Count
+    step_seconds: float
+    tokens_per_second: float
+    steps: Count
+    plan: _PlanFigures
+    formula: _TrafficFormula
+    ranks: list[_RankFigures]
+    config: dict[str, Any]
+    device: str = ""
+    parameter_bytes: Count = 0
+    optimizer_moments: Count = 0
+    skipped_steps: Count = 0
+    resumed_from: Seconds | None = None
+    versions: dict[str, str] = {}
+    machine: _MachineFigures = msgspec.field(default_factory=_MachineFigures)
+    options: dict[str, Any] = {}
 
 
 @dataclass
@@ -66,18 +135,18 @@ def read_run(folder: str | Path) -> RunFiles:
 
 
 def _metrics(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes())
-    lacking = [name for name in NEEDED if not isinstance(found, dict) or name not in found]
-    if lacking:
-        raise ConfigError(f"it is not of minidist train: it has no {lacking[0]}")
-    return cast(dict[str, Any], found)
+    try:
+        found: dict[str, Any] = read_json(path, _MetricsFile, member=True)
+    except ConfigError as error:
+        raise ConfigError(f"it is not of minidist train: {error}") from error
+    return found
 
 
 def _try(run: RunFiles, name: str, read: Any) -> None:
     """Read a part; if that fails, note why."""
     path = run.folder / name
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             run.missing[name] = f"{name} is not in the run folder"
             return
         read(path)

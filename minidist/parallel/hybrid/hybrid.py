@@ -47,6 +47,7 @@ from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive import checkpoint
+from minidist.survive.manifest import require_told
 from minidist.survive.save_async import AsyncSaver, PendingSave
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
@@ -294,6 +295,7 @@ class Trainer:
                  CommError as all verbs (Group). Then the state of this training is of no use.
         """
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
+        require_told(Path(folder), about, "steps_done", "seed")
         self.steps_done = self.steps_before = about["steps_done"]
         self.seed = about["seed"]
         return about

@@ -13,6 +13,7 @@ Two plans need not know each other: where the runs of a saved array and of a wan
 (`overlap`). A regular run of runs is written in short as a stripe (start, length, step, count): [0, 3, 6, 4].
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def ranks_apart(keys: Iterable[str]) -> int:
 def taken_by(key: str) -> int:
     """The rank whose own state the key of a place belongs to; -1: that of all together."""
     number = key.partition("/")[0].partition(OF_RANK)[2]
-    return int(number) if number else -1
+    return int(number) if re.fullmatch("[0-9]{1,9}", number) else -1
 
 
 def of_rank(place: Place, rank: int) -> Place:

@@ -17,6 +17,7 @@ import minidist as md
 from minidist.comm.flight.dumps import read_dump
 from minidist.comm.flight.recorder import FlightRecorder
 from minidist.comm.group import Group
+from minidist.comm.health import flight_signals
 from minidist.errors import ConfigError
 
 KEYS = {"frames", "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name",
@@ -149,3 +150,17 @@ def test_pytorch_analyses_the_dumps(tmp_path, caplog):
                     Namespace(verbose=False, just_print_entries=False, allow_incomplete_ranks=False, mismatch_cap=10),
                     dumps[0]["version"])
     assert not torn.collectives[0].pass_check and 1 in torn.collectives[0].mismatch_collectives
+
+
+def test_a_dump_is_this_users_alone_and_follows_no_link(tmp_path, monkeypatch):
+    """As SIGUSR2 writes it: beside the ring, or in the folder for temporary files, where all users may write."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "target").write_text("precious")
+    recorder = FlightRecorder(3)
+    recorder.keep_in(tmp_path / "00003.ring")
+    (tmp_path / "00003.json").symlink_to(tmp_path / "target")
+    other = FlightRecorder(4)
+    for dump in (Path(flight_signals._dump(recorder)), Path(flight_signals._dump(other))):
+        assert dump.stat().st_mode & 0o777 == 0o600 and not dump.is_symlink()
+        read_dump(dump, member=True)
+    assert (tmp_path / "target").read_text() == "precious"

@@ -202,7 +202,7 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, mon
     old[texts] = new[texts]
     old[place(2) + 64:place(2) + 64 + TEXTS] = bytes(TEXTS)         # record 2: no msgpack of its length
     reads = iter([bytes(old), new])
-    monkeypatch.setattr("pathlib.Path.read_bytes", lambda self: next(reads))
+    monkeypatch.setattr("minidist.comm.flight.slots.read_regular", lambda path, **_: next(reads))
     assert [entry["number"] for entry in read_ring(path)[1]][:2] == [3, 4]
 
 
@@ -314,3 +314,17 @@ def test_the_line_of_an_own_error_is_recorded_and_of_a_lost_peer_none():
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# LINE"))
     assert own["where"].endswith(f"test_recorder.py:{line}") and own["why"].startswith("ValueError: bad batch bad")
     assert lost["where"] == "" and lost["why"].startswith("PeerLostError")
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    """Neither that of a ring nor those of the names that its drafts may have; the ring is this user's alone."""
+    target = tmp_path / "target"
+    target.write_text("precious")
+    for name in ("00000.ring", f".00000.ring.{os.getpid()}"):
+        (tmp_path / name).symlink_to(target)
+    recorder = FlightRecorder()
+    recorder.keep_in(tmp_path / "00000.ring")
+    assert target.read_text() == "precious"
+    ring = tmp_path / "00000.ring"
+    assert not ring.is_symlink() and ring.stat().st_mode & 0o777 == 0o600
+    read_ring(ring, member=True)
