@@ -7,7 +7,8 @@
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 
 from minidist.device.backend import random_bits
 from minidist.errors import DataError
+from minidist.files import read_regular
 
 NAMED = ("python", "shakespeare")
 """Texts that have a name; any other is a path."""
 
+MOST_BYTES = 16 << 30       # of a file
 UNUSED = "\N{REPLACEMENT CHARACTER}"  # stands for an id without a symbol, which a larger vocabulary allows
 
 
@@ -30,6 +33,7 @@ class Text:
     symbols: str                 # the distinct characters of the text, sorted
     train: np.ndarray            # int32, the first nine tenths
     validation: np.ndarray       # int32, the rest
+    left_out: str = ""           # which files of its folder are not in it, in words; "" if all are
 
     def encode(self, string: str) -> np.ndarray:
         """The ids of the characters of a string: int32. Raises: DataError for one that the text does not have."""
@@ -60,9 +64,10 @@ def load(source: str = "python") -> Text:
 
     Args:    source: "python": the language reference in every CPython (465 kB; its wording changes between versions).
              "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the path of a UTF-8 file or of a folder:
-             all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
+             all UTF-8 files in it and below, in sorted order, without hidden and binary ones; Text.left_out says how
+             many are not in it.
     """
-    path = Path(source)
+    path, left_out = Path(source), ""
     if source == "python":
         from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
 
@@ -70,12 +75,15 @@ def load(source: str = "python") -> Text:
     elif source == "shakespeare":
         string = _shakespeare()
     elif os.path.exists(path):
-        string = _read_folder(path) if path.is_dir() else _read_file(path)
+        if path.is_dir():
+            string, left_out = _read_folder(path)
+        else:
+            string = _read_file(path)
     else:
         raise DataError(f"no file or folder {source[:200]!r}; name one, or use 'python' or 'shakespeare'")
     if not string:
         raise DataError(f"text {source}: is empty")
-    return from_string(string, source=source)
+    return replace(from_string(string, source=source), left_out=left_out)
 
 
 def from_string(string: str, *, source: str = "(string)") -> Text:
@@ -100,37 +108,59 @@ def _shakespeare() -> str:
 def _read_file(path: Path) -> str:
     """The text of a UTF-8 file. Raises: DataError."""
     try:
-        return _decode(path.read_bytes())
+        return _decode(read_regular(path, most=MOST_BYTES))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; "
-                        f"convert it, for example with iconv") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for example with iconv") from error
 
 
-def _read_folder(folder: Path) -> str:
-    """The texts of all files below a folder, sorted by path and joined, without hidden ones. Raises: DataError."""
+def _read_folder(folder: Path) -> tuple[str, str]:
+    """Return the texts of all files below a folder, sorted by path and joined; and which are left out, in words.
+
+    Raises:  DataError if none can be read.
+    """
     paths = []
-    for place, folders, names in os.walk(folder):
+    left_out: list[tuple[str, Path]] = []
+    closed: list[OSError] = []
+    for place, folders, names in os.walk(folder, onerror=closed.append):
+        left_out += [("hidden", Path(place, name)) for name in (*folders, *names) if name.startswith(".")]
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [Path(place, name) for name in names if not name.startswith(".")]
-    texts, unreadable = [], 0
-    for path in sorted(path for path in paths if path.is_file()):
+    left_out += [("binary or unreadable", Path(error.filename)) for error in closed]
+    texts = []
+    for path in sorted(paths):
         try:
-            content = path.read_bytes()
-            texts.append("" if b"\0" in content else _decode(content))
-            unreadable += b"\0" in content
-        except (OSError, UnicodeDecodeError):
-            unreadable += 1
+            texts.append(_decode(read_regular(path, most=MOST_BYTES)))
+        except (OSError, ValueError):
+            left_out.append(("binary or unreadable", path))
+    told = _in_words(left_out)
     if not any(texts):
-        raise DataError(f"folder {folder}: no readable UTF-8 text file in it "
-                        f"({unreadable} binary or unreadable files)")
-    return "\n\n".join(filter(None, texts))
+        raise DataError(f"folder {folder}: no readable UTF-8 text file in it{told and f' ({told})'}; name another "
+                        f"folder, or convert its files with iconv")
+    return "\n\n".join(filter(None, texts)), told
+
+
+def _in_words(left_out: Sequence[tuple[str, Path]]) -> str:
+    """Return how many files are left out for each reason, with an example; "" for none."""
+    by_reason: dict[str, list[Path]] = {}
+    for why, path in left_out:
+        by_reason.setdefault(why, []).append(path)
+    return ", ".join(f"{len(paths)} {why}, as {sorted(paths)[0]}" for why, paths in sorted(by_reason.items()))
 
 
 def _decode(content: bytes) -> str:
-    """The text in UTF-8 bytes, with or without a byte order mark, with line ends of any system."""
-    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    """Return the text in UTF-8 bytes, with or without a byte order mark, with line ends of any system.
+
+    Raises:  ValueError in a few words for other bytes, and for a symbol NUL: UTF-16 and UTF-32 without a byte order
+             mark are full of them, and decode as UTF-8.
+    """
+    if (at := content.find(b"\0")) >= 0:
+        raise ValueError(f"byte {at} is 0, as in binary files, UTF-16 and UTF-32")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is {content[error.start]:#04x}") from error
 
 
 # ------------------------------------------------------------------------------------------------------- batches

@@ -1,6 +1,7 @@
 """Texts: reading, symbols, batches."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,34 @@ def test_a_step_of_a_small_dtype_is_a_whole_number() -> None:
     step: Any = np.int8(100)
     small = text.batch(ids, step, batch=8, context=4, seed=0)
     assert np.array_equal(small, text.batch(ids, 100, batch=8, context=4, seed=0))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_two_and_four_bytes_a_letter_without_a_mark_are_no_text(encoding: str, tmp_path: Path) -> None:
+    """They decode as UTF-8, with a symbol NUL behind or before each letter."""
+    file = tmp_path / "wide.txt"
+    file.write_bytes("The quick brown fox".encode(encoding))
+    with pytest.raises(DataError, match=r"wide.txt is not UTF-8 text: byte [01] is 0, .*; convert it"):
+        text.load(str(file))
+
+
+def test_what_is_left_out_of_a_folder_is_told(tmp_path: Path) -> None:
+    for name, content in {"a.txt": b"a", "wide.txt": "wide".encode("utf-16-le"), "latin.txt": b"caf\xe9",
+                          ".hidden": b"no", ".git/config": b"no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe")
+    loaded = text.load(str(tmp_path))
+    assert whole(loaded) == "a"
+    assert loaded.left_out == (f"3 binary or unreadable, as {tmp_path / 'latin.txt'}, "
+                               f"2 hidden, as {tmp_path / '.git'}")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "b.txt").write_bytes(b"b")
+    assert text.load(str(tmp_path / "one")).left_out == ""
+
+
+def test_a_pipe_is_no_text(tmp_path: Path) -> None:
+    """And is not waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe; a regular file is needed"):
+        text.load(str(tmp_path / "pipe"))

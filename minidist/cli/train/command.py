@@ -293,6 +293,8 @@ def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
                   f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}"
                   f"{attention}, {settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} "
                   f"over {world.transport.name}", markup=False, soft_wrap=True)
+    if text.left_out:
+        console.print(f"left out of {text.source}: {text.left_out}", markup=False, soft_wrap=True)
     if settings.resume is not None:
         console.print(f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
                       f"{settings.resume.how_saved} saved it in {settings.resume.run}", markup=False, soft_wrap=True)

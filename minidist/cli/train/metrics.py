@@ -49,7 +49,7 @@ def result_metrics(trainer: Trainer, settings: Settings, course: Course, saver: 
             "steps": trainer.steps_here,
             "resumed_from": trainer.steps_before if settings.resume else None,
             "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols,
-            "config": asdict(settings.config),
+            "config": asdict(settings.config), "data_left_out": settings.text.left_out,
             "options": {name: value for name, value in vars(args).items()
                         if value is None or isinstance(value, (str, int, float))}}
 
