@@ -45,6 +45,8 @@ def _tables(run: RunFiles) -> tuple[list[PlainTable], list[str], list[PlainTable
     Numbers of metrics.json that make no sense together make it a file that is missing.
     """
     metrics, sentence = run.metrics, "What fills the memory of rank 0, in bytes, measured and by formula"
+    if "ranks" not in metrics or "formula" not in metrics:      # the run died when its results were written
+        return [], [], []
     try:
         with consistent(f"the numbers of {METRICS}"):
             tables, lines = traffic_tables(metrics) if metrics["steps"] else ([], [])

@@ -65,6 +65,20 @@ def test_runs_of_every_kind(words: str, tmp_path: Path) -> None:
     assert all("--why" in line or "No memory inside" in line for line in missing(run / "report.html"))
 
 
+def test_results_without_what_is_made_of_them_are_shown(tmp_path: Path) -> None:
+    """metrics.json of a run that died when its results were written has neither its ranks nor its formulas."""
+    run = write_run(tmp_path / "run")
+    metrics = json.loads((run / "metrics.json").read_text())
+    losses = len(metrics["losses"])
+    (run / "metrics.json").write_text(json.dumps({
+        name: value for name, value in metrics.items() if name not in ("ranks", "formula")} | {"validation_loss": None}))
+    assert main(["report", str(run)]) == 0
+    lines = missing(run / "report.html")
+    assert any("validation loss" in line for line in lines)
+    assert not any("cannot be read" in line for line in lines)
+    assert f"{losses} steps" in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_the_page_goes_where_out_says(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert main(["report", str(run), "--out", str(tmp_path / "one.html")]) == 0

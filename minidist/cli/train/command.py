@@ -45,6 +45,7 @@ from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.launch import init, spawn
 from minidist.launch import run as run_function
+from minidist.launch.arguments import MOST_SECONDS
 from minidist.launch.generations import is_elastic_process
 from minidist.launch.launchers import Launch
 from minidist.launch.membership import limit_blas_threads
@@ -66,8 +67,8 @@ __all__ = ["add_arguments", "run", "train_steps"]
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first and the last 75 steps, a few megabytes for four ranks."""
 
-WAIT_LIMIT, THREADS_LIMIT = 120.0, 1e7
-"""Limits of ranks that are threads, in seconds: of one wait, as in md.init; of the run, which has none in effect."""
+WAIT_LIMIT = 120.0
+"""Limit of one wait of ranks that are threads, in seconds, as in md.init; the run itself has none in effect."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with saves as told, run_folder(settings.out):
             return int(max(run_function(_train_in_thread, settings, threads, told, size=size, transport=args.transport,
-                                        limit=THREADS_LIMIT)))
+                                        limit=MOST_SECONDS)))
     if starts_ranks:
         return _start_ranks(args, settings, size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)

@@ -63,7 +63,7 @@ class _MachineFigures(msgspec.Struct):
 
 
 class _MetricsFile(msgspec.Struct):
-    """What metrics.json of every run has, and what not each has."""
+    """What metrics.json of every run has, and what not each has: its results are written before the rest."""
 
     losses: list[float]
     validation_loss: float | None
@@ -74,9 +74,9 @@ class _MetricsFile(msgspec.Struct):
     tokens_per_second: float
     steps: Count
     plan: _PlanFigures
-    formula: _TrafficFormula
-    ranks: list[_RankFigures]
     config: dict[str, Any]
+    formula: _TrafficFormula = msgspec.field(default_factory=_TrafficFormula)
+    ranks: list[_RankFigures] = []
     device: str = ""
     parameter_bytes: Count = 0
     optimizer_moments: Count = 0
