@@ -18,7 +18,8 @@
     └── CommError (RuntimeError)      something between ranks
         ├── PeerLostError             a rank died
         │   └── LinkLostError         the connection between two ranks broke, or its data cannot be used; both may live
-        ├── MismatchError             calls that do not fit together: verb, shape, dtype, op, root, algorithm or order
+        ├── MismatchError             calls that do not fit together: verb, shape, dtype, op, root, algorithm or order;
+        │                             what all ranks must be given alike, and are not
         ├── DeadlockError             ranks wait for each other in a circle, so that no wait can end
         ├── HandshakeError            a connection that does not prove it belongs to this job
         └── TimeoutError (TimeoutError)   a wait reached its limit

@@ -331,7 +331,7 @@ def sum_of_records(told: np.ndarray, group: Group) -> float:
 def _all_records(group: Group, share: float, batch: Batch) -> np.ndarray:
     """Return the records of a group's ranks, one row each."""
     with group.ledger.control():
-        told = group.all_gather(share_record(share, batch), algorithm="ring")
+        told: np.ndarray = group.all_gather(share_record(share, batch), algorithm="ring")
     return told.reshape(group.size, -1)
 
 
