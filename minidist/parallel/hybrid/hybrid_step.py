@@ -46,7 +46,6 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,6 +113,7 @@ class Hybrid(Strategy):
             self.pipeline.serve(self.data_axis, always=self.always)
         self.parameters = self.data_axis.parameters
         self.summands = self._summands()
+        self._batch: Batch          # of the step, which the ranks compare when they add up the norm
 
     @property
     def data_axis(self) -> DataAxis:
@@ -181,6 +181,7 @@ class Hybrid(Strategy):
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
         """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns: as Strategy.step."""
+        self._batch = batch
         self.data_axis.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
@@ -188,7 +189,7 @@ class Hybrid(Strategy):
         self.data_axis.finish_step()
         with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
-        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=partial(self.squares, batch))
+        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
         return add_losses(self.shares, share, batch, everyone=self.everyone)
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
@@ -208,7 +209,7 @@ class Hybrid(Strategy):
         return self.model.loss(inputs, targets, divisor, positions=positions,
                                key=own_key(self.key(part), self.tokens))
 
-    def squares(self, batch: Batch) -> float:
+    def squares(self) -> float:
         """The sum of the squares of the whole gradient; each number counts once. Cost: as add_squares.
 
         Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
@@ -220,7 +221,7 @@ class Hybrid(Strategy):
                    if (counts or owner.shared_by is not None) and id(owner) not in skipped
                    and counts_at(owner, self.tp.rank)]
         holders = self.everyone if divided else self.holders
-        return add_squares(holders, self.store.squares(counted), batch)
+        return add_squares(holders, self.store.squares(counted), self._batch)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
