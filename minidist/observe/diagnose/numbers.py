@@ -3,22 +3,32 @@
     cause               named from
     not finite          the first number: rank, layer, op and step
     replicas differ     one bit, at the next digest (--digest-every)
-    loss jumps          JUMP nats, in two steps in a row: of one rank beside the others', and SPREADS times its spread
-                        before; of all, and SPREADS times the spread of the BEFORE changes before
+    loss jumps          JUMP nats and SPREADS times its spread, in two steps in a row: of one rank
+                        compared with the others', or of all
     leak                LEAK bytes a step, over GROWTH steps or more, in most of them
+
+The spread of a loss is that of its changes from step to step in the run so far, or in the newest
+RECENT steps where it is larger. A few numbers may lie close together by chance: of fewer than
+RECENT changes it is their whole range.
 """
 
+import math
 import statistics
+from bisect import insort
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ranks_text
-from minidist.observe.diagnose.step_table import StepTable
+from minidist.observe.diagnose.step_table import Line, StepTable
 from minidist.observe.rank_steps import RankSteps
 
-JUMP, SPREADS, BEFORE = 0.5, 8.0, 6
+JUMP, SPREADS, BEFORE, RECENT = 0.5, 8.0, 6, 20
+QUARTERS = 1.349            # standard deviations between the quartiles of normal numbers
 MIB = 1 << 20
 LEAK, GROWTH, WARM = 0.9 * MIB, 10, 5
+STEADY = 3.0
 
 
 def wrong_numbers(table: StepTable) -> list[Fault]:
@@ -78,7 +88,7 @@ def loss_jumps(table: StepTable) -> list[Fault]:
     """A jump of the loss of some ranks' own data, or of all."""
     jumps = _away_from_the_others(table)
     for rank, each in table.ranks.items() if not jumps else ():
-        losses = [(line["step"], line["loss"]) for line in each.steps if line.get("loss") is not None]
+        losses = [(line["step"], line["loss"]) for line in each.steps if _has_loss(line)]
         if found := _jump(losses):
             jumps[rank] = found
     if not jumps:
@@ -98,33 +108,52 @@ def loss_jumps(table: StepTable) -> list[Fault]:
 
 
 def _away_from_the_others(table: StepTable) -> dict[int, tuple[int, float, float]]:
-    """{rank: as _jump's} of ranks whose loss leaves the others'."""
+    """Return {rank: as _jump's} of ranks whose loss leaves the others'."""
     found = {}
-    rows = {step: {rank: line["loss"] for rank, line in row.items() if line.get("loss") is not None}
-            for step, row in table.rows.items()}
     for rank in table.ranks:
-        gaps = [(step, row[rank] - statistics.median([loss for other, loss in row.items() if other != rank]), row[rank])
-                for step, row in rows.items() if rank in row and len(row) > 2]
-        for at in range(BEFORE, len(gaps) - 1):
-            spread = 1.4826 * statistics.median(abs(gap) for _, gap, _ in gaps[at - BEFORE:at])
-            bound = max(JUMP, SPREADS * spread)
-            if gaps[at][1] > bound and gaps[at + 1][1] > bound:
-                found[rank] = gaps[at][0], gaps[at - 1][2], gaps[at][2]
-                break
+        gaps, losses = list[tuple[int, float]](), dict[int, float]()
+        for step, row in table.rows.items():
+            known = {other: line["loss"] for other, line in row.items() if _has_loss(line)}
+            if rank in known and len(known) > 2:
+                losses[step] = known.pop(rank)
+                gaps.append((step, losses[step] - statistics.median(known.values())))
+        if jump := _jump(gaps):
+            before = max(step for step in losses if step < jump[0])
+            found[rank] = jump[0], losses[before], losses[jump[0]]
     return found
 
 
+def _has_loss(line: Line) -> bool:
+    return line.get("loss") is not None and math.isfinite(line["loss"])
+
+
 def _jump(losses: list[tuple[int, float]]) -> tuple[int, float, float] | None:
-    """(step, loss before, loss after) of the first jump."""
-    for at in range(BEFORE, len(losses) - 1):
-        window = [loss for _, loss in losses[at - BEFORE:at]]
-        changes = [after - before for before, after in zip(window, window[1:], strict=False)]
-        usual = statistics.median(changes)
-        spread = 1.4826 * statistics.median(abs(change - usual) for change in changes)
-        bound = max(window[-3:]) + max(JUMP, SPREADS * spread)
-        if losses[at][1] > bound and losses[at + 1][1] > bound:
-            return losses[at][0], window[-1], losses[at][1]
+    """Return (step, loss before, loss after) of the first jump."""
+    values = [loss for _, loss in losses]
+    changes = [after - before for before, after in pairwise(values)]
+    ordered = list[float]()         # the changes so far
+    for at in range(1, len(values) - 1):
+        if at >= BEFORE:
+            spread = max(_spread(ordered), _spread(sorted(changes[max(0, at - 1 - RECENT):at - 1])))
+            bound = max(values[max(0, at - 3):at]) + max(JUMP, SPREADS * spread)
+            if values[at] > bound and values[at + 1] > bound:
+                return losses[at][0], values[at - 1], values[at]
+        insort(ordered, changes[at - 1])
     return None
+
+
+def _spread(ordered: Sequence[float]) -> float:
+    """Return the standard deviation of ordered numbers by their quartiles; of a few the range."""
+    count = len(ordered)
+    if count < RECENT:
+        return ordered[-1] - ordered[0] if ordered else 0.0
+    return _quartiles(ordered)
+
+
+def _quartiles(ordered: Sequence[float]) -> float:
+    """Return the standard deviation of ordered numbers by their quartiles."""
+    count = len(ordered)
+    return (ordered[3 * count // 4] - ordered[count // 4]) / QUARTERS
 
 
 def leaks(table: StepTable) -> list[Fault]:
@@ -156,9 +185,16 @@ def memory_growth(each: RankSteps) -> tuple[float, list[tuple[int, float]]]:
 
 
 def _growth(sizes: list[tuple[int, float]]) -> float:
-    """Bytes a step, between steps that lie half of the list apart: the smallest but a quarter of them."""
+    """Bytes a step, between steps that lie half of the list apart: the smallest but a quarter of them.
+
+    0.0 if memory goes up and down so much from step to step that it may be as high by chance.
+    """
     half = len(sizes) // 2
     if len(sizes) < GROWTH:
+        return 0.0
+    grown = sorted(sizes[at + half][1] - sizes[at][1] for at in range(len(sizes) - half))
+    changes = sorted(after - before for (_, before), (_, after) in pairwise(sizes))
+    if grown[len(grown) // 4] < STEADY * _quartiles(changes):
         return 0.0
     rates = sorted((sizes[at + half][1] - sizes[at][1]) / max(1, sizes[at + half][0] - sizes[at][0])
                    for at in range(len(sizes) - half))

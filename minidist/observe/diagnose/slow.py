@@ -1,7 +1,8 @@
 """The rule of a slow rank: the others wait for it, and it waits least. And of clocks that do not agree.
 
     delay of a call     the time from the last but one rank's arrival to the last one's
-    a rank is slow      the largest delay that it causes in a step is over SHARE of the step, in MOST of the steps
+    a rank is slow      the largest delay that it causes in a step is over SHARE of the step, in MOST of the steps,
+                        or MOST_OF_FEW of fewer than FEW
 
 A rank whose own part of a step is 1.5 times as long as the others' has a delay of a third of the step.
 """
@@ -24,7 +25,8 @@ from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
 CAUSE = "slow"
 SHARE, MOST = 0.2, 0.7
-LEAST_STEPS, ALL_OF = 5, 10     # fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
+LEAST_STEPS, ALL_OF = 6, 10     # fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
+FEW, MOST_OF_FEW = 20, 0.85     # on a busy machine one of two ranks is late in 7 of 10 steps by chance
 LEAST_DELAY = 0.005             # seconds
 SKEW = 1.0                      # seconds between the clocks of two hosts
 TOGETHER = ("all_reduce", "all_gather", "barrier", "all_to_all", "reduce_scatter")
@@ -83,7 +85,8 @@ def slow(flights: Sequence[RankFlight]) -> list[Fault]:
         late = {step: pair for step, pair in mine.items() if step in seconds and
                 pair[0] >= max(LEAST_DELAY, SHARE * usual)}
         count = len(set(seconds) & {step for steps in delays.values() for step in steps})
-        if count >= LEAST_STEPS and len(late) >= count * (1.0 if count < ALL_OF else MOST):
+        part = 1.0 if count < ALL_OF else MOST_OF_FEW if count < FEW else MOST
+        if count >= LEAST_STEPS and len(late) >= count * part:
             found.append(_slow(flights, rank, late, count, usual))
     return found
 

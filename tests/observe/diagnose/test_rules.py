@@ -236,6 +236,14 @@ def test_a_rank_that_is_late_a_little_or_now_and_then_is_not_slow(tmp_path, late
     assert findings(tmp_path) == []
 
 
+def test_a_busy_machine_makes_no_rank_slow(tmp_path):
+    """Two ranks whose steps are lengthened by other programs: late by chance in 7 of 10 steps."""
+    for late in (0.5, 0.0):
+        job = VirtualJob(tmp_path / str(late), 2)
+        training(job, late, steps=12, alone=(1, 2, 4, 5, 7, 8, 10), who=1)
+        assert findings(tmp_path / str(late)) == []
+
+
 def test_clocks_that_differ_are_told_and_name_no_slow_rank(tmp_path):
     job = VirtualJob(tmp_path, 4, hosts={2: "far"}, skew={2: 5.0})
     training(job, 0.0)

@@ -1,12 +1,15 @@
 """What the records of steps tell: made-up records, one fault each, at the size from which it is named and below it."""
 
+import math
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from step_records import MIB, linked, table
 
 from minidist.observe.diagnose.laggards import laggards
-from minidist.observe.diagnose.numbers import leaks, wrong_numbers
+from minidist.observe.diagnose.numbers import leaks, loss_jumps, wrong_numbers
 from minidist.observe.diagnose.rules import diagnose
 from minidist.observe.diagnose.slow_links import slow_links
 from minidist.observe.diagnose.step_table import beside, column, others
@@ -165,6 +168,74 @@ def test_a_loss_that_jumps_on_one_rank_and_on_all():
             line["loss"] += 1.0
     assert only(wrong_numbers(everyone)) == ("loss jumps", ())
     assert wrong_numbers(table(loss=lambda step, line: line["loss"] + (step == 12))) == []      # once
+
+
+def healthy(chance, kind, steps=400, size=2):
+    """Records of a run of 32 tokens a step: its loss is noisy, and so is the memory of its ranks."""
+    records = table(size, steps)
+    noise = {
+        "normal": lambda: chance.gauss(0.0, 0.3),
+        "heavy tails": lambda: 0.2 * chance.gauss(0.0, 1.0) / max(0.1, abs(chance.gauss(0.0, 1.0))),
+        "skewed": lambda: 0.3 * chance.lognormvariate(0.0, 0.7),
+        "hard pages": lambda: chance.gauss(0.8 if chance.random() < 0.1 else 0.0, 0.2),
+    }[kind]
+    for each in records.ranks.values():
+        for line in each.steps:
+            line["loss"] = 2.0 + 2.0 * math.exp(-line["step"] / 100) + noise()
+            line["rss"] = int((200 + 20 * chance.random() * (1 + noise())) * MIB)
+    return records
+
+
+KINDS = ["normal", "heavy tails", "skewed", "hard pages"]
+
+
+def alarms(kind, runs, **options):
+    """Return the numbers of healthy runs whose loss jumps, and whose memory leaks."""
+    records = [healthy(random.Random(run), kind, **options) for run in range(runs)]
+    return sum(map(bool, map(loss_jumps, records))), sum(map(bool, map(leaks, records)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_noisy_run_is_healthy(kind):
+    assert alarms(kind, 10) == (0, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_many_noisy_runs_hardly_one_is_called_sick(kind, size):
+    """At most 1 of 200, of any length."""
+    found = [alarms(kind, 50, size=size, steps=steps) for steps in (15, 40, 200, 800)]
+    assert sum(jumps for jumps, _ in found) <= 1
+    assert sum(leaking for _, leaking in found) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_jump_beyond_the_noise_is_named(kind):
+    for run in range(5):
+        records = healthy(random.Random(run), kind)
+        for each in records.ranks.values():
+            for line in each.steps[300:]:
+                line["loss"] += 8.0
+        (fault,) = loss_jumps(records)
+        assert fault.cause == "loss jumps"
+        assert "jumps at step 300" in fault.what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_leak_beyond_the_noise_is_named(kind):
+    for run in range(5):
+        records = healthy(random.Random(run), kind)
+        for line in records.ranks[1].steps:
+            line["rss"] += 30 * MIB * line["step"]
+        assert only(leaks(records)) == ("leak", (1,))
+
+
+def test_a_shard_that_is_always_harder_is_no_jump():
+    harder = table()
+    for line in harder.ranks[2].steps:
+        line["loss"] += 1.0
+    assert wrong_numbers(harder) == []
 
 
 def test_a_slow_link_is_named_one_way():
