@@ -7,7 +7,10 @@ import pytest
 from imports import lines, modules, reached
 
 PARALLEL, STEP = "minidist.parallel", "minidist.parallel.step"
-FILES, LINES = 5, 800
+FILES = 5
+LINES = 1190
+"""20 % above the longest chapter of one subject after `ruff format` at 100 columns (ZeRO-3, 990): nothing is packed or
+moved to fit a bound. What a reader meets in one step is what counts."""
 
 CHAPTERS = {
     "step.single": "00", "data.data_parallel": "05", "data.parameter_server": "06", "data.ddp": "07",
@@ -21,7 +24,7 @@ CHAPTERS = {
 }
 """The module of each chapter, inside parallel/."""
 
-LARGER = {"hybrid.hybrid": (25, 4500), "memory.offload_disk": (8, 1050)}
+LARGER = {"hybrid.hybrid": (25, 6690), "memory.offload_disk": (8, 1430)}
 """A chapter that composes others, and the disk half of chapter 20."""
 
 TODAY: dict[str, tuple[int, int]] = {}
@@ -52,11 +55,11 @@ def test_the_pipeline_with_what_is_read_beside_it() -> None:
     beside = {*chapter, *reached(f"{PARALLEL}.pipeline.schedules", PARALLEL, without=STEP)}
     assert beside - chapter == {f"{PARALLEL}.pipeline.schedules", f"{PARALLEL}.pipeline.schedule_checker"}
     assert len(beside) <= 7
-    assert sum(map(lines, beside)) <= 1180       # 1160 before the V schedules
+    assert sum(map(lines, beside)) <= 1690
 
 
 def test_step_is_no_cupboard() -> None:
-    """What all chapters share and the table leaves out: at most 10 files and 800 lines."""
+    """What all chapters share and the table leaves out: at most 10 files, and as many lines as a chapter."""
     found = [module for module in modules() if module.startswith(f"{STEP}.")]
     assert len(found) <= 10
     assert sum(map(lines, found)) <= LINES
