@@ -30,7 +30,7 @@ def section(run: RunFiles) -> Section:
     elif not isfinite(validation):
         found.lines.append("The validation loss is not finite.")
         validation = None
-    if _of_two_runs(run):
+    if run.of_two_runs:
         found.missing.append(f"{STEP_LOG} is of another run than {METRICS}: the folder was used twice, and the second "
                              f"run has not ended; what {METRICS} and trace.json say is of the first.")
     series, window = thinned(steps, losses), max(1, len(losses) // 20)
@@ -46,15 +46,6 @@ def section(run: RunFiles) -> Section:
         found.charts.append(Chart("seconds", f"milliseconds of each of {len(steps)} steps", {
             "ms": thinned(steps, [rounded(1e3 * each) for each in seconds]), "median": 1e3 * median(seconds)}))
     return found
-
-
-def _of_two_runs(run: RunFiles) -> bool:
-    """Whether the last line of metrics.jsonl has another loss than metrics.json at its step."""
-    losses = run.metrics.get("losses", [])
-    last = run.steps[-1] if run.steps else {}
-    if not losses or last.get("loss") is None:
-        return False
-    return bool(last["step"] != len(losses) or last["loss"] != losses[-1])
 
 
 def _in_words(finite: list[float], count: int, window: int, validation: float | None) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -116,6 +117,23 @@ class RunFiles:
         """How many ranks the run had, as far as the folder tells."""
         sizes = [flight.size for flight in self.flights] + [each.size for each in self.records.values()]
         return int(self.metrics.get("size", 0)) or len(self.timelines) or max(sizes, default=0)
+
+
+    @property
+    def of_two_runs(self) -> bool:
+        """Whether the last line of metrics.jsonl has another loss than metrics.json at its step."""
+        losses = self.metrics.get("losses", [])
+        last = self.steps[-1] if self.steps else {}
+        if not losses or last.get("loss") is None:
+            return False
+        return bool(last["step"] != len(losses) or last["loss"] != losses[-1])
+
+    @property
+    def step_seconds(self) -> float:
+        """The median seconds of all steps; metrics.json has those of the newest job only."""
+        if not self.steps or self.of_two_runs:
+            return float(self.metrics["step_seconds"])
+        return median(line["seconds"] for line in self.steps)
 
 
 def read_run(folder: str | Path) -> RunFiles:

@@ -186,6 +186,18 @@ def test_a_folder_used_twice_is_told(tmp_path: Path) -> None:
     assert any("is of another run" in line for line in missing(folder))
 
 
+def test_a_resumed_run_has_one_time_of_a_step(tmp_path: Path) -> None:
+    """metrics.jsonl has all three steps, metrics.json those that the newest job made."""
+    folder = write_run(tmp_path / "run")
+    about = metrics() | {"step_seconds": 0.03, "tokens_per_second": 6400.0 / 3}
+    (folder / "metrics.json").write_text(json.dumps(about))
+    text = " ".join(report(folder)[1].text.split())
+    assert "A step took 10.0 ms (median)" in text
+    told = re.search(r"ms a step ?([\d.]+) ?tokens a second ?([\d,]+)", text)
+    assert told is not None
+    assert told.groups() == ("10.0", "6,400")
+
+
 def test_energy_that_is_an_estimate_is_called_one(parts: Parts) -> None:
     assert parts.text.count("estimate") == 3 and "joules, an estimate" in parts.text
     assert numbers(parts)["watts"]["estimate"] is True
