@@ -163,3 +163,25 @@ def test_two_hosts_far_from_each_other() -> None:
     assert times["ring", hosts.SIZES[0]] > 14 * 5e-3
     assert 2 * 5e-3 < times["hierarchical", hosts.SIZES[0]] < 0.6 * times["ring", hosts.SIZES[0]]
     assert measured["by_kernel"] == hosts.delays()
+
+
+def test_the_storys_loads_of_eight_ranks_are_the_lessons() -> None:
+    """Two machines carry four arrays where every rank talks to the other side; the three ways round a torus."""
+    story = " ".join(lessons.find("04").part("README.md").read_text(encoding="utf-8").split())
+    lesson, tables = load_module(lessons.find("04").part("lesson.py"), "04"), []
+
+    class Page:
+        def __init__(self, writes: bool) -> None:
+            self.writes = writes
+
+        def table(self, title: str, columns: list[str], rows: list[list[str]], note: str = "") -> None:
+            if self.writes:
+                tables.append({row[0]: dict(zip(columns[1:], row[1:], strict=True)) for row in rows})
+
+    launch.run(lambda group: lesson.same_messages(group, Page(group.rank == 0)), size=8)
+    (loads,) = tables
+    assert max(float(load["two machines"].split()[0]) for load in loads.values()) == 4
+    assert loads["pairwise"]["two machines"] == "4.00 n"
+    assert "four times the array if every rank talks to the other side" in story
+    both, grid, ring = (loads[name]["torus"] for name in ("torus-both", "torus", "ring"))
+    assert f"link carries {both}, where the torus algorithm's carries {grid} and the ring's {ring}" in story

@@ -26,7 +26,6 @@ WRONG = {
 }
 
 
-@pytest.mark.soak       # the clock runs in test_the_lock_on_a_clock_of_its_own, too
 def test_the_story_has_the_times_of_the_clock() -> None:
     """DP's step and DDP's, by counted calls and bytes: the same on every machine."""
     lab, story = load_module(find("05").part("experiments.py"), "05"), find("05").part("README.md")

@@ -1,5 +1,6 @@
 """Exercise 06: filled rightly it passes, and each wrong filling fails under its name."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,9 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("06", {}, tmp_path)
     assert not result.passed
     assert "fill hole 1" in result.results[-1].line() and "exercise_06.py line" in result.results[-1].line()
+
+
+def test_what_a_server_carries_if_there_are_as_many_as_workers() -> None:
+    story = find("06").part("README.md").read_text(encoding="utf-8")
+    server, ring = Fraction(2), Fraction(4 * (8 - 1), 8)
+    assert f"a server carries `2Ψ`, with 8 workers {server / ring} of a ring rank's load" in story

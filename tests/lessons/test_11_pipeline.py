@@ -12,9 +12,9 @@ from minidist import lessons
 from minidist.errors import ScheduleError
 from minidist.grading import load_module
 from minidist.launch import run
-from minidist.parallel.pipeline.instructions import Backward
+from minidist.parallel.pipeline.instructions import Backward, Forward
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
-from minidist.parallel.pipeline.schedules import of_orders
+from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
 RIGHT = right("11")
 WRONG = {
@@ -79,3 +79,20 @@ def test_the_notes_chart_breaks_all_its_backward_dependencies(lab: Any) -> None:
     drawn = Clock(4, tuple(spans))
     right = clock_of(of_orders("notes", lab.orders_of(spans)), Times(2.0, 2.0))
     assert (drawn.length, round(drawn.bubble, 2), right.length, round(right.bubble, 2)) == (22, 0.27, 28, 0.43)
+
+
+@pytest.mark.parametrize(("stage", "microbatch", "forward", "backward", "told"), [
+    (0, 4, 1, 4, "On four stages microbatch 4's forward meets stage 0's weights after one update; by the time its "
+                 "backward comes, there have been three more."),
+    (1, 9, 7, 9, "the weights after 9 - 2 = 7 updates")])
+def test_which_weights_a_microbatch_meets_in_pipedream(
+        stage: int, microbatch: int, forward: int, backward: int, told: str) -> None:
+    """Each backward before it in the stage's list has made an update."""
+    order = make_schedule("pipedream", 4, 16).computes(stage)
+
+    def updates_before(instruction: Any) -> int:
+        return sum(isinstance(each, Backward) for each in order[:order.index(instruction)])
+
+    found = updates_before(Forward(stage, microbatch)), updates_before(Backward(stage, microbatch))
+    assert found == (forward, backward)
+    assert told in " ".join(lessons.find("11").part("README.md").read_text(encoding="utf-8").split())

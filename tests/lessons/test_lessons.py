@@ -191,3 +191,29 @@ def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> Non
     assert alone[0][:2] == pytest.approx(three[0][:2], rel=1e-6) and three[0][3] < 500 < alone[0][3] == 1437
     output = run(["mpirun", "-n", "2", sys.executable, str(script), "--epochs", "1"])
     assert f"loss {alone[0][1]:.4f}" in output and "rank 0 of 2 read 719 of 1437" in output
+
+
+@pytest.mark.parametrize(("number", "place", "title", "told"), [
+    ("03", 2, "the busiest rank's all-reduce", "The second table of the lesson shows both"),
+    ("04", 3, "all_reduce on tori", "the lesson's third table; bytes over the busiest link"),
+    ("04", 4, "two machines; between them", "The lesson's fourth table has bytes and times"),
+    ("10", 3, "N2:166", "The lesson's third table cuts a model of that size")])
+def test_a_table_that_a_story_counts_is_at_that_place(number: str, place: int, title: str, told: str) -> None:
+    lesson = lessons.find(number)
+    titles = re.findall(r"page\.table\(\s*f?\"(.+?)\"", lesson.part("lesson.py").read_text(encoding="utf-8"))
+    assert title in titles[place - 1]
+    assert told in " ".join(lesson.part("README.md").read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize(("number", "heading", "told"), [
+    ("04", "5  One-sided", "Under `mpirun` section 5 of the lesson puts a **one-sided** message"),
+    ("04", "6  Several spines", "Section 6 of the lesson takes 16 machines"),
+    ("04", "7  Where ranks lie", "bytes from machine to machine (section 7 of the lesson)"),
+    ("07", "6  Synchronise per batch or per epoch", "section 6 of the lesson measure it"),
+    ("07", "7  Overlap over links", "section 7 of the lesson measures it over links"),
+    ("07", "8  Process, memory, busy time", "Section 8 of the lesson has that one, measured: process id"),
+    ("07", "9  Nearly linear", "section 9 of the lesson, by chapter 24's clock")])
+def test_a_section_that_a_story_names_is_that_section(number: str, heading: str, told: str) -> None:
+    lesson = lessons.find(number)
+    assert f'page.heading("{heading}' in lesson.part("lesson.py").read_text(encoding="utf-8")
+    assert told in " ".join(lesson.part("README.md").read_text(encoding="utf-8").split())
