@@ -60,10 +60,14 @@ def _new(path: Path) -> Iterator[Path | None]:
         new.unlink(missing_ok=True)
 
 
+def _open_member(file: str, flags: int) -> int:
+    return open_regular(file, member=True, flags=flags)
+
+
 def _lock(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(open_regular(path.with_suffix(".lock"), member=True, flags=os.O_WRONLY | os.O_CREAT), "w")
+        return open(path.with_suffix(".lock"), "w", opener=_open_member)
     except OSError as error:
         raise KernelError(f"what compilers build is kept in {path.parent}, and nothing can be written there: "
                           f"{error.strerror}; set XDG_CACHE_HOME to a folder of yours") from error

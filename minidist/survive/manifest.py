@@ -124,7 +124,7 @@ class _IntervalTold(msgspec.Struct):
 
 class _MetricsTold(msgspec.Struct):
     losses: History
-    step_seconds: Seconds
+    step_seconds: Seconds | None = None
     generations: History = []
     interval: _IntervalTold | None = None
 

@@ -47,7 +47,7 @@ def test_a_host_that_carries_out_no_sigkill_is_lost(monkeypatch):
 
 def test_ctrl_c_while_hosts_connect_ends_at_once(tmp_path):
     """The command that is to reach the host never answers, and is gone afterwards."""
-    words = ["--hosts", "127.0.0.1:1,elsewhere:1", "--elastic", "1:2", "--ssh", "sh -c 'exec sleep 60'", "--quiet",
+    words = ["--hosts", "here:1,elsewhere:1", "--elastic", "1:2", "--ssh", "sh -c 'exec sleep 60'", "--quiet",
              "--out", str(tmp_path / "run")]
     job = subprocess.Popen([sys.executable, "-m", "minidist", "train", *words], stdout=subprocess.PIPE,
                            stderr=subprocess.STDOUT, text=True, start_new_session=True)

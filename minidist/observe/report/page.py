@@ -118,11 +118,12 @@ def _summary(run: RunFiles) -> str:
     metrics, shown = run.metrics, dict[str, str]()
     if metrics:
         tokens = metrics["tokens_per_second"] * metrics["step_seconds"]
+        rate = tokens / run.step_seconds if run.step_seconds else 0.0
         shown = {"steps": f"{len(metrics['losses']):,}", "ranks": str(metrics["size"]),
                  "transport": str(metrics["transport"]), "parameters": f"{metrics['parameters']:,}",
                  "validation loss": loss_text(metrics["validation_loss"]),
                  "ms a step": f"{1e3 * run.step_seconds:,.1f}",
-                 "tokens a second": f"{tokens / run.step_seconds:,.0f}"}
+                 "tokens a second": f"{rate:,.0f}"}
     elif run.steps:
         loss = run.steps[-1].get("loss")
         shown = {"steps so far": f"{run.steps[-1]['step']:,} of {run.steps[-1].get('steps', '?')}",

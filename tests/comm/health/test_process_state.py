@@ -135,7 +135,7 @@ def test_a_system_is_told_from_its_namesakes():
 
 
 def test_nobody_has_ended_because_our_files_have_run_out(monkeypatch):
-    def too_many(path):
+    def too_many(path, **options):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)
