@@ -138,6 +138,11 @@ def on_host(*arrays: object) -> bool:
     return all(isinstance(array, np.ndarray) or not is_array(array) or device_of(array) == "cpu" for array in arrays)
 
 
+def index_range(*bounds: int) -> np.ndarray:
+    """Return the integers of range(*bounds) on the host: int64 on every platform."""
+    return np.arange(*bounds, dtype=np.int64)
+
+
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
     """A new array on `device`, not initialized. Raises: as `module_for`."""
     return module_for(device).empty(shape, kind)

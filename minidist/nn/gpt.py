@@ -16,7 +16,7 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.ops.gather import SortedIds, positions_in
 from minidist.autograd.tensor import Tensor, no_grad
-from minidist.device.backend import Array, beside, random_uniform, to_host
+from minidist.device.backend import Array, beside, index_range, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.balance import add_balance
@@ -94,8 +94,7 @@ class GPT(Module):
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
         if len(ids.shape) != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
-        if positions is None:
-            positions = np.arange(ids.shape[1], dtype=np.int64)
+        positions = index_range(ids.shape[1]) if positions is None else positions
         x = self.embed(ids, positions, key)
         positions = positions.ids if isinstance(positions, SortedIds) else beside(positions, x.data)
         for block in self.blocks:

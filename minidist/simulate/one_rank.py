@@ -14,7 +14,7 @@ import numpy as np
 
 from minidist.autograd.ops.experts import drawn_load
 from minidist.device import account
-from minidist.device.backend import simulated
+from minidist.device.backend import index_range, simulated
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
@@ -52,7 +52,7 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
     if batch is None:
-        ids = np.arange(length, dtype=np.int64) * config.vocabulary // length
+        ids = index_range(length) * config.vocabulary // length
         batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
     if plan.updates_each_microbatch:
         options = {"clip": None, **options}

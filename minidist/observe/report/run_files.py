@@ -133,7 +133,7 @@ class RunFiles:
         """The median seconds of all steps; metrics.json has those of the newest job only."""
         if not self.steps or self.of_two_runs:
             return float(self.metrics["step_seconds"])
-        return median(line["seconds"] for line in self.steps)
+        return float(median(line["seconds"] for line in self.steps))
 
 
 def read_run(folder: str | Path) -> RunFiles:

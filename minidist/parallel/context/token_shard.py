@@ -14,7 +14,7 @@ from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, device_of, to_device
+from minidist.device.backend import Array, array_module, device_of, index_range, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.gpt import Output
 from minidist.parallel.tensor.split_model import SplitModel
@@ -34,8 +34,7 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
     """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
-    return np.concatenate([np.arange(edges[number], edges[number + 1], dtype=np.int64)
-                           for number, _ in own_blocks(length, rank, size)])
+    return np.concatenate([index_range(*edges[at:at + 2]) for at, _ in own_blocks(length, rank, size)])
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:

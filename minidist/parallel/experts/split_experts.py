@@ -66,7 +66,7 @@ class SplitExperts(Experts):
         came = self._exchange_counts(counts)
         travel = partial(collectives.all_to_all, split=0, join=0, group=self.among)
         here = travel(rows, counts=leaving)
-        by_expert = _by_expert(came)
+        by_expert = _by_expert(came).astype(np.int64, copy=False)
         xp = array_module(rows.data)
         back = xp.asarray(np.argsort(by_expert), np.int64)
         results = super().forward(ops.take(here, xp.asarray(by_expert)), came.sum(axis=0).tolist())
@@ -82,5 +82,4 @@ class SplitExperts(Experts):
 def _by_expert(came: np.ndarray) -> np.ndarray:
     """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by expert."""
     experts = np.tile(np.arange(came.shape[1]), len(came))
-    order = np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
-    return order.astype(np.int64, copy=False)
+    return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")

@@ -38,7 +38,7 @@ from minidist.autograd.backward import WeightGradient
 from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, device_of, to_device
+from minidist.device.backend import Array, array_module, device_of, index_range, to_device
 from minidist.nn import GPT, DropoutKey, Module
 from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.weight_shard import assemble
@@ -88,7 +88,7 @@ def all_tokens(length: int) -> slice:
 def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
     """The tokens that `inner` takes of those that `outer` takes."""
     def own(length: int) -> Any:
-        places = np.arange(length, dtype=np.int64)[outer(length)]
+        places = index_range(length)[outer(length)]
         return places[inner(len(places))]
     return own
 
@@ -104,8 +104,7 @@ class TokenShardSequences(Sequences):
         xp = array_module(chosen)
         with self.group.ledger.control():
             gathered = self.group.all_gather(xp.ascontiguousarray(xp.moveaxis(chosen, TOKENS, 0)), algorithm="ring")
-            own = np.arange(len(gathered), dtype=np.int64)[self.own(len(gathered))]
-            places = self.group.all_gather(own, algorithm="ring")
+            places = self.group.all_gather(within(all_tokens, self.own)(len(gathered)), algorithm="ring")
         whole = xp.zeros_like(gathered)     # a simulated rank knows its own places only
         whole[to_device(places, device_of(gathered))] = gathered
         return xp.ascontiguousarray(xp.moveaxis(whole, 0, TOKENS))
@@ -151,10 +150,9 @@ class TokenStages(Stages):
     def forward(self, stage: int, x: Any, *, targets: Array, positions: Array | None = None,
                 divisor: float | None = None, key: DropoutKey | None = None) -> Tensor:
         """As Stages.forward; ids, targets and key are of all tokens."""
-        positions = np.arange(targets.shape[1], dtype=np.int64)
         return super().forward(stage, x if isinstance(x, Tensor) else pick(x, self.tokens, TOKENS),
-                               targets=pick(targets, self.tokens, TOKENS), positions=positions,
-                               divisor=divisor, key=own_key(key, self.tokens))
+                               targets=pick(targets, self.tokens, TOKENS), divisor=divisor,
+                               key=own_key(key, self.tokens), positions=index_range(targets.shape[1]))
 
 
 class DataPipeline(Pipeline):

@@ -54,7 +54,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.data.rank_batch import add_losses, add_squares, targets_in
 from minidist.device import account
-from minidist.device.backend import Array
+from minidist.device.backend import Array, index_range
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer
@@ -205,9 +205,8 @@ class Hybrid(Strategy):
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
         inputs, targets = (pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets))
-        positions = np.arange(part.inputs.shape[TOKENS], dtype=np.int64)
-        return self.model.loss(inputs, targets, divisor, positions=positions,
-                               key=own_key(self.key(part), self.tokens))
+        return self.model.loss(inputs, targets, divisor, key=own_key(self.key(part), self.tokens),
+                               positions=index_range(part.inputs.shape[TOKENS]))
 
     def squares(self) -> float:
         """The sum of the squares of the whole gradient; each number counts once. Cost: as add_squares.

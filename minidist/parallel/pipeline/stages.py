@@ -20,7 +20,7 @@ from minidist.autograd.recompute import hollow_array
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, beside
+from minidist.device.backend import Array, beside, index_range
 from minidist.errors import ShardError
 from minidist.nn import GPT, Mixture
 from minidist.nn.layers import DropoutKey
@@ -78,8 +78,7 @@ class Stages:
                  divisor: of the loss, default B·T; key: for dropout.
         Returns: the activation (B, T, width); on the last stage the sum of the targets' cross-entropies over `divisor`.
         """
-        if positions is None:
-            positions = np.arange(targets.shape[1], dtype=np.int64)
+        positions = index_range(targets.shape[1]) if positions is None else positions
         if stage == 0:
             x = self.model.embed(x, positions, key)
         positions = beside(positions, x.data)

@@ -20,7 +20,7 @@ from minidist.autograd.ops import collectives
 from minidist.autograd.ops.gather import positions_in
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, beside, device_of
+from minidist.device.backend import Array, array_module, beside, device_of, index_range
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MLP, CausalSelfAttention, DropoutKey, Embedding, GPTConfig, Linear, Mixture, Module, Weight
 from minidist.nn.gpt import Output
@@ -200,8 +200,7 @@ def head_columns(heads: int, key_heads: int, head_width: int,
                  shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
     """For each rank (the columns of its queries; those of its keys and values) in their common weight, int64."""
     def of(first: int, chosen: range) -> Array:
-        start = (first + chosen.start) * head_width
-        return np.arange(start, (first + chosen.stop) * head_width, dtype=np.int64)
+        return index_range(*(head_width * (first + head) for head in (chosen.start, chosen.stop)))
 
     return [(of(0, queries), np.concatenate([of(heads, keys), of(heads + key_heads, keys)]))
             for queries, keys in shares]
