@@ -151,9 +151,9 @@ out=$(cd "$out" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# Without an installation, minidist is a folder of links in which kernels and lessons have their places.
-mkdir "$work/site" "$work/site/minidist" "$work/empty"
-ln -s "$root"/minidist/* "$root/kernels" "$root/lessons" "$work/site/minidist"
+# Without an installation, a link to the package stands alone in a folder of the path.
+mkdir "$work/site" "$work/empty"
+ln -s "$root/minidist" "$work/site/minidist"
 mkdir "$work/site/minidist.dist-info"          # runs record the version
 printf 'Metadata-Version: 2.1\nName: minidist\nVersion: %s\n' "$(sed -n 's/^version = //p' "$root/setup.cfg")" \
     >"$work/site/minidist.dist-info/METADATA"

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from minidist.lessons.page import page_console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -11,7 +12,6 @@ from minidist.cli import passed
 from minidist.console import write_json
 from minidist.files import check_writable
 from minidist.grading import Grade, grade
-from minidist.lessons.page import page_console
 from minidist.progress import progress
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from minidist.lessons import Lesson
+from minidist.lessons.page import page_console
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -19,8 +21,6 @@ from minidist.cli.story import Story, fit_words, for_terminal
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
-from minidist.lessons import Lesson
-from minidist.lessons.page import page_console
 from minidist.progress import progress
 
 

@@ -3,15 +3,14 @@
 import re
 from collections.abc import Sequence
 
+from minidist.lessons import Lesson
+from minidist.lessons.mermaid import as_text
+from minidist.lessons.page import NARROW, records
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.table import Table
 from rich.text import Text
-
-from minidist.lessons import Lesson
-from minidist.lessons.mermaid import as_text
-from minidist.lessons.page import NARROW, records
 
 
 class StoryTable(TableElement):

@@ -17,9 +17,6 @@ from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
 from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
-    from typing import Concatenate
-
-    from minidist.comm.group import Group
     from minidist.launch.membership import init, speaks_first
 
 T = TypeVar("T")
@@ -37,8 +34,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'minidist.launch' has no attribute {name!r}")
 
 
-def run(fn: "Callable[Concatenate[Group, ...], T]", *args: Any, size: int,
-        transport: str = "threads", limit: float = 60.0, patience: float = PATIENCE) -> list[T]:
+def run(fn: Callable[..., T], *args: Any, size: int, transport: str = "threads", limit: float = 60.0,
+        patience: float = PATIENCE) -> list[T]:
     """Run `fn(world, *args)` on `size` ranks and wait for them. On one host as many as 256 processes are tested.
 
     transport    ranks are                          fn may be             results

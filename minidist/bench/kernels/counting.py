@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from minidist.kernels import on_cpu
 
 from minidist.bench.kernels.case import KIND, Draw, KernelCase, error, every, place, sample
 from minidist.bench.kernels.timing import chosen
 from minidist.bench.step.ranks import Model
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
-from minidist.kernels import on_cpu
 
 COUNTED = Model(layers=1, width=128, heads=2, context=64, batch=1, vocab=256)
 SECTOR = 32                             # bytes that a GPU's memory gives at a time

@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
+from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 
 from minidist.bench.kernels.case import Draw, Inputs, KernelCase, Outputs, once, wide
 from minidist.bench.step.ranks import Model
 from minidist.device.backend import Array
-from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 from minidist.nn import GPT
 
 ROW = 1024                              # numbers that are looked at together; whole groups of every kind

@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
+from minidist.kernels import attention, casts, matmul
+from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
 from minidist.bench.kernels.case import MATRIX, Draw, Inputs, KernelCase, wide
 from minidist.bench.step.ranks import Model
-from minidist.kernels import attention, casts, matmul
-from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
 BAND = 4            # where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
 

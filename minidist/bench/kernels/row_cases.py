@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
+from minidist.kernels import activation, add, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 
 from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.bench.kernels.case import Draw, Inputs, KernelCase, wide
 from minidist.bench.step.ranks import Model
 from minidist.device.backend import random_bits, stream_key
-from minidist.kernels import activation, add, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to
 RATE, STREAM = 0.1, ("bench", 1)    # of dropout, and the stream it draws from
