@@ -32,6 +32,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse, which takes the value of --json=-- for the mark that ends the options."""
+        if action.option_strings and arg_strings == ["--"]:
+            self.error(f"argument {'/'.join(action.option_strings)}: '--' is not a value")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         message = readable(message)
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
@@ -159,7 +165,8 @@ def folder_to_write(text: str) -> Path:
 
 
 def readable(message: str) -> str:
-    """An error's message without the tails of its longest words: what a user wrote may have any length."""
+    """An error's message as one line, without the tails of its longest words: a user may have written anything."""
+    message = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], message)
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…", message)
 
 

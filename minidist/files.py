@@ -99,6 +99,24 @@ def read_regular(file: str | Path, *, most: int, member: bool = False) -> bytes:
         return read_rest(stream, most)
 
 
+def read_file_or_pipe(file: str | Path, *, most: int) -> bytes:
+    """Return what a user's file holds. A pipe that is open already (/dev/stdin, `<(…)`) is read to its end.
+
+    Raises: OSError, with the name: also for a folder, a named pipe, a device, and a file of more than `most` bytes.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)         # a named pipe would wait for its other end
+    with open(descriptor, "rb") as stream:
+        mode = os.fstat(descriptor).st_mode
+        is_open_pipe = stat.S_ISFIFO(mode) and os.path.realpath(file).startswith("/proc/")
+        if not (stat.S_ISREG(mode) or is_open_pipe):
+            raise OSError(errno.EINVAL, "is no regular file", str(file))
+        os.set_blocking(descriptor, True)
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EINVAL, f"holds more than {most:,} bytes", str(file))
+    return content
+
+
 def read_rest(stream: BinaryIO, most: int) -> bytes:
     """Return the bytes from here to the end of a regular file. Raises: OSError for more than `most`, before a read."""
     rest = os.fstat(stream.fileno()).st_size - stream.tell()

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from minidist.cli.train.run_folder import save_weights
-from minidist.console import exactly, fail, plural, size_text, write_json, written
+from minidist.console import MOST_RANKS, exactly, fail, plural, size_text, write_json, written
 from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
@@ -119,7 +119,10 @@ def _plan(args: argparse.Namespace) -> Plan | None:
         fail("--reshard: name a new run folder with --out")
     if Path(args.out).exists() and checkpoints(Path(args.out)):
         fail(f"--out {args.out}: holds checkpoints; name another folder")
-    return Plan(**{**asdict(Plan.parse(args.reshard)), "zero": args.zero})
+    plan = Plan(**{**asdict(Plan.parse(args.reshard)), "zero": args.zero})
+    if plan.size > MOST_RANKS:
+        fail(f"--reshard: {plan.size:,} ranks are more than {MOST_RANKS:,}, the most that this command plays here")
+    return plan
 
 
 def _export(folder: Path, file: str) -> None:

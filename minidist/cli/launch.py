@@ -25,11 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from minidist.cli.limits import add_limits, limits_of
-from minidist.comm.health.acceptor import plain_address
+from minidist.comm.health.acceptor import is_loopback, plain_address
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import fail, positive_number, rank_count, shown, whole_number, write_json
-from minidist.files import check_writable
-from minidist.launch.hosts import SSH, HostRanks, hosts_of, spawn_on_hosts
+from minidist.files import check_writable, read_file_or_pipe
+from minidist.launch.hosts import SSH, HostRanks, hosts_of, own_name, spawn_on_hosts
 from minidist.launch.joining import checked_token, token_from_environment
 from minidist.launch.launchers import check_host
 from minidist.launch.own_python import is_own, module_command
@@ -37,6 +37,9 @@ from minidist.launch.spawning import Nodes, spawn, token_on_this_machine
 
 MOST_NODES = 4096
 TORCHRUN_PORT = 29500       # the default of its --master-port
+
+
+MOST_TOKEN_BYTES = 1 << 20  # of --token-file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """
     check_writable("--json", args.json)
     token = _token(args.token_file)
+    if args.flight == "":
+        fail("--flight: '' is not a folder; name one, or leave the option out")
     limits = replace(limits_of(args), flight=args.flight and Path(args.flight))
     hosts = hosts_of(args.hosts, args.ranks) if args.hosts is not None else []
     nodes = _nodes(args, hosts)
@@ -114,6 +119,8 @@ def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
         fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
     address = plain_address(args.master_addr or (hosts[0].address if len(hosts) > 1 else "127.0.0.1"))
     check_host("--master-addr", address)
+    if not args.master_addr and is_loopback(address) and not all(is_loopback(host.address) for host in hosts):
+        raise own_name(address)
     by_ssh = hosts and args.node_rank is None
     port = args.master_port or (TORCHRUN_PORT if count > 1 and not by_ssh else 0)
     return Nodes(count, rank, "127.0.0.1" if address == "localhost" else address, port,
@@ -140,7 +147,7 @@ def _token(file: str | None) -> bytes | None:
     if file is None:
         return None
     try:
-        token = Path(file).read_bytes().strip()
+        token = read_file_or_pipe(file, most=MOST_TOKEN_BYTES)
     except OSError as error:
         fail(f"--token-file {shown(file)[1:-1]}: {error.strerror}")
     return checked_token(token, f"--token-file {shown(file)[1:-1]}")

@@ -10,6 +10,8 @@ from types import FrameType
 
 from minidist.files import DISK_FAILED
 
+_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+"""Errors of a path that a user has named, or of what lies below it."""
 _OWN = ContextVar("own", default=False)
 
 
@@ -47,10 +49,10 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
-    """A line and an exit status, if the machine refused: a full disk, no memory, a name too long. Else None."""
+    """A line and an exit status, if the machine refused: a full disk, no memory, an unreadable folder. Else None."""
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}".removesuffix(": "), 1
-    if isinstance(error, OSError) and error.errno in (*DISK_FAILED, errno.ENAMETOOLONG):
+    if isinstance(error, OSError) and error.errno in (*DISK_FAILED, *_NAMES):
         named = "" if error.filename is None else f"{str(error.filename)[:80]}: "
         return f"{named}{error.strerror}", 1 if error.errno in DISK_FAILED else 2
     return None

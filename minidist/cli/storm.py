@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     apart = "--asynchronous" in args.options
     if any(word.partition("=")[0] == "--hosts" for word in args.options):
         fail("--hosts: a storm kills processes of this host alone; leave it out")
-    kinds = (args.faults or ",".join(WITHOUT_DISK if apart else FAULTS)).split(",")
+    kinds = [*(WITHOUT_DISK if apart else FAULTS)] if args.faults is None else args.faults.split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
         fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
     if apart and (wrong := [kind for kind in kinds if kind not in WITHOUT_DISK]):

@@ -21,7 +21,7 @@ from minidist.files import read_regular
 NAMED = ("python", "shakespeare")
 """Texts that have a name; any other is a path."""
 
-MOST_BYTES = 16 << 30       # of a file
+MOST_BYTES = 4 << 30                  # of a file: its symbols and ids need ten times as much memory
 UNUSED = "\N{REPLACEMENT CHARACTER}"  # stands for an id without a symbol, which a larger vocabulary allows
 
 

@@ -18,7 +18,8 @@ SPARE = 4 << 20                 # bytes that a process needs beside its threads
 
 def check_seconds(call: str, name: str, value: Any) -> float:
     """Return the value as a float. Raises: LaunchError unless it is a number above 0, and not too large for a wait."""
-    if isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= MOST_SECONDS:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if number and 0 < value <= MOST_SECONDS:
         return float(value)
     raise LaunchError(f"{call}({name}={shown(value)}): a number of seconds is expected, above 0 and at most "
                       f"{MOST_SECONDS:,}")

@@ -32,7 +32,7 @@ from minidist.comm.health.failure import say_line
 from minidist.errors import CommError, HandshakeError, LaunchError
 from minidist.launch.addresses import own_addresses
 from minidist.launch.host_launcher import MARK, version
-from minidist.launch.hosts import PASSED, SSH, HostRanks
+from minidist.launch.hosts import PASSED, SSH, HostRanks, news_of, ssh_words
 from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
 from minidist.launch.own_python import module_command
@@ -226,7 +226,7 @@ class RemoteHost:
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()
                     continue
-                told = json.loads(line[len(MARK):])
+                told = news_of(line)
                 if told.get("version", version()) != version():
                     self.lost = f"it has minidist {told['version']}, this host {version()}; install the same on all"
                 elif "hello" in told and self._ssh.stdin is not None:
@@ -252,7 +252,7 @@ class OtherHosts:
     """
 
     def __init__(self, hosts: Sequence[HostRanks], ssh: str = SSH) -> None:
-        self.hosts, self.ssh = list(hosts), shlex.split(ssh)
+        self.hosts, self.ssh = list(hosts), ssh_words(ssh)
 
     @property
     def here(self) -> int | None:

@@ -18,11 +18,13 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from minidist.errors import LaunchError
+from minidist.errors import CommError, LaunchError
 from minidist.launch.limits import Limits, MemoryLimit
 from minidist.launch.spawning import Nodes, SpawnedJob, start_thread
 
 MARK = "minidist host: "
+NO_ORDER = (LaunchError, CommError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError,
+            RecursionError)
 
 
 def version() -> str:
@@ -43,7 +45,12 @@ def take_order() -> tuple[IO[str], str]:
 
 def tell_problem(error: Exception) -> None:
     """Say why the order cannot be followed."""
-    tell(problem=f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
+    if isinstance(error, OSError):
+        tell(problem=f"{error.strerror}: {error.filename}")
+    elif isinstance(error, LaunchError | CommError):
+        tell(problem=str(error))
+    else:
+        tell(problem=f"the order cannot be understood ({type(error).__name__}: {error})")
 
 
 def main() -> int:
@@ -53,7 +60,7 @@ def main() -> int:
         return 1                                            # another host is not there
     try:
         job = _job_of(json.loads(line))
-    except (LaunchError, OSError) as error:
+    except NO_ORDER as error:
         tell_problem(error)
         return 2
     tell(port=job.place.port)

@@ -30,7 +30,7 @@ from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.process_state import LOOK, REAP_LIMIT
 from minidist.errors import CommError, LaunchError
-from minidist.launch.host_launcher import take_order, tell_problem
+from minidist.launch.host_launcher import NO_ORDER, take_order, tell_problem
 from minidist.launch.limits import Limits, MemoryLimit
 from minidist.launch.spawning import GRACE, start_thread
 from minidist.launch.starter import Starter
@@ -48,7 +48,7 @@ def main() -> int:
         return 1
     try:
         host = HostWorkers(json.loads(line))
-    except (LaunchError, CommError, OSError) as error:
+    except NO_ORDER as error:
         tell_problem(error)
         return 2
     host.serve()

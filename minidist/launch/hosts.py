@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import is_loopback, plain_address
+from minidist.comm.health.acceptor import plain_address
 from minidist.comm.health.failure import AGAIN, say_line
 from minidist.comm.health.process_state import PATIENCE
 from minidist.errors import LaunchError
 from minidist.launch.host_launcher import MARK, version
-from minidist.launch.launchers import clean_environment, expand_hosts
+from minidist.launch.launchers import LAST_PORT, clean_environment, expand_hosts
 from minidist.launch.limits import Limits
 from minidist.launch.own_python import module_command
 from minidist.launch.spawning import noting_signals, start_thread
@@ -67,11 +67,6 @@ class HostRanks:
         return self.name.rpartition("@")[2]
 
     @property
-    def is_own_name(self) -> bool:
-        """Whether every host means itself by it."""
-        return self.address == "localhost" or is_loopback(self.address)
-
-    @property
     def is_here(self) -> bool:
         """Whether it is this host, for which no ssh is needed."""
         return self.name in ("localhost", platform.node())
@@ -97,10 +92,38 @@ def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
         raise LaunchError(f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4")
     if not found:
         raise LaunchError(f"{text!r} names no host; write a:3,b:4")
-    if found[0].is_own_name and not all(host.is_own_name for host in found):
-        raise LaunchError(f"{found[0].address!r} is another host on each of them; give the name by which the others "
-                          f"reach this one (here {platform.node()})")
+    if len(found) > 1 and found[0].name == "localhost":
+        raise own_name(found[0].name)
     return found
+
+
+def own_name(address: str) -> LaunchError:
+    """The error of an address by which every host means itself."""
+    return LaunchError(f"{address!r} is another host on each of them; give the name by which the others reach this "
+                       f"one (here {platform.node()})")
+
+
+def ssh_words(text: str) -> list[str]:
+    """The words of the command that reaches a host. Raises: LaunchError, one line, if they are none."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"--ssh {text!r:.60}: {str(error).lower()}; write it as a shell takes it") from error
+    if not words:
+        raise LaunchError(f"--ssh {text!r:.60}: names no command; the default is {SSH!r}")
+    return words
+
+
+def news_of(line: bytes) -> dict[str, Any]:
+    """What a host says in a line that begins with MARK; what cannot be read is its "problem"."""
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(line[len(MARK):])
+        kinds = {"hello": str, "version": str, "port": int, "problem": str}
+        if isinstance(told, dict) and {*told} <= {*kinds} and all(
+                type(told[name]) is kind for name, kind in kinds.items() if name in told) and (
+                "hello" not in told or "version" in told) and 0 < told.get("port", 1) <= LAST_PORT:
+            return told
+    return {"problem": f"what it answers cannot be understood: {line[len(MARK):].strip()!r:.60}"}
 
 
 def spawn_on_hosts(command: Sequence[str], hosts: Sequence[HostRanks], *, ssh: str = SSH, port: int = 0,
@@ -136,7 +159,7 @@ class HostsJob:
     """The launchers of all hosts, as seen from here."""
 
     def __init__(self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str) -> None:
-        self.hosts, self.orders, self.ssh = hosts, orders, shlex.split(ssh)
+        self.hosts, self.orders, self.ssh = hosts, orders, ssh_words(ssh)
         self.launchers: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
         self.news: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
@@ -224,7 +247,7 @@ class HostsJob:
             for line in pipe:
                 if line.startswith(MARK.encode()):
                     self.there.add(number)
-                    self.news.put((number, json.loads(line[len(MARK):])))
+                    self.news.put((number, news_of(line)))
                 else:
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()

@@ -180,7 +180,7 @@ def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] 
         raise ConfigError(f"runs {path}: {error}") from error
     unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
     if unknown:
-        raise ConfigError(f"runs {path}: no column {unknown[0]!r}{meant(unknown[0], COLUMNS)}; columns are "
+        raise ConfigError(f"runs {path}: no column {unknown[0]!r:.60}{meant(unknown[0], COLUMNS)}; columns are "
                           f"{', '.join(COLUMNS)}")
     runs = []
     for (number, _), row in zip(lines[1:], rows, strict=False):

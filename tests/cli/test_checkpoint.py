@@ -1,7 +1,9 @@
 """minidist checkpoint and minidist sample: what lies in a run's folder is verified, exported, resharded, and writes."""
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 
 from minidist.cli import main
 from minidist.survive.manifest import checkpoints, read_manifest
@@ -78,6 +80,25 @@ def test_other_damage(harm: Any, says: str, run: Path, capsys: pytest.CaptureFix
     assert says in printed.out and printed.err == "" and "step-000001: step 1" in printed.out
     assert main(["checkpoint", str(run), "--export", str(run / "out.safetensors")]) == 2
     assert "is damaged, so nothing is written" in capsys.readouterr().err and not (run / "out.safetensors").exists()
+
+
+def test_an_export_to_what_is_no_regular_file_leaves_it_in_its_place(saved: Path, tmp_path: Path) -> None:
+    """A pipe here; the library renames a file over it, as over /dev/null where root asks for that."""
+    os.mkfifo(tmp_path / "pipe")
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_bytes()), daemon=True)
+    reader.start()
+    assert main(["checkpoint", str(saved), "--export", str(tmp_path / "pipe")]) == 0
+    assert (tmp_path / "pipe").is_fifo()
+    reader.join(30)
+    assert load(found[0]).keys() == load_file(saved / "model.safetensors").keys()
+
+
+def test_resharding_is_for_as_many_ranks_as_one_host_plays(saved: Path, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["checkpoint", str(saved), "--out", str(tmp_path / "other"), "--reshard"]
+    assert main([*words, "dp=1000000"]) == 2
+    assert "--reshard: 1,000,000 ranks are more than 1,024" in capsys.readouterr().err
 
 
 def test_export_is_the_model_that_the_run_wrote(saved: Path, tmp_path: Path) -> None:

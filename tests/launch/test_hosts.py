@@ -6,6 +6,7 @@ import platform
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 
@@ -16,6 +17,7 @@ from leftovers import nothing_left
 from minidist.cli import main
 from minidist.errors import LaunchError
 from minidist.launch import hosts as hosts_module
+from minidist.launch.host_launcher import MARK
 from minidist.launch.hosts import HostRanks, hosts_of, spawn_on_hosts
 from minidist.launch.own_python import module_command
 
@@ -54,7 +56,7 @@ def test_the_address_of_a_host_is_its_name_without_the_user():
     ("", "'' names no host"), ("a:0", "'a:0' is no host"), ("-oProxyCommand=x", "is no host"), ("a;b", "is no host"),
     ("fd00::1:3,b", "as [fd00::1]:3"), ("[fe80::1]:2", "link-local"), ("[fd00::1]:0", "is no host"),
     ("a:1,b,a:2", "host a is named twice"), ("localhost,b", "'localhost' is another host on each of them"),
-    ("127.0.0.1:2,b:2", "'127.0.0.1' is another host on each of them"), ("-Fx@b:1", "'-Fx@b:1' is no host"),
+    ("-Fx@b:1", "'-Fx@b:1' is no host"),
     ("a[1-9999999999999]", "names 9999999999999 hosts or more"), ("a[x]", "'x' is neither a number"),
     ("a:²", "'a:²' is no host")])
 def test_what_names_no_hosts_is_one_line(text, says):
@@ -68,11 +70,37 @@ def test_what_names_no_hosts_is_one_line(text, says):
     (["--hosts", "a,b", "--node-rank", "2", "true"], "--node-rank 2 is not one of 2 nodes"),
     (["--ssh", "ssh", "true"], "--ssh is for --hosts"),
     (["--hosts", "a:", "true"], "'a:' is no host"),
+    (["--hosts", "127.0.0.1:2,b:2", "true"], "'127.0.0.1' is another host on each of them"),
+    (["--hosts", "a,b", "--ssh", "ssh 'x", "true"], "--ssh \"ssh 'x\": no closing quotation"),
+    (["--hosts", "a,b", "--ssh", " ", "true"], "--ssh ' ': names no command"),
+    (["--hosts", "-Fx@b:1", "true"], "argument --hosts: expected one argument"),
+    (["--hosts=-Fx@b:1", "true"], "'-Fx@b:1' is no host"),
+    (["--hosts=a[1-9999999999999]", "true"], "names 9999999999999 hosts or more"),
+    (["--flight", "", "true"], "--flight: '' is not a folder"),
     (["--hosts", "a,b", "--node-rank", "0", "true"], "one secret for all nodes")])
 def test_contradictions_are_one_line(arguments, says, capsys):
     assert main(["launch", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("minidist launch: ") and says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", [
+    "[]", "1", "null", '"hello"', "{", "{}x", '{"hello": 1}', '{"hello": "b"}', '{"hello": "b", "version": 3}',
+    '{"port": "x"}', '{"port": 65536}', '{"port": true}', '{"problem": []}', '{"other": 1}', "[" * 5000])
+def test_what_a_host_answers_is_understood_or_its_problem(answer):
+    told = hosts_module.news_of(f"{MARK}{answer}\n".encode())
+    assert told["problem"].startswith("what it answers cannot be understood: ") and len(told["problem"]) < 120
+    assert hosts_module.news_of(f'{MARK}{{"hello": "b", "version": "1"}}\n'.encode()) == {"hello": "b", "version": "1"}
+
+
+@pytest.mark.parametrize("module", ["host_launcher", "host_workers"])
+@pytest.mark.parametrize("order", ["{}", "[]", "1", "null", "{", '{"folder": []}', "[" * 5000])
+def test_an_order_that_is_none_is_told_by_the_host(order, module):
+    done = subprocess.run(module_command(f"minidist.launch.{module}"), input=f"{order}\n", capture_output=True,
+                          text=True, timeout=60)
+    told = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (2, "")
+    assert told[1]["problem"].startswith("the order cannot be understood (")
 
 
 def test_hosts_with_different_numbers_of_ranks(ssh, tmp_path):
