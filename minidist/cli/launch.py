@@ -37,8 +37,6 @@ from minidist.launch.spawning import Nodes, spawn, token_on_this_machine
 
 MOST_NODES = 4096
 TORCHRUN_PORT = 29500       # the default of its --master-port
-
-
 MOST_TOKEN_BYTES = 1 << 20  # of --token-file
 
 
