@@ -1,13 +1,18 @@
 """Exercise 19: filled rightly it passes, and each wrong filling fails under its name."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
+from minidist.autograd.tape import Node
+from minidist.autograd.tensor import tensor
 from minidist.grading import load_module
+from minidist.nn import DropoutKey
 
 RIGHT = right("19")
 WRONG = {
@@ -53,3 +58,25 @@ def test_a_rank_keeps_and_sends_its_share_of_an_input(size: int) -> None:
     for way in ("shard", "8bit,shard"):
         found = md.run(lambda group, way=way: kept.step_with(group, way, group.size), size=size)[0]
         assert (found["here"], found["sent"]) == kept.shared_bytes(numbers, way.split(","), size)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_block_leaves_ten_nodes_on_the_tape(dropout: float) -> None:
+    """As section 1 of the story says; one, if it runs again."""
+    lab = load_module(lessons.find("19").part("experiments.py"), "19")
+    config = replace(lab.CONFIG, dropout=dropout)
+    counted = {}
+    for which in ("none", "all"):
+        model = lab.model_of(config, which)
+        x = tensor(np.ones((2, config.context, config.width), np.float32), requires_grad=True)
+        key = DropoutKey.of_sequences(0, 0, 0, 2, config.context)
+        waiting, seen = [model.blocks[0](x, np.arange(config.context), key).node], set()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [edge.source for edge in node.edges if isinstance(edge.source, Node)]
+        counted[which] = len(seen)
+    assert counted == {"none": 10, "all": 1}
+    story = lessons.find("19").part("README.md").read_text(encoding="utf-8")
+    assert "one node on the tape instead of ten" in story

@@ -1,6 +1,7 @@
 """Exercise 21: filled rightly it passes, each wrong filling fails under its name; what the lesson measures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,10 @@ from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
+from minidist.autograd.tensor import Parameter
 from minidist.grading import load_module
+from minidist.parallel.compress.compress import scheme_of
+from minidist.parallel.step.scheme import GradientRun
 
 RIGHT = right("21")
 WRONG = {
@@ -92,3 +96,24 @@ def test_the_picture_of_fragments_is_that_of_streaming() -> None:
 def test_a_restart_with_residuals_changes_no_bit() -> None:
     gaps = broken.gaps_after_restart("top-k:density=0.01")
     assert gaps["restored"] == 0 and gaps["lost"] > 1e-4
+
+
+def test_numbers_of_the_story() -> None:
+    """Bytes of top-k (quiz), of local steps in 4 bits, of 1-bit Adam; schemes of the lesson."""
+    story = " ".join(lessons.find("21").part("README.md").read_text(encoding="utf-8").split())
+
+    def times_fewer(text: str, ranks: int) -> float:
+        weights = [Parameter(np.zeros(1_024_000, np.float32))]
+        group = SimpleNamespace(size=ranks)
+        run = GradientRun.whole(weights, group, "all_reduce")
+        return 2 * (ranks - 1) * 4 * run.size / scheme_of(text).sent_bytes(run)
+
+    top_k = [times_fewer("top-k:density=0.01", ranks) for ranks in (8, 64)]
+    assert f"{top_k[0]:.1f} times on 8 ranks, {top_k[1]:.1f} on 64" in story
+    even, fewer = (times_fewer("top-k:density=0.01", ranks) for ranks in (100, 101))
+    assert even == pytest.approx(1, rel=1e-3) and fewer == pytest.approx(100 / 101, rel=1e-3)
+    assert "On 100 ranks it sends as much as the ring, on more ranks more." in story
+    assert f"a step sends 1/{4 * times_fewer('4bit', 4):.0f} of DDP's bytes" in story
+    assert f"= {1 / (1 / 5 + 4 / 5 / times_fewer('sign', 4)):.1f} in all" in story
+    lesson = load_module(lessons.find("21").part("lesson.py"), "21")
+    assert len(lesson.SCHEMES) == 10 and "sends one gradient by ten of them" in story

@@ -130,6 +130,23 @@ def test_numbers_of_the_story(lab) -> None:
     assert round(lab.H100.shared / (0.09375 / 2) / lab.H100.rates["tensor cores"], 2) == 0.72
 
 
+def test_intensities_of_a_large_k_are_by_the_formula(lab) -> None:
+    """MATMUL.md, below its table: what is written no longer counts."""
+    side, depth, found = 128, 1024, []
+    for version in lab.LADDER:
+        read = lab.read_bytes(version, side, side, depth, 2 if version == 5 else 4)
+        found.append(f"{2 * side * side * depth / read:.4g}")
+    assert f": {', '.join(found)}." in (FOLDER / "MATMUL.md").read_text(encoding="utf-8")
+
+
+def test_what_a_pattern_saves_is_the_tables() -> None:
+    story = (FOLDER / "README.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"([\d.]+) MiB \| ([\d.]+) MiB \| [\d,]+ ms", story)
+    saved = [100 * (1 - float(pattern) / float(tiled)) for tiled, pattern in pairs]
+    assert len(saved) == 4
+    assert f"saves {min(saved):.0f} to {max(saved):.0f} % of its bytes" in " ".join(story.split())
+
+
 def test_the_tiles_of_the_notes_table_are_counted(lab):
     """Each row of the story's table of the 6 and 10 times (N3:52)."""
     rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|",

@@ -73,6 +73,9 @@ def test_what_other_intervals_cost() -> None:
     assert f"as often costs {cost(1 / 8):.0f} %, eight times as seldom {cost(8):.0f} %" in story
     half, twice = (cost(factor) - cost(1) for factor in (1 / 2, 2))
     assert f"half of it costs {half:.1f} % more of the time, twice as long {twice:.1f} %" in story
+    kept = goodput(best, save=figure.SAVE, between=figure.BETWEEN, restart=figure.RESTART)
+    price = f"a save of {figure.SAVE:.0f} s and a restart of {figure.RESTART:.0f} s"
+    assert f"{price} the rebate must be above {100 * (1 - kept):.0f} %" in story
     moments = figure.lab.interruptions(figure.BETWEEN, figure.DAYS * 86_400.0, seed=4)
     lost = [100 * (1 - figure.lab.kept(figure.lab.replay(
         best * factor, moments, save=figure.SAVE, restart=figure.RESTART, seconds=figure.HOURS * 3600.0)))

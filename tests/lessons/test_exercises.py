@@ -85,6 +85,14 @@ def test_every_hole_has_its_right_code_and_a_task(number: str) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
+def test_the_story_says_how_many_holes_there_are(number: str) -> None:
+    words = ["Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven"]
+    story = lessons.find(number).part("README.md").read_text(encoding="utf-8")
+    last = story.rpartition("Your turn")[2]
+    assert f"\n{words[len(holes.tasks(template(number))) - 3]} holes" in last
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_two_holes_never_follow_each_other_as_statements(number: str) -> None:
     """It could not be told where the code of the first ends."""
     for node in ast.walk(template(number)):
