@@ -395,10 +395,11 @@ class Trainer:
         """
         self.world.tell_step(self.steps_done)
         moves = (self.keeper or self.store).traffic
-        with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
-              self.recorder.span("step", step=self.steps_done)):
+        with self.world.ledger.during("step"):      # before the recorded step, so that steps make the same calls
             batch = self._meeting.take(batch, step=self.steps_done, local=local,
                                        context=self.config.context)
+        with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
+              self.recorder.span("step", step=self.steps_done)):
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
                                             clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()

@@ -231,15 +231,15 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
 
 def test_a_long_run_keeps_the_begin_and_the_end_of_its_trace(
         book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(train, "TRACE_SPANS", 20)
+    monkeypatch.setattr(train, "TRACE_SPANS", 40)       # of which some are before the first step
     printed, metrics = on_threads(monkeypatch, capsys, tmp_path, ["-n", "2", "--steps", "8", "--data", str(book)])
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
         shown = [event["args"].get("step") for event in events if (event["ph"], event["pid"]) == ("X", rank)]
-        assert len(shown) == 20 and {0, 7} <= {*shown} and not {3, 4} & {*shown}
+        assert len(shown) == 40 and {0, 7} <= {*shown} and not {3, 4} & {*shown}
     left_out = sum(event["args"]["spans"] for event in events if event["ph"] == "i")
-    assert metrics["trace"] == {"spans": 40, "left_out": left_out}
-    assert f"40 spans, {left_out} between them are left out" in printed
+    assert metrics["trace"] == {"spans": 80, "left_out": left_out}
+    assert f"80 spans, {left_out} between them are left out" in printed
 
 
 @pytest.mark.parametrize("most", [1, 7])
