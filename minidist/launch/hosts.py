@@ -159,7 +159,9 @@ class HostsJob:
     """The launchers of all hosts, as seen from here."""
 
     def __init__(self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str) -> None:
-        self.hosts, self.orders, self.ssh = hosts, orders, ssh_words(ssh)
+        self.hosts = hosts
+        self.orders = orders
+        self.ssh = ssh_words(ssh)
         self.launchers: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
         self.news: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()

@@ -24,7 +24,10 @@ from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ra
 from minidist.observe.diagnose.step_table import Line, StepTable
 from minidist.observe.rank_steps import RankSteps
 
-JUMP, SPREADS, BEFORE, RECENT = 0.5, 8.0, 6, 20
+JUMP = 0.5                  # nats
+SPREADS = 8.0               # standard deviations of the run's own changes
+BEFORE = 6                  # changes that are needed to know them
+RECENT = 20                 # changes of which the spread is taken, beside that of the whole run
 QUARTERS = 1.349            # standard deviations between the quartiles of normal numbers
 MIB = 1 << 20
 LEAK, GROWTH, WARM = 0.9 * MIB, 10, 5
