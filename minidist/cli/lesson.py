@@ -123,7 +123,7 @@ def _print_blocks(console: Console, rows: list[list[str]]) -> None:
 
 def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     """The lesson's script, on `ranks` ranks started here."""
-    argv = [sys.executable, str(lesson.part("lesson.py")), *(["--json", str(Path(file).resolve())] if file else [])]
+    argv = [sys.executable, str(lesson.part("lesson.py")), *(["--json", os.path.realpath(file)] if file else [])]
     if ranks == 1:
         return subprocess.call(argv)
     require_memory(f"a lesson on {ranks} ranks", 0, processes=ranks)

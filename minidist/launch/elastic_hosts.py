@@ -273,8 +273,8 @@ class OtherHosts:
         environ = {name: value for name, value in clean_environment(os.environ).items() if name.startswith(PASSED)}
         order = {"command": list(command), "token": token.decode(), "addresses": self.addresses, "port": port,
                  "folder": os.getcwd(), "environ": environ, "cores": list(limits.cores), "memory": memory,
-                 "forks": forks, "run": None if limits.folder is None else str(limits.folder.resolve()),
-                 "flight": None if limits.flight is None else str(limits.flight.resolve())}
+                 "forks": forks, "run": None if limits.folder is None else os.path.realpath(limits.folder),
+                 "flight": None if limits.flight is None else os.path.realpath(limits.flight)}
         for node, host in enumerate(self.hosts):
             if node != self.here:
                 yield RemoteHost(host, node, self.ssh, order, news)

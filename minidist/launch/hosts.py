@@ -152,7 +152,8 @@ def _orders(command: Sequence[str], hosts: Sequence[HostRanks], port: int, addre
     return [{"command": list(command), "sizes": [host.ranks for host in hosts], "node": node, "address": place,
              "port": port, "token": token.decode(), "folder": os.getcwd(), "environ": environ, "patience": patience,
              "cores": list(limits.cores), "memory": memory,
-             "flight": None if limits.flight is None else str(limits.flight.resolve())} for node in range(len(hosts))]
+             "flight": None if limits.flight is None else os.path.realpath(limits.flight)}
+            for node in range(len(hosts))]
 
 
 class HostsJob:

@@ -154,8 +154,8 @@ class Limits:
     def variables(self) -> dict[str, str]:
         """For the environment of a rank."""
         return ({cores.VARIABLE: str(len(self.cores))} if self.cores else {}) | (
-            {RUN_FOLDER: str(self.folder.resolve())} if self.folder is not None else {}) | (
-            {FLIGHT: str(self.flight.resolve())} if self.flight is not None else {})
+            {RUN_FOLDER: os.path.realpath(self.folder)} if self.folder is not None else {}) | (
+            {FLIGHT: os.path.realpath(self.flight)} if self.flight is not None else {})
 
     def of_rank(self, local_rank: int, ranks: int) -> list[int]:
         """The cores of one of so many ranks of this host; empty: all."""

@@ -86,7 +86,7 @@ def claim(folder: Path) -> int | None:
 
     Raises: ConfigError if another job has it; OSError if it cannot be made.
     """
-    if os.environ.get(RUN_FOLDER) == str(folder.resolve()):
+    if os.environ.get(RUN_FOLDER) == os.path.realpath(folder):
         return None
     while True:
         folder.mkdir(parents=True, exist_ok=True)

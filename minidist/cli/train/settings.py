@@ -288,7 +288,7 @@ def out_folder(name: str | None, resume: Resumption | None) -> Path:
     """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
     out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
-    if (resume is None or out.resolve() != resume.run.resolve()) and checkpoints(out):
+    if (resume is None or os.path.realpath(out) != os.path.realpath(resume.run)) and checkpoints(out):
         fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
     return out
 

@@ -5,6 +5,7 @@ All text of the run goes through html.escape, or as JSON in which `<`, `>` and `
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from html import escape as html_escape
@@ -89,7 +90,7 @@ def _made(key: str, title: str, make: Callable[[], Section]) -> Section:
 def page(run: RunFiles, sections: Sequence[Section]) -> str:
     """The HTML of a report. Args: sections: of sections_of."""
     charts = {chart.key: chart.data for section in sections for chart in section.charts} | {"categories": CATEGORIES}
-    parts = {"title": escape(f"Report of {run.folder.resolve().name}"), "summary": _summary(run),
+    parts = {"title": escape(f"Report of {os.path.basename(os.path.realpath(run.folder))}"), "summary": _summary(run),
              "contents": "".join(f'<li><a href="#{section.key}">{escape(section.title)}</a></li>'
                                  for section in sections),
              "sections": "".join(map(_section, sections)), "numbers": in_script(charts),
