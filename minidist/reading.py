@@ -10,6 +10,7 @@ A digest says that a file is as it was written, not who wrote it. So what a dige
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -31,6 +32,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+
+_ONE_THREAD = threading.Lock()
+"""Held while msgspec converts: it crashes where two threads, as ranks may be, need the same new schema at once."""
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -97,10 +101,16 @@ def require(value: Any, schema: Any) -> Any:
     return value
 
 
+def convert(value: Any, schema: Any) -> Any:
+    """Return a value of JSON as an object of the schema's type. Raises: msgspec.ValidationError, ValueError."""
+    with _ONE_THREAD:
+        return msgspec.convert(value, schema)
+
+
 def converted(value: Any, schema: Any) -> Any:
     """Return a value of JSON as an object of the schema's type. Raises: ConfigError in a few words."""
     try:
-        return msgspec.convert(value, schema)
+        return convert(value, schema)
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
         told, _, place = str(error).partition(" - at ")
         where = place.replace("`", "").removeprefix("$").removeprefix(".")
@@ -111,7 +121,7 @@ def parse_line(line: bytes, schema: Any) -> Any:
     """Return the JSON value of one line of a log; None if the line is torn, or does not fit the schema."""
     try:
         value = json.loads(line)
-        msgspec.convert(value, schema)
+        convert(value, schema)
     except (msgspec.ValidationError, ValueError, RecursionError):
         return None
     return value

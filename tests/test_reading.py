@@ -1,6 +1,8 @@
 """Files through a schema: what does not fit is one short line, and texts of files are made visible."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,25 @@ def test_numbers_that_contradict_each_other_are_one_line(wrong: Any) -> None:
 def test_a_bug_stays_a_bug() -> None:
     with pytest.raises(AssertionError), consistent("the records"):
         raise AssertionError
+
+
+def test_threads_may_need_a_new_schema_at_once() -> None:
+    """Ranks that are threads read one manifest together; msgspec by itself crashes the process then."""
+    program = """
+import threading, msgspec
+from minidist.reading import require
+for turn in range(300):
+    inner = msgspec.defstruct('Inner', [(f'a{k}', dict[str, int] | None) for k in range(9)])
+    outer = msgspec.defstruct('Outer', [('rows', list[inner]), ('more', dict[str, inner])])
+    value = {'rows': [{f'a{k}': None for k in range(9)}], 'more': {}}
+    together = threading.Barrier(4)
+    def read():
+        together.wait()
+        require(value, outer)
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.setswitchinterval(1e-6)\n{program}"],
+                          capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

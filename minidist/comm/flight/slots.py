@@ -17,7 +17,7 @@ import msgspec
 
 from minidist.errors import ConfigError
 from minidist.files import read_regular
-from minidist.reading import Count, Finite, Rank, converted
+from minidist.reading import Count, Finite, Rank, convert, converted
 
 RING_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10
@@ -219,7 +219,7 @@ def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
         return None
     entry |= dict(zip(FIELDS[KINDS[kind]], fields, strict=False))
     try:
-        msgspec.convert(entry, FlightRecord)
+        convert(entry, FlightRecord)
     except (msgspec.ValidationError, ValueError):
         return None
     return entry

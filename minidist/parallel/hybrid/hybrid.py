@@ -377,8 +377,8 @@ class Trainer:
                  weights depend on who has which.
         Returns: the global mean token loss, the same bits on every rank.
         Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes a
-                 rank beside each loss and norm; before the first step and each 100th, and with
-                 `local` before each, an all-gather of 48 bytes a rank.
+                 rank beside each loss and norm; ahead of the first step and each 100th, and with
+                 `local` of each, an all-gather of 48 bytes a rank.
         Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
                  batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
                  float16's gradients overflow at the smallest scale; ConfigError for a rank without
@@ -395,9 +395,8 @@ class Trainer:
         """
         self.world.tell_step(self.steps_done)
         moves = (self.keeper or self.store).traffic
-        with self.world.ledger.during("step"):      # before the recorded step, so that steps make the same calls
-            batch = self._meeting.take(batch, step=self.steps_done, local=local,
-                                       context=self.config.context)
+        batch = self._meeting.take(batch, step=self.steps_done, local=local,
+                                   context=self.config.context)     # ahead of the step: all steps make the same calls
         with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
               self.recorder.span("step", step=self.steps_done)):
             loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),

@@ -182,16 +182,18 @@ def test_the_first_batch_is_compared_before_weights_move(name: str) -> None:
 
 
 def test_what_is_compared_counts_as_control_alone() -> None:
-    """16 bytes a rank beside each loss, with tp beside each norm, and 48 once."""
+    """16 bytes a rank beside each loss, with tp beside each norm, and 48 ahead of the first step."""
 
-    def rank(world: Any, name: str) -> int:
+    def rank(world: Any, name: str) -> tuple[int, int]:
         trainer = trainer_of(world, name)
+        made = sum(world.ledger.sent_bytes()["control"].values())
         for step in range(3):
             trainer.step(global_batch(step, 6, trainer.config))
-        return int(sum(world.ledger.sent_bytes("step")["control"].values()))
+        steps = sum(world.ledger.sent_bytes("step")["control"].values())
+        return int(steps), int(sum(world.ledger.sent_bytes()["control"].values()) - made - steps)
 
     for name, others in (("dp", 2), ("tp", 1)):
-        sent = others * (48 + 3 * (8 + 16))
+        sent = others * 3 * (8 + 16), others * 48
         assert md.run(rank, name, size=size_of(name)) == [sent] * size_of(name)
 
 
