@@ -330,6 +330,10 @@ def test_the_kernel_watches_every_connection(transport):
 
 # --- ranks that leave while others still need them -------------------------------------------------------------------
 
+LEFT = "waits for 1 at .*rank 1 has ended|lost rank 1: it has left the job"
+"""What a rank is told: of its wait, or of a link that ended in the midst of a send."""
+
+
 def goes_on_sending(world):
     """Rank 1 returns; the others send to it until their links break, as they do once its transport is closed."""
     world.barrier()
@@ -339,18 +343,18 @@ def goes_on_sending(world):
 
 @pytest.mark.parametrize("transport", ["tcp", "plain-tcp", "shm"])
 def test_a_rank_that_left_is_no_broken_network(transport):
-    with nothing_left(), pytest.raises(DeadlockError, match="waits for 1 at .*rank 1 has ended"):
+    with nothing_left(), pytest.raises((DeadlockError, PeerLostError), match=LEFT):
         run(goes_on_sending, size=3, transport=transport)
 
 
 def in_the_midst(world, verb, numbers, delay):
-    """Rank 1 returns after a moment, while the others are in calls that need it."""
+    """Rank 1 returns after a moment, while the others are in calls that need it, until one cannot end."""
     world.barrier()
     if world.rank == 1:
         time.sleep(delay)
         return
     array = np.ones(numbers)
-    for _ in range(20):
+    while True:
         if verb == "send":
             world.send(array, dst=1)
         elif verb == "recv":
@@ -365,9 +369,10 @@ def in_the_midst(world, verb, numbers, delay):
 @pytest.mark.parametrize("transport", ["tcp", "plain-tcp", "shm", "mpi"])
 def test_two_hundred_ranks_that_leave(transport):
     draw = random.Random(transport)
+    sends = [] if transport == "mpi" else ["send"]      # MPI takes short messages that nobody will receive
     for number in range(200):
-        verb = draw.choice(["send", "recv", "all_to_all", "auto", "ring", "direct", "tree", "pairwise"])
+        verb = draw.choice([*sends, "recv", "all_to_all", "auto", "ring", "direct", "tree", "pairwise"])
         case = (verb, draw.choice([10, 3000, 100_000, 1_000_000]), draw.choice([0, 0.001, 0.01, 0.1]))
-        with pytest.raises(DeadlockError, match="rank 1 has ended"):
+        with pytest.raises((DeadlockError, PeerLostError), match=LEFT):
             run(in_the_midst, *case, size=draw.choice([2, 3, 4]), transport=transport)
             pytest.fail(f"{number}: {case} went well")

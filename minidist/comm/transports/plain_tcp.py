@@ -175,6 +175,7 @@ class PlainTcp(Mailbox):
             self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; the link between rank "
                                     f"{self.world_rank} and rank {peer} is lost: look at the network between them",
                                     world_rank=peer))
+        self._shut(self._connections[peer])         # ends a send that blocks: nobody takes its bytes any more
 
     def _told(self, peer: int) -> bool:
         """Whether it is known, in a moment, why the connection to a peer ended."""
