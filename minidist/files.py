@@ -104,16 +104,13 @@ def read_file_or_pipe(file: str | Path, *, most: int) -> bytes:
 
     Raises: OSError, with the name: also for a folder, a named pipe, a device, and a file of more than `most` bytes.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)         # a named pipe would wait for its other end
-    with open(descriptor, "rb") as stream:
-        mode = os.fstat(descriptor).st_mode
-        is_open_pipe = stat.S_ISFIFO(mode) and os.path.realpath(file).startswith("/proc/")
-        if not (stat.S_ISREG(mode) or is_open_pipe):
-            raise OSError(errno.EINVAL, "is no regular file", str(file))
-        os.set_blocking(descriptor, True)
+    is_open_pipe = stat.S_ISFIFO(os.stat(file).st_mode) and os.path.realpath(file).startswith("/proc/")
+    if not is_open_pipe:
+        return read_regular(file, most=most)
+    with open(file, "rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EINVAL, f"holds more than {most:,} bytes", str(file))
+        raise OSError(NOT_REGULAR, f"holds more than {most:,} bytes", str(file))
     return content
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.failure import Failure, begin_with_rank, printable, words
+from minidist.comm.health.failure import Failure, begin_with_rank, escape_surrogates, words
 from minidist.errors import CommError, TimeoutError
 
 
 def encode(error: BaseException) -> dict[str, Any]:
     """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
-    args = [printable(arg) if isinstance(arg, str) else arg for arg in error.args]
+    args = [escape_surrogates(arg) if isinstance(arg, str) else arg for arg in error.args]
     return {"module": type(error).__module__, "name": type(error).__qualname__, "message": words(error),
-            "traceback": printable("".join(traceback.format_exception(error))),
+            "traceback": escape_surrogates("".join(traceback.format_exception(error))),
             "args": _travelling([*args, *_file_names(error)]),
             "state": _travelling(vars(error))}
 
@@ -61,7 +61,7 @@ def _file_names(error: BaseException) -> list[Any]:
     """What OSError takes after its number and words, but does not keep in .args: file, winerror, second file."""
     if not isinstance(error, OSError) or len(error.args) != 2 or error.filename is None:
         return []
-    names = [printable(name) if isinstance(name, str) else name for name in (error.filename, error.filename2)]
+    names = [escape_surrogates(name) if isinstance(name, str) else name for name in (error.filename, error.filename2)]
     return [names[0]] if names[1] is None else [names[0], None, names[1]]
 
 

@@ -69,33 +69,27 @@ class _CommonRecord(msgspec.Struct, tag_field="kind"):
     ended: Finite
 
 
-class _CallRecord(_CommonRecord, tag=CALL):
+class _TransferRecord(_CommonRecord):
     sequence: int
     nbytes: Count
     messages: Count
     stood: Finite
     group: int
     verb: str
+    dtype: str
+    shape: list[int | None] | None
+    where: str
+
+
+class _CallRecord(_TransferRecord, tag=CALL):
     algorithm: str
     op: str | None
     root: int | None
-    dtype: str
-    shape: list[int | None] | None
-    where: str
 
 
-class _MessageRecord(_CommonRecord, tag=MESSAGE):
-    sequence: int
-    nbytes: Count
-    messages: Count
-    stood: Finite
-    group: int
-    verb: str
+class _MessageRecord(_TransferRecord, tag=MESSAGE):
     dst: Rank | None
     src: Rank | None
-    dtype: str
-    shape: list[int | None] | None
-    where: str
 
 
 class _WaitRecord(_CommonRecord, tag=WAIT):

@@ -65,7 +65,7 @@ class Failure:
         if isinstance(error, KeyboardInterrupt):
             return cls.here(world_rank, "was interrupted", status=130)
         message = words(error)[:1000]
-        text = printable("".join(traceback.format_exception(error)))
+        text = escape_surrogates("".join(traceback.format_exception(error)))
         return cls.here(world_rank, f"failed with {type(error).__name__}" + (f": {message}" if message else ""),
                         text[-_TRACEBACK_CHARS:], 2 if isinstance(error, ConfigError) else 1)
 
@@ -89,7 +89,7 @@ class Failure:
 def words(error: BaseException) -> str:
     """str(error), printable; also of an exception whose own str() raises."""
     try:
-        return printable(str(error))
+        return escape_surrogates(str(error))
     except Exception as problem:
         return f"<its str() raised {type(problem).__name__}>"
 
@@ -106,14 +106,14 @@ def within(cause: Failure, error: BaseException) -> str:
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 
 
-def printable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string is sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def begin_with_rank(error: BaseException, world_rank: int) -> bool:
     """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument is the message."""
-    if not (error.args and isinstance(error.args[0], str) and words(error) == printable(error.args[0])):
+    if not (error.args and isinstance(error.args[0], str) and words(error) == escape_surrogates(error.args[0])):
         return False
     if not re.match(rf"(world )?rank {world_rank}\b", error.args[0]):
         error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
