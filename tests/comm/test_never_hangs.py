@@ -264,6 +264,7 @@ def loses_a_link(world, folder, verb, how):
 
 @pytest.mark.parametrize(("transport", "verb", "how"), [
     ("tcp", "all_reduce", "reset"), ("tcp", "all_reduce", "swallow"), ("plain-tcp", "all_reduce", "swallow"),
+    ("tcp", "all_reduce", "swallow unasked"), ("plain-tcp", "all_reduce", "swallow unasked"),
     *(pytest.param(transport, verb, how, marks=pytest.mark.soak)
                                       for transport in ("tcp", "plain-tcp", "shm") for how in ("reset", "shut")
                                       for verb in ("all_reduce", "all_gather")
@@ -271,12 +272,21 @@ def loses_a_link(world, folder, verb, how):
 def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, verb, how, tmp_path, monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.5)   # a deadlock is seen within 0.2
     monkeypatch.setattr(acceptor, "SILENCE", 2.0)
+    if how.endswith("unasked"):
+        let_no_kernel_ask(monkeypatch)
     with nothing_left(), pytest.raises(LinkLostError):
-        run(loses_a_link, str(tmp_path), verb, how, size=4, transport=transport)
+        run(loses_a_link, str(tmp_path), verb, how.partition(" ")[0], size=4, transport=transport)
     for rank in range(4):
         kind, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
         assert kind in (("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)), text
+
+
+def let_no_kernel_ask(monkeypatch):
+    """Begin keep-alive after hours, as is usual: only the ranks themselves can find a link that is silent."""
+    usual = acceptor._set_tcp
+    monkeypatch.setattr(acceptor, "_set_tcp", lambda sock, name, value: usual(
+        sock, name, 7200 if name == "TCP_KEEPIDLE" else value))
 
 
 def one_way(world, folder):
@@ -299,6 +309,7 @@ def one_way(world, folder):
 def test_a_link_that_acknowledges_nothing_is_named_by_the_sender(tmp_path, monkeypatch):
     """The receiver hears all that is sent, but for what is no longer sent."""
     monkeypatch.setattr(acceptor, "SILENCE", 2.0)
+    let_no_kernel_ask(monkeypatch)
     with nothing_left(), pytest.raises(LinkLostError):
         run(one_way, str(tmp_path), size=3, transport="tcp")
     for rank in (1, 2):
@@ -307,7 +318,8 @@ def test_a_link_that_acknowledges_nothing_is_named_by_the_sender(tmp_path, monke
 
 
 def options(world):
-    """Of every TCP connection of this rank: whether the kernel asks whether the other side is there."""
+    """Of every TCP connection of this rank: whether the kernel asks if the other side is there, and its patience in ms
+    with what it does not acknowledge."""
     world.barrier()
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -315,7 +327,8 @@ def options(world):
             copy = os.dup(int(name))
             with socket.socket(fileno=copy) as sock:
                 if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM and sock.getpeername():
-                    found.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+                    found.append((sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                                  sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
         except OSError:
             continue
     return found
@@ -325,7 +338,9 @@ def options(world):
 def test_the_kernel_watches_every_connection(transport):
     for found in run(options, size=4, transport=transport):
         assert len(found) == {"tcp": 4, "plain-tcp": 4, MIXED: 3}[transport]
-        assert all(found)
+        assert all(asks for asks, _ in found)
+        of_data = [0] * (len(found) - 1)                    # their other side may read nothing while it computes
+        assert sorted(patience for _, patience in found) == [*of_data, 1000 * acceptor.SILENCE]
 
 
 # --- ranks that leave while others still need them -------------------------------------------------------------------

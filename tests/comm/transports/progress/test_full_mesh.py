@@ -219,8 +219,11 @@ def test_a_host_that_answers_no_call_is_a_lost_link(monkeypatch):
     monkeypatch.setattr(full_mesh, "DIAL_LIMIT", 0.3)
     listener = listen("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.create_connection(deaf.getsockname()):
-        info = {"address": deaf.getsockname()}
+        host, port = deaf.getsockname()
+        start = time.monotonic()
         with pytest.raises(LinkLostError, match=r"rank 1 cannot connect to rank 0: 127.0.0.1:\d+ did not answer for "
                                                 r"0.3 s: .* firewall") as caught:
-            join(alone(1, [info, {}]), {}, listener, tcp, TOKEN, LIMIT)
+            join(alone(1, [{"host": host, "port": port}, {}]), {}, listener, lambda info: dial(info, LIMIT), TOKEN,
+                 LIMIT)
+    assert time.monotonic() - start < SOON
     assert caught.value.world_rank == 0

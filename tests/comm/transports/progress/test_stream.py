@@ -462,7 +462,8 @@ def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
     time.sleep(acceptor.SILENCE + 3)
     assert not mine.resends() and not theirs.resends()
     assert not mine.silent() and not theirs.silent()
-    assert theirs.read_into(np.zeros(1 << 20, np.uint8)), "nor has the kernel ended it"
+    assert theirs.read_into(np.zeros(1 << 20, np.uint8))
+    assert not mine._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "nor has the kernel ended it"
     theirs.close()
     mine.close()
     assert not mine.resends(), "nor is a closed one"
