@@ -101,7 +101,12 @@ def test_what_is_made_of_the_results_fails_alone_and_in_one_line(
     piece: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, name, what = PIECES[piece]
-    monkeypatch.setattr(home, name, broken)
+
+    def late_and_broken(*_: Any, **__: Any) -> Any:
+        require_results(tmp_path)  # they are on the disk before the piece begins
+        return broken()
+
+    monkeypatch.setattr(home, name, late_and_broken)
     status, error = train(book, tmp_path, "--why")
     lines = error.splitlines()
     assert status == 0 and lines[0].startswith(f"minidist train: {what} failed: KeyError: "), error
