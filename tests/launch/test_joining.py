@@ -97,7 +97,7 @@ def test_a_monitor_process_that_dies_at_its_start_is_named_to_the_ranks_that_com
     monitor = MonitorProcess(2, TOKEN, patience=0.1)
     monitor._process.send_signal(getattr(signal, way))
     with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(joining._connect_to_own, launch, monitor, 100.0)
+        zero = pool.submit(joining._connect_to_own, launch, monitor, 3 * SOON)
         while not monitor.loss and not zero.done():
             time.sleep(0.01)
         one = connect(monitor, 1, 2)                # patient: it cannot know that a monitor was there
@@ -110,9 +110,9 @@ def test_a_monitor_process_that_dies_at_its_start_is_named_to_the_ranks_that_com
 
 def test_a_monitor_that_is_gone_is_waited_for_by_no_rank_that_knows_of_it():
     with nobodys_port() as address, pytest.raises(PeerLostError, match="rank 1 finds the job's monitor at .* gone"):
-        MonitorClient(address, TOKEN, 1, 2, limit=100, begun=True)
+        MonitorClient(address, TOKEN, 1, 2, limit=SOON, begun=True)
     with nobodys_port() as (_, port), pytest.raises(PeerLostError, match="gone"):
-        connect_to_any(["127.0.0.1", "127.0.0.2"], port, TOKEN, Launch(world_rank=1, world_size=2), 100, begun=True)
+        connect_to_any(["127.0.0.1", "127.0.0.2"], port, TOKEN, Launch(world_rank=1, world_size=2), SOON, begun=True)
 
 
 @pytest.mark.parametrize("when", ["at its start", "connected"])

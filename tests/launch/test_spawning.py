@@ -312,7 +312,7 @@ import os, signal, sys
 if os.environ["RANK"] == sys.argv[1]:
     {way}
 import minidist as md
-md.init(limit=100)
+md.init(limit=30)
 """
 WAYS = {"exit": "sys.exit(0)", "_exit": "os._exit(0)", "stop": "os.kill(os.getpid(), signal.SIGSTOP)"}
 
@@ -320,7 +320,7 @@ WAYS = {"exit": "sys.exit(0)", "_exit": "os._exit(0)", "stop": "os.kill(os.getpi
 @pytest.mark.parametrize(("way", "nodes"), [("exit", 1), ("stop", 1), ("exit", 2), ("stop", 2), pytest.param(
     "_exit", 1, marks=pytest.mark.soak)])
 def test_a_rank_that_never_comes_to_init_is_named_at_once(way, nodes, tmp_path):
-    """Not at the limit of 100 s, and no other rank is blamed; `nodes`: it is on the second of two."""
+    """Not at the limit of 30 s, and no other rank is blamed; `nodes`: it is on the second of two."""
     script = tmp_path / "never.py"
     script.write_text(NEVER.format(way=WAYS[way]))
     job, port = [sys.executable, str(script), str(2 * nodes - 1)], free_port()
@@ -335,6 +335,19 @@ def test_a_rank_that_never_comes_to_init_is_named_at_once(way, nodes, tmp_path):
         assert re.search(rf"minidist: rank {2 * nodes - 1} \(process \d+ on \S+\) {how} before it came to md.init",
                          one.stderr), one.stderr
         assert not re.search("did not come|TimeoutError|failed with", one.stderr)
+
+
+def test_a_rank_inside_a_shell_that_never_comes_to_init_is_named_at_once(tmp_path):
+    """The launcher's child is the shell, and its program a child of that: the shell's end is the rank's."""
+    script = tmp_path / "never.py"
+    script.write_text(NEVER.format(way=WAYS["exit"]))
+    inside = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(script), "1"]
+    with nothing_left() as environment:
+        done = finish(start([sys.executable, "-m", "minidist", "launch", "-n", "2", *inside], environment))
+    assert done.returncode
+    assert re.search(r"minidist: rank 1 \(process \d+ on \S+\) exited with status 0 before it came to md.init",
+                     done.stderr), done.stderr
+    assert not re.search("did not come|TimeoutError|failed with", done.stderr), done.stderr
 
 
 def test_ranks_that_need_no_other_may_end_before_the_others_have_come():
