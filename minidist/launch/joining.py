@@ -30,7 +30,7 @@ from minidist.comm.health.acceptor import listen, where_to_listen
 from minidist.comm.health.failure import MONITOR, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
-from minidist.comm.health.process_state import LOOK, PATIENCE, ProcessLooks
+from minidist.comm.health.process_state import LOOK, PATIENCE, SHORTEST_LOOK, ProcessLooks
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 from minidist.launch.addresses import connect_to_any, own_addresses
 from minidist.launch.launchers import LAST_PORT, Launch, check_host
@@ -260,13 +260,18 @@ class HelperProcess:
     def _watch(self, patience: float) -> None:
         """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is killed."""
         looks, pid, frozen = ProcessLooks(patience), self._process.pid, False
-        while not self._ended.wait(LOOK) and self._process.poll() is None:
-            frozen = bool(looks.frozen({pid})) or frozen        # the look after the first that finds it so kills it
+        while not self._ended.wait(self._until(looks)) and self._process.poll() is None:
+            frozen = bool(looks.frozen({pid})) or frozen
+            looks.close()                                       # it is killed at once
         if status := self._process.poll():
             how = "was frozen (stopped), and is killed" if frozen else how_it_ended(status)
             self.loss = Failure(self.world_rank, pid, platform.node(), how)
             say_line(f"minidist: the job's {self._name} (process {pid} on {platform.node()}) {how}")
             self.tell()
+
+    def _until(self, looks: ProcessLooks) -> float:
+        """Return the seconds until the next look: ranks that come wait for what it finds, those that have met train."""
+        return max(0.0, looks.next(LOOK if self.met else SHORTEST_LOOK) - time.monotonic())
 
     def tell(self) -> None:
         """Tell the job of the `loss`."""
