@@ -111,12 +111,16 @@ def test_an_address_of_no_card_here_is_told_as_that():
 @pytest.mark.parametrize("number", ["ENETUNREACH", "EAFNOSUPPORT", "EADDRNOTAVAIL"])
 def test_a_host_without_a_way_there_waits_for_nothing(number, monkeypatch):
     """As one without IPv6 that is given an IPv6 address."""
+    called = []
+
     def fail(*_, **__):
+        called.append(1)
         raise OSError(getattr(errno, number), "no way")
 
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(TimeoutError, match=r"at \[fd00::9\]:29500 and this host has no way there \(.*no way"):
-        MonitorClient(("fd00::9", 29500), TOKEN, 0, 1, limit=100)
+        MonitorClient(("fd00::9", 29500), TOKEN, 0, 1, limit=SOON)
+    assert len(called) == 1
 
 
 def test_an_address_is_written_with_its_port():
