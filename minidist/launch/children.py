@@ -17,6 +17,7 @@ from minidist.comm.health.process_state import (
     SHORTEST_LOOK,
     ProcessLooks,
     kill_stopped,
+    with_wrapped,
 )
 from minidist.errors import LaunchError
 from minidist.launch.limits import Limits
@@ -99,10 +100,11 @@ class Children:
         if time.monotonic() < self._looks.next(SHORTEST_LOOK):
             return []
         running = set(self.running()).intersection(awaited)
-        frozen = self._looks.frozen({self.processes[rank].pid for rank in running})
+        ranks = {pid: rank for rank in running for pid in with_wrapped(self.processes[rank].pid)}
+        frozen = self._looks.frozen({*ranks})
         self._looks.close()
-        return [Failure(rank, self.processes[rank].pid, os.uname().nodename, f"is frozen (stopped) {UNMET}")
-                for rank in sorted(running) if self.processes[rank].pid in frozen]
+        return [Failure(ranks[pid], pid, os.uname().nodename, f"is frozen (stopped) {UNMET}")
+                for pid in sorted(frozen, key=ranks.__getitem__)]
 
     def running(self) -> list[int]:
         """World ranks whose process has not ended."""

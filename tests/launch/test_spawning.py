@@ -337,15 +337,17 @@ def test_a_rank_that_never_comes_to_init_is_named_at_once(way, nodes, tmp_path):
         assert not re.search("did not come|TimeoutError|failed with", one.stderr)
 
 
-def test_a_rank_inside_a_shell_that_never_comes_to_init_is_named_at_once(tmp_path):
+@pytest.mark.parametrize("way", ["exit", "stop"])
+def test_a_rank_inside_a_shell_that_never_comes_to_init_is_named_at_once(way, tmp_path):
     """The launcher's child is the shell, and its program a child of that: the shell's end is the rank's."""
     script = tmp_path / "never.py"
-    script.write_text(NEVER.format(way=WAYS["exit"]))
+    script.write_text(NEVER.format(way=WAYS[way]))
+    how = {"stop": r"is frozen \(stopped\)"}.get(way, "exited with status 0")
     inside = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(script), "1"]
     with nothing_left() as environment:
         done = finish(start([sys.executable, "-m", "minidist", "launch", "-n", "2", *inside], environment))
     assert done.returncode
-    assert re.search(r"minidist: rank 1 \(process \d+ on \S+\) exited with status 0 before it came to md.init",
+    assert re.search(rf"minidist: rank 1 \(process \d+ on \S+\) {how} before it came to md.init",
                      done.stderr), done.stderr
     assert not re.search("did not come|TimeoutError|failed with", done.stderr), done.stderr
 

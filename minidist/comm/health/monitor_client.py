@@ -225,9 +225,13 @@ class MonitorClient:
                 self._changed.notify_all()
 
     def _lost_link(self) -> Failure:
-        """The connection to the monitor has ended: was it cut, or is the monitor gone? On this host that is known."""
+        """Return how the connection to the monitor ended: cut, or with the monitor, as far as this host knows.
+
+        Until the ranks have met, rank 0 may listen in the place of a monitor that died (launch/joining.py).
+        """
         lost = "lost its connection to the job's monitor"
-        if self.beside_monitor and listens(self.address):
+        have_met = self._waits is not None
+        if have_met and self.beside_monitor and listens(self.address):
             return Failure.here(self.world_rank, f"{lost}: it was cut, the monitor still runs", link=True)
         return Failure.here(self.world_rank, f"{lost}: it was cut, or the launcher, or rank 0's host, "
                                              "is gone or out of reach")

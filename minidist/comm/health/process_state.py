@@ -107,6 +107,14 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
+def with_wrapped(pid: int) -> list[int]:
+    """Return a process and what it wraps: its only child, as a shell's or timeout's, and the only child of that."""
+    found = [pid]
+    while len(children := children_of(found[-1])) == 1:
+        found += children
+    return found
+
+
 def stop_of(pid: int) -> str:
     """A name for the stop that a process of this host is in; "" if none is, or a debugger holds it.
 

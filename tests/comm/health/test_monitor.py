@@ -21,7 +21,7 @@ from minidist.comm.health.failure import Failure, how_it_ended
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.seats import Seat
-from minidist.comm.health.wait_state import State
+from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import (
     CommError,
@@ -117,6 +117,7 @@ def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
 
 def test_a_cut_link_between_a_living_rank_and_a_living_monitor_is_a_lost_link(caplog):
     with job(2) as (_, links):
+        links[1].attach(Waits(), lambda error: None, lambda error: None)
         notes = losses(links)
         links[1]._sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: all(notes))
@@ -125,6 +126,15 @@ def test_a_cut_link_between_a_living_rank_and_a_living_monitor_is_a_lost_link(ca
     assert "has lost its link to the monitor, its process runs" in str(told[0])
     assert "lost its connection to the job's monitor: it was cut, the monitor still runs" in str(told[1])
     assert not caplog.text                                  # the monitor is not called to find that out
+
+
+def test_before_the_ranks_have_met_no_rank_says_that_the_monitor_still_runs():
+    """Rank 0 may listen in its place, to tell those that come late that it died."""
+    with job(2) as (_, links):
+        links[1]._sock.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: links[1].loss is not None)
+        assert not links[1].loss.link
+        assert "still runs" not in str(links[1].loss)
 
 
 def test_the_first_of_two_deaths_is_the_jobs():
