@@ -18,7 +18,7 @@ DEATHS = json.loads(sys.argv[1])
 STEP = Trainer.start_step
 
 
-def step(trainer, batch):
+def step(trainer, batch, **options):
     """In place of Trainer.start_step; a process may have got its number after it has loaded this."""
     process = os.environ["MINIDIST_PROCESS"]
     when, how = DEATHS.get(process, (-1, ""))
@@ -29,7 +29,7 @@ def step(trainer, batch):
         else:
             meet([other for other in DEATHS if DEATHS[other] == [when, how]], process)
             os.kill(os.getpid(), signal.SIGKILL)
-    return STEP(trainer, batch)
+    return STEP(trainer, batch, **options)
 
 
 def tell():
