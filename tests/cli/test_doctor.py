@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
     finding = doctor._mpi()
     assert finding.state == "optional"
     assert "pip install mpich" in finding.advice
+
+
+@pytest.mark.parametrize(("mebibytes", "state"), [(1, "optional"), (64 << 10, "ok")])
+def test_a_small_dev_shm_is_a_matter_of_mpirun_alone(monkeypatch, mebibytes, state):
+    usage = SimpleNamespace(free=mebibytes << 20)
+    monkeypatch.setattr(doctor.cores, "usable", lambda: [0, 1])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    finding = next(found for found in doctor._hardware() if found.what == "shared memory")
+    assert finding.state == state and "where mpirun (MPICH) needs 1 MiB a rank" in finding.found
+    assert finding.found.endswith("room for 0") == (state == "optional")
+    assert ("transport shm does without" in finding.advice) == (state == "optional")
+
+
+def test_an_mpirun_without_room_is_not_tried(monkeypatch):
+    monkeypatch.setattr(doctor, "shortage", lambda ranks: f"no room for {ranks}")
+    monkeypatch.setattr(doctor, "_try_mpirun", lambda mpirun: pytest.fail("it was started"))
+    finding = doctor._mpi()
+    assert finding.state == "broken" and finding.found.endswith("; no room for 2")
 
 
 @pytest.fixture

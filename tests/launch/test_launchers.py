@@ -94,6 +94,7 @@ def test_a_rank_that_nobody_told_its_number():
     ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 but LOCAL_WORLD_SIZE=4"),
     ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a whole number"),
     ({**TORCHRUN, "RANK": "-1"}, "RANK='-1' is not a whole number"),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2"}, r"TASKS_PER_NODE='4\(x2' is not what Slurm sets"),
     ({**OPENMPI, **MPICH}, "two launchers contradict each other"),
     ({**TORCHRUN, **MPICH}, "torchrun says rank 5 of 8, mpich says rank 2 of 4"),
 ])
@@ -169,7 +170,7 @@ def test_four_variables_are_enough():
 
 JUNK = ("", " ", "x", "-1", "+1", "1.5", "nan", "²", "٣", "1_0", "0", "65535", "65536", "9" * 30, "9" * 5000, "a b",
         os.fsdecode(b"12\xff"), "\x1b[31m", "..", "x" * 300, "a[x-y]", "a[1-9999999999999]", "a]", ",", "(x2)",
-        "4(x9999999999)", "127.0.0.1:99999", "a\nb")
+        "4(x9999999999)", "127.0.0.1:99999", "127.0.0.1:²", "127.0.0.1:0", "a\nb")
 PLACES = {
     "torchrun": TORCHRUN, "minidist": {**OURS, "MINIDIST_MONITOR": "127.0.0.1:4000"}, "mpich": MPICH, "by hand": HAND,
     "slurm": {**SLURM, "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "gpu[07-08]",
@@ -187,7 +188,8 @@ def test_junk_in_a_variable_is_refused_in_a_line_that_names_it(place, monkeypatc
             monkeypatch.setattr(os, "environ", {**PLACES[place], name: value})
             try:
                 launch = find_launch()
-                place_from_environment()
+                monitor = place_from_environment()
+                assert monitor is None or 0 < monitor.port <= 65535
                 assert restarts() >= 0 < of_all_ranks() and 0 <= launch.world_rank < launch.world_size
                 assert launch.master_port <= 65535 and launch.master_addr.encode("idna")
             except LaunchError as error:

@@ -1,6 +1,9 @@
 """What a user changes between two steps counts from the next step on, on every plan, as in a plain loop."""
 
+import json
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +11,9 @@ import pytest
 from helpers import run
 from training import difference, global_batch, tiny
 
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, PeerLostError
-from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.nn import GPT, Dropout, DropoutKey, GPTConfig
 from minidist.optim import LearningRate, clip_scale, global_norm
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
@@ -31,6 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2, "microbatches": 2},
     "zero bubble": {"pp": 2, "schedule": "zb-h1", "microbatches": 2},
     "pipeline × ZeRO-3": {"dp": 2, "pp": 2, "zero": 3},
+    "on disk": {"dp": 2, "zero": 3, "offload": "all"},
 }
 Change = Callable[[GPT, Any, Any], None]
 """`change(model, optimizer, trainer)`; of the plain loop the last has `lr` and `clip`, as a Trainer."""
@@ -73,6 +78,13 @@ def one_block_to_eval(model: GPT, optimizer: Any, trainer: Any) -> None:
             module.training = False
 
 
+def other_dropout(model: GPT, optimizer: Any, trainer: Any) -> None:
+    """Another rate of dropout, everywhere."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.rate = 0.1
+
+
 def new_norms(model: GPT, optimizer: Any, trainer: Any) -> None:
     """Other numbers for some weights, assigned and in place."""
     for name, parameter in model.named_parameters():
@@ -100,9 +112,11 @@ CASES: dict[str, Case] = {
     "the trainer's lr, clip": ("sgd", {}, [of_trainer(lr=0.05, clip=0.01), of_trainer(clip=None)]),
     "mode": ("adamw", {}, [lambda model, *_: model.eval(), lambda model, *_: model.train()]),
     "mode of a block": ("adamw", {}, [one_block_to_eval, freeze()]),
+    "dropout's rate, a mode": ("adamw", {}, [other_dropout, freeze()]),
 }
 EVERY_PLAN = ("the first layers off", "mode of a block")
 SEED = 3
+CLIP = 0.01                                         # below each norm: what is counted twice shows
 
 
 def config_of(case: str) -> GPTConfig:
@@ -114,7 +128,7 @@ class Loop:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.clip: float | None = 1.0
+        self.clip: float | None = CLIP
 
     @property
     def lr(self) -> float:
@@ -125,8 +139,23 @@ class Loop:
         self.optimizer.lr = lr
 
 
+def made_anew(kind: str, optimizer: Any, model: GPT) -> Any:
+    """Return an optimizer whose constructor is given the options as they are, with its state."""
+    options = optimizer.options_now()
+    if options.get("momentum") == 0.0:              # an optimizer that is made so can have no other
+        return optimizer
+    fresh = OPTIMIZERS[kind](model.parameters(), **options)
+    for new, old in zip(fresh.slots, optimizer.slots, strict=True):
+        new.steps = old.steps
+        new.state.update(old.state)
+    return fresh
+
+
 def plain(case: str, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses and weights of a loop over model, loss and optimizer, without a strategy."""
+    """Losses and weights of a loop over model, loss and optimizer, without a strategy.
+
+    After a change it makes another optimizer, which cannot have kept what the first was made with.
+    """
     kind, given, changes = CASES[case]
     config = config_of(case)
     model = GPT(config)
@@ -137,6 +166,8 @@ def plain(case: str, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
     for step in range(steps):
         if 0 < step <= len(changes):
             changes[step - 1](model, optimizer, loop)
+            optimizer = made_anew(kind, optimizer, model)
+            loop.optimizer = optimizer
         model.zero_grad()
         inputs, targets = global_batch(step, 6, config)
         key = DropoutKey.of_sequences(SEED, step, 0, *inputs.shape) if config.dropout else None
@@ -153,7 +184,14 @@ def train(world: Any, plan: dict[str, Any], case: str, steps: int) -> Any:
     kind, given, changes = CASES[case]
     config = config_of(case)
     trainer = Trainer(
-        Plan(**plan), config, world, seed=SEED, optimizer=kind, lr=1e-2, optimizer_options=given
+        Plan(**plan),
+        config,
+        world,
+        seed=SEED,
+        optimizer=kind,
+        lr=1e-2,
+        optimizer_options=given,
+        clip=CLIP,
     )
     losses = []
     for step in range(steps):
@@ -180,10 +218,30 @@ def test_every_plan(plan: dict[str, Any], case: str) -> None:
     check(plan, case)
 
 
+def test_replicas_learn_a_new_rate_of_dropout() -> None:
+    check(PLANS["replicas in one process"], "dropout's rate, a mode")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("plan", [{}, {"dp": 2, "zero": 2}, {"pp": 2}], ids=["one", "ZeRO-2", "pp"])
 def test_every_change(plan: dict[str, Any], case: str) -> None:
     check(plan, case)
+
+
+def test_momentum_waits_while_its_share_is_0() -> None:
+    """As in PyTorch, where u stays as it is."""
+    weight = Parameter(np.ones(3))
+    optimizer = OPTIMIZERS["sgd"]([weight], lr=0.1, momentum=0.9)
+    expected = np.ones(3)
+    u = np.zeros(3)
+    for momentum in (0.9, 0.0, 0.0, 0.5):
+        optimizer.momentum = momentum  # type: ignore[attr-defined]
+        weight.grad = 2.0 * weight.data
+        if momentum:
+            u = momentum * u + 2.0 * expected
+        expected = expected - 0.1 * (u if momentum else 2.0 * expected)
+        optimizer.step()
+    np.testing.assert_allclose(weight.data, expected, rtol=1e-12)
 
 
 # ------------------------------------------------------------------------------- numbers of a weight
@@ -209,10 +267,16 @@ def test_new_numbers_of_a_weight_take_effect(name: str) -> None:
     assert difference(ours, serial) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["ZeRO-3", "optimizer on the host", "bf16"])
+BF16: dict[str, dict[str, Any]] = {
+    "bf16": {"dp": 2, "zero": 2, "precision": "bf16"},
+    "bf16 in one process": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", ["ZeRO-3", "optimizer on the host", *BF16])
 def test_new_numbers_are_refused_where_others_would_replace_them(name: str) -> None:
-    plan = {"dp": 2, "zero": 2, "precision": "bf16"} if name == "bf16" else PLANS[name]
-    config = tiny(dtype="float32") if name == "bf16" else tiny()
+    plan = BF16.get(name) or PLANS[name]
+    config = tiny(dtype="float32") if name in BF16 else tiny()
 
     def job(world: Any) -> None:
         trainer = Trainer(Plan(**plan), config, world)
@@ -293,6 +357,32 @@ def test_a_value_that_an_optimizer_cannot_take_is_refused(kind: str, name: str, 
 
 
 # ------------------------------------------------------------------------------- another plan, later
+
+
+DIVIDED = ["one process", "ZeRO-2, two passes", "ZeRO-3", "pipeline", "on disk"]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_checkpoint_has_a_weight_once_that_was_frozen_later(name: str, tmp_path: Path) -> None:
+    def job(world: Any) -> None:
+        trainer = Trainer(Plan(**PLANS[name]), tiny(layers=2), world, seed=SEED)
+        trainer.step(global_batch(0, 6, tiny()))
+        freeze("blocks.0", "norm.")(trainer.model, None, None)
+        trainer.save(tmp_path / "saved")
+        kept = trainer.state_dict()
+        shards = json.loads((tmp_path / "saved" / "manifest.json").read_text())["shards"]
+        arrays = [array for shard in shards for array in shard["arrays"]]
+        written = Counter[str]()
+        for array in arrays:
+            written[array["key"]] += array["nbytes"]
+        sizes = {f"weight/{name}": value.nbytes for name, value in kept.items()}
+        assert sizes.items() <= written.items()
+        trainer.step(global_batch(1, 6, tiny()))
+        trainer.load(tmp_path / "saved")
+        assert difference(trainer.state_dict(), kept) == 0.0
+        trainer.close()
+
+    run(job, size=Plan(**PLANS[name]).size)
 
 
 def test_a_change_of_plan_takes_the_options_along() -> None:

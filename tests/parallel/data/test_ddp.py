@@ -208,6 +208,18 @@ def test_an_unused_parameter_can_be_an_error(accumulate: int, size: int) -> None
         md.run(lambda world: DDP(Chain(), world, unused="ignore"), size=1)
 
 
+def test_a_weight_that_is_frozen_later_is_not_missed() -> None:
+    def job(world: Any) -> None:
+        model = Chain(used=6)
+        strategy = DDP(model, world, bucket_bytes=64, unused="error")
+        optimizer = AdamW(strategy.parameters, 0.1)
+        strategy.step(ROWS[0], optimizer)
+        model.weights[5].requires_grad = False
+        strategy.step(ROWS[1], optimizer)
+
+    md.run(job, size=2)
+
+
 def test_a_weight_of_an_earlier_pass_is_used() -> None:
     """With unused='error' the passes of a step count together."""
     def job(world: Any) -> None:

@@ -51,6 +51,28 @@ def serial() -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
+    config = tiny(layers=2)
+
+    def job(world: Any, size: int) -> Any:
+        model = GPT(config)
+        if size == 1:
+            model.initialize(3)
+            strategy: Any = Single(model)
+        else:
+            strategy = Pipeline(model, world, make_schedule(name, size, 4), seed=3)
+        optimizer = SGD(strategy.parameters, 0.1)
+        strategy.step(global_batch(0, 4, config), optimizer)
+        for path, weight in model.named_parameters():
+            weight.requires_grad = not path.startswith(("tokens", "positions", "blocks.0"))
+        strategy.step(global_batch(1, 4, config), optimizer)
+        return strategy.state_dict()
+
+    alone = md.run(job, 1, size=1)[0]
+    assert difference(md.run(job, 2, size=2)[0], alone) < BOUND
+
+
 @pytest.mark.parametrize(("name", "size"), [*((name, size) for name in SCHEDULES for size in (2, 3)), ("gpipe", 1),
                                             ("interleaved", 1), ("zb-h1", 5), ("zb-v", 1), ("dualpipe-v", 1)])
 def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
@@ -193,6 +215,10 @@ def test_evaluation_is_the_forwards_alone(name: str) -> None:
         pipeline = Pipeline(GPT(config), world, make_schedule(name, world.size, 4), seed=3)
         share = pipeline.evaluate(Part(*batch, first=0), divisor=1)
         assert all(weight.grad is None for weight in pipeline.weights) and pipeline.model.training
+        modules = list(pipeline.model.modules())
+        modules[-1].training = False
+        pipeline.evaluate(Part(*batch, first=0), divisor=1)
+        assert [module.training for module in modules] == [*[True] * (len(modules) - 1), False]
         assert account.current().now["activations"] <= 2 * batch[0].base.nbytes
         return share
 
