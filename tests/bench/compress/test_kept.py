@@ -53,6 +53,18 @@ def test_interrupted_again_and_again_it_ends_with_the_same(tmp_path):
     assert json.loads(json.dumps(measured(InterruptedRanks(0), KeptMeasurements(path, SETTING)))) == whole
 
 
+@pytest.mark.parametrize("text", ["a text of one line", "{", '{"setting": {"steps": 7'])
+def test_a_file_of_one_line_that_is_not_ours_stays_as_it_is(text, tmp_path):
+    path = tmp_path / "mine"
+    path.write_text(text)
+    if text == "{":                     # as our own first line begins
+        KeptMeasurements(str(path), SETTING)
+        return
+    with pytest.raises(ConfigError, match="it does not begin as such a file"):
+        KeptMeasurements(str(path), SETTING)
+    assert path.read_text() == text
+
+
 def test_a_line_cut_short_is_measured_again(tmp_path):
     path = tmp_path / "kept"
     kept = KeptMeasurements(str(path), SETTING)
