@@ -17,6 +17,10 @@ from minidist.files import DISK_FAILED, as_utf8, whole
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
+"""The endings of pictures that matplotlib writes."""
+
+SMALLEST = 1e-300           # of a number above 0: what is divided by it stays finite
 MOST_RANKS = 1024           # of a node: each is a process, or a thread
 MOST_BYTES = 2**62          # of a size
 NEAR = 0.7                  # likeness of two words, from 0 to 1, from which one may be meant by the other
@@ -33,9 +37,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """As argparse, which takes the value of --json=-- for the mark that ends the options."""
+        """As argparse, which takes the value of --json=-- for the mark that ends the options.
+
+        An empty word is refused: mostly it is a variable of the shell that is not set.
+        """
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: '--' is not a value")
+        if arg_strings == [""] and action.type is None and action.nargs in (None, "?", "+"):
+            self.error(f"argument {argparse._get_action_name(action)}: '' is not a value")
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
@@ -77,7 +86,7 @@ def fail(message: str) -> NoReturn:
 
 def number_of_bytes(text: str) -> int:
     """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M, G, T (of 1024)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; write 4096, 64KiB, 1.5MB or 2GiB")
     value = float(match[1]) * UNITS[match[2].upper()]
@@ -137,20 +146,42 @@ def core_list(text: str) -> list[int]:
     return sorted(chosen)
 
 
+def decimal(text: str) -> float:
+    """Return the number that a text states.
+
+    Raises:  ValueError, also for 1_000 and for digits beyond ASCII.
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(f"{shown(text)} is not a number")
+    return float(text)
+
+
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     """The type of an option whose value is `what`: a number up to 1e12 that `fits`."""
     def parse(text: str) -> float:
         with suppress(ValueError):
-            if abs(value := float(text)) <= 1e12 and fits(value):
+            if abs(value := decimal(text)) <= 1e12 and fits(value):
                 return value
         raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
 
     return parse
 
 
-positive_number = _number("a number above 0", lambda value: value > 0)
+positive_number = _number("a number above 0", lambda value: value >= SMALLEST)
 not_negative = _number("a number of at least 0", lambda value: value >= 0)
 fraction = _number("a fraction in [0, 1)", lambda value: 0 <= value < 1)
+
+
+def picture(text: str) -> str:
+    """Return the name of a picture's file, which ends in one of PICTURES or has no ending.
+
+    Raises:  ArgumentTypeError.
+    """
+    ending = Path(text).suffix.lower()
+    if not text or (ending and ending not in PICTURES):
+        raise argparse.ArgumentTypeError(f"{shown(text)} names no picture; end it in .png, .svg or "
+                                         f".pdf")
+    return text
 
 
 def folder_to_write(text: str) -> Path:

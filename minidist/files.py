@@ -238,16 +238,44 @@ def whole(file: str | Path, *, member: bool = False) -> Iterator[Path]:
              is replaced, and not written to.
     Raises:  OSError if it cannot be written, with the name of `file`.
     """
-    place = Path(file) if member else Path(os.path.realpath(file))
+    place = Path(file) if member else _real(file)
     try:
         if not member and _written_in_place(place):
-            yield place
+            with _read_by_somebody(place):
+                yield place
             return
         with scratch(place.parent) as folder:
             yield folder / place.name
             os.replace(folder / place.name, place)
     except OSError as error:
         raise type(error)(error.errno, error.strerror or str(error), str(file)) from error
+
+
+def _real(file: str | Path) -> Path:
+    """Return where the links of a path lead; an open pipe (/dev/stdout) has that path alone."""
+    real = Path(os.path.realpath(file))
+    return Path(file) if os.path.exists(file) and not os.path.exists(real) else real
+
+
+@contextmanager
+def _read_by_somebody(place: Path) -> Iterator[None]:
+    """In the block a named pipe can be opened without a wait.
+
+    Raises:  OSError if nobody reads it.
+    """
+    if not stat.S_ISFIFO(os.stat(place).st_mode):
+        yield
+        return
+    try:
+        kept = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "is a pipe that nobody reads; start its reader first") from None
+    try:
+        yield
+    finally:
+        os.close(kept)
 
 
 def as_utf8(text: str) -> bytes:
@@ -286,12 +314,14 @@ def check_writable(option: str, file: str | Path | None) -> None:
     """
     if file is None:
         return
-    place, problem = Path(os.path.realpath(file)), ""
+    place, problem = _real(file), ""
     try:
         if os.path.isdir(place):
             problem = "is a folder; name a file"
         elif not os.path.isdir(place.parent):
             problem = f"there is no folder {place.parent}"
+        elif place.is_socket():
+            problem = "is a socket; name a file"
         elif os.path.exists(place) and not os.access(place, os.W_OK):
             problem = "Permission denied"
         elif not _written_in_place(place):

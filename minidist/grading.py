@@ -27,7 +27,9 @@ from typing import Any
 
 from minidist import holes
 from minidist.errors import ConfigError, MinidistError, TimeoutError
+from minidist.files import read_regular
 
+MOST_SOURCE = 1 << 24             # bytes of a Python file
 NOT_FILLED = "not filled yet"       # the mistake of a Result that met a hole
 
 
@@ -127,7 +129,7 @@ def require_python(file: Path, advice: str) -> None:
     """Raise ConfigError unless `file` is the text of a Python module, though perhaps one that does not parse."""
     name = str(file) if len(str(file)) < 200 else f"{str(file)[:40]}…"
     try:
-        if b"\0" in (source := file.read_bytes()):
+        if b"\0" in (source := read_regular(file, most=MOST_SOURCE)):
             raise ValueError("it has null bytes")
         importlib.util.decode_source(source)
     except (OSError, SyntaxError, ValueError) as error:

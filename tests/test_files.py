@@ -90,6 +90,18 @@ def test_a_link_stays_one_and_a_pipe_is_written_in_its_place(tmp_path: Path) -> 
         assert draft == Path("/dev/null")
 
 
+def test_a_pipe_that_is_open_already_is_written_to() -> None:
+    """As /dev/stdout before `| cat`, and `>(cat)`: its real path, pipe:[123], does not exist."""
+    reader, writer = os.pipe()
+    file = f"/dev/fd/{writer}"
+    check_writable("--json", file)
+    with whole(file) as draft:
+        draft.write_bytes(b"written")
+    os.close(writer)
+    assert os.read(reader, 100) == b"written"
+    os.close(reader)
+
+
 def test_what_a_killed_process_leaves_goes_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
     def leave() -> None:
         with scratch(tmp_path, "minidist-run-") as folder:

@@ -8,7 +8,16 @@ from minidist.bench.step.device import PRECISIONS
 from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.bench.what_if import change
 from minidist.comm.cost.link_model import profile_path
-from minidist.console import counts, number_of_bytes, positive, positive_number, rank_count, sizes, whole_number
+from minidist.console import (
+    counts,
+    number_of_bytes,
+    picture,
+    positive,
+    positive_number,
+    rank_count,
+    sizes,
+    whole_number,
+)
 from minidist.parallel.pipeline.schedules import ORDERS
 
 
@@ -30,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
-        command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
+        command.add_argument("--figure", type=picture, metavar="FILE.png", help="draw the figures")
 
 
 def _add_collective(parser: argparse.ArgumentParser, verb: collectives.Verb) -> None:

@@ -22,6 +22,7 @@ from minidist.console import fail, folder_to_write, rank_count, require_memory, 
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
 from minidist.progress import progress
+from minidist.reading import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,5 +167,6 @@ def _copy(lesson: Lesson, folder: Path) -> int:
         if error.errno in DISK_FAILED:
             raise
         fail(f"cannot write {shown(str(target))[1:-1]}: {error.strerror}")
-    print(f"{target}: fill its holes, then: minidist check {lesson.number} {target}")
+    name = visible(str(target))
+    print(f"{name}: fill its holes, then: minidist check {lesson.number} {name}")
     return 0

@@ -33,6 +33,8 @@ def require_own_ranks(args: Namespace, launch: Launch, *, as_threads: bool) -> N
     """Raise ConfigError if there is a memory limit and no launcher of ours that could set it, and outlive a rank."""
     if args.memory_limit is None:
         return
+    if args.memory_limit == 0:
+        fail("--memory-limit: no rank can live with 0 B; write 2GiB")
     if as_threads:
         fail("--memory-limit: is for ranks that are processes; leave out --transport " + args.transport)
     if launch.launcher != "alone":

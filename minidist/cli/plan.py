@@ -13,7 +13,7 @@ from typing import Any
 
 from minidist.cli.simulate import config_of, model_arguments, tokens_number
 from minidist.cli.train.settings import MIXTURE_OPTIONS
-from minidist.console import fail, positive, positive_number, write_json
+from minidist.console import fail, positive, positive_number, whole_number, write_json
 from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
 from minidist.plan.explain import advice, explain
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=("adamw", "adam", "sgd", "rmsprop"), default="adamw", help="(default: adamw)")
     add = parser.add_argument_group("the choice").add_argument
     add("--objective", choices=OBJECTIVES, default="time", help="what is to be least (default: time)")
-    add("--confirm", type=int, default=0, metavar="K", help="run the best K through the simulator too (default: 0)")
+    add("--confirm", type=whole_number(0, 10**9), default=0, metavar="K",
+        help="run the best K through the simulator too (default: 0)")
     add("--run", type=positive, metavar="K", help="with --here: simulate the best K, train with these and a random one")
     add = parser.add_argument_group("the result").add_argument
     add("--top", type=positive, default=5, metavar="K", help="how many plans are shown (default: 5)")

@@ -15,7 +15,17 @@ from typing import Any
 
 from minidist.cli.train.arguments import division, experts, memory, pattern
 from minidist.cli.train.settings import mixture_of, plan_options
-from minidist.console import fail, plural, positive, positive_number, shown, write_json, written
+from minidist.console import (
+    decimal,
+    fail,
+    picture,
+    plural,
+    positive,
+    positive_number,
+    shown,
+    write_json,
+    written,
+)
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
 from minidist.observe.timeline import write_perfetto
@@ -59,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
-    add("--figure", metavar="FILE", help="draw ranks, memory and axes into a picture (png, svg, pdf)")
+    add("--figure", type=picture, metavar="FILE",
+        help="draw ranks, memory and axes into a picture (png, svg, pdf)")
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +87,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 def tokens_number(text: str) -> float:
     """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
     with suppress(ValueError):
-        if 0 < (tokens := float(text)) < MOST_TOKENS:
+        if 0 < (tokens := decimal(text)) < MOST_TOKENS:
             return tokens
     raise argparse.ArgumentTypeError(f"{shown(text)} is not a number above 0; write 15e12")
 
@@ -111,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     if args.figure:
         from minidist.simulate.draw import draw_simulation
 
-        draw_simulation(args.figure, found)
+        with written("--figure", args.figure) as draft:
+            draw_simulation(draft, found)
     return 0 if found.fits else DOES_NOT_FIT
 
 

@@ -30,6 +30,7 @@ from minidist.comm.health.failure import say_line
 from minidist.console import (
     MOST_RANKS,
     fail,
+    picture,
     plural,
     positive_number,
     rank_count,
@@ -132,7 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="no storm: make the undisturbed run for the one that --out DIR has kept, and compare the two; all other "
              "options but --json are that storm's")
     add("--out", metavar="DIR", help="keep the run folder, with storm.png and storm.json, here")
-    add("--figure", metavar="FILE", help="draw the storm here: which ranks took part, and when what broke")
+    add("--figure", type=picture, metavar="FILE",
+        help="draw the storm here: which ranks took part, and when what broke")
     add("--json", metavar="FILE", help="also write the figures here")
     add("options", nargs="*", metavar="-- OPTION", help="of `minidist train`")
 

@@ -162,5 +162,6 @@ def pick(logits: np.ndarray, temperature: float, chance: float) -> int:
     wide = logits.astype(np.float64)
     if temperature == 0.0:
         return int(wide.argmax())
-    bounds = np.cumsum(np.exp((wide - wide.max()) / temperature))
+    with np.errstate(over="ignore"):        # by a temperature near 0: -inf, whose exp is 0
+        bounds = np.cumsum(np.exp((wide - wide.max()) / temperature))
     return min(int(np.searchsorted(bounds, chance * bounds[-1], side="right")), len(wide) - 1)

@@ -53,10 +53,13 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
 def save_picture(figure: "Figure", path: str | Path, *, dpi: int, **options: Any) -> None:
     """Write a picture without date, version or random names, so that equal pictures are equal files.
 
-    Args:    path: its ending chooses the format (png, svg, pdf). options: further ones of Figure.savefig.
+    Args:    path: its ending chooses the format (png, svg, pdf); without one it is png.
+             options: further ones of Figure.savefig.
     Raises:  OSError if `path` cannot be written.
     """
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "minidist"}):
-        figure.savefig(path, dpi=dpi, metadata=WITHOUT.get(Path(path).suffix.lower()), **options)
+        ending = Path(path).suffix.lower()
+        metadata = WITHOUT.get(ending or ".png")
+        figure.savefig(path, dpi=dpi, format=ending[1:] or "png", metadata=metadata, **options)

@@ -9,6 +9,7 @@ Places are numbered node by node. `here` is this machine as `minidist bench cali
 notes: N2 §10.6, N4 §1, §3.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -244,10 +245,9 @@ def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, 
 
 
 def _numbers(spec: str, shape: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in shape.lower().split("x"))
-    except ValueError:
-        numbers = ()
+    parts = shape.lower().split("x")
+    known = all(re.fullmatch("[0-9]{1,12}", part) for part in parts)
+    numbers = tuple(map(int, parts)) if known else ()
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"cluster {spec!r}: {shape!r} is no shape; write nodes x devices, such as 16x8, or devices")
     return numbers

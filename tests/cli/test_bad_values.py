@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from damaged import bind, limited
 
 from minidist import cli
 from minidist.cli import main
@@ -58,10 +59,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "nul.csv").write_bytes(b"seconds,devices\n\0,\xff\n")
-    (tmp_path / "book.txt").write_text("a text of a few words. " * 50)
+    (tmp_path / "book.txt").write_text("a text of a few words. " * 99)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
+    bind(tmp_path / "sock")
     closed = tmp_path / "closed"
     closed.mkdir()
     for name in ("stat", "open", "scandir", "listdir"):
@@ -78,9 +80,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("launch --token-file /dev/zero true", "--token-file /dev/zero: is no regular file"),
     ("launch --token-file pipe true", "--token-file pipe: is no regular file"),
     ("launch --token-file folder true", "--token-file folder: Is a directory"),
-    ("launch --flight= true", "--flight: '' is not a folder"),
+    ("launch --flight= true", "argument --flight: '' is not a value"),
     ("launch --json=-- true", "argument --json: '--' is not a value"),
-    ("storm --kinds=", "--kinds: '' is none of"),
+    ("storm --kinds=", "argument --kinds/--faults: '' is not a value"),
     ("storm --kinds=,", "--kinds: '' is none of"),
     ("calibrate --cluster a100-80g --from binary", "runs binary: it is no text in UTF-8"),
     ("calibrate --cluster a100-80g --from nul.csv", "runs nul.csv: it is no text in UTF-8"),
@@ -95,9 +97,50 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("diagnose closed/run", "Permission denied"), ("watch --once closed/run", "Permission denied"),
     ("report closed/run", "Permission denied"), ("sample closed/run", "Permission denied"),
     ("checkpoint closed/run", "Permission denied"),
-    ("diagnose nothing\nhere", r"nothing\nhere: there is no such folder")])
+    ("diagnose nothing\nhere", r"nothing\nhere: there is no such folder"),
+    ("report ", "argument RUN: '' is not a value"),
+    ("diagnose ", "argument RUN: '' is not a value"),
+    ("watch  --once", "argument RUN: '' is not a value"),
+    ("sample ", "argument RUN: '' is not a value"),
+    ("check ", "argument lesson: '' is not a value"),
+    ("check 03 ", "argument file: '' is not a value"),
+    ("lesson ", "argument lesson: '' is not a value"),
+    ("lesson 03 --copy=", "argument --copy: '' is not a value"),
+    ("lesson 03 --break=", "argument --break: '' is not a value"),
+    ("train --data=", "argument --data: '' is not a value"),
+    ("train --resume ", "argument --resume: '' is not a value"),
+    ("lesson --json=", "argument --json: '' is not a value"),
+    ("lesson --json=pipe", "--json pipe: is a pipe that nobody reads; start its reader first"),
+    ("lesson --json=sock", "--json sock: is a socket; name a file"),
+    ("check 03 pipe", "cannot read pipe: is a pipe"),
+    ("check 03 /dev/zero", "cannot read /dev/zero: is a device"),
+    ("watch folder --every=١٢", "is not a number above 0"),
+    ("watch folder --every=1_0", "is not a number above 0"),
+    ("simulate --tokens=١٢", "is not a number above 0"),
+    ("train --device-memory=١MiB", "is not a size"),
+    ("train --interruptions-per-day=1e-320", "is not a number above 0"),
+    ("train --memory-limit=0 -n 2 --data book.txt --context 32",
+     "--memory-limit: no rank can live with 0 B"),
+    ("train --elastic ²:³ -n 2 --data book.txt --context 32",
+     "--elastic: '²:³' is not LEAST:MOST"),
+    ("bench step --zero ²", "'²' are not ZeRO stages"),
+    ("plan --confirm=-1", "'-1' is not a whole number of at least 0"),
+    ("simulate --figure step.zip --cluster h100:1x1 --batch 1",
+     "'step.zip' names no picture; end it in .png"),
+    ("simulate --cluster h100:١x٢ --batch 8 --model gpt2", "'١x٢' is no shape")])
 def test_what_cannot_be_read_or_meant_is_one_line(words: str, says: str, here: Path,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split(" ")) == 2
+    with limited(20.0):
+        assert main(words.split(" ")) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"minidist {words.split()[0]}: ") and error.count("\n") == 1 and says in error, error
+
+
+def test_a_pipe_that_somebody_reads_is_written_to(here: Path) -> None:
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with limited(20.0):
+            assert main(["lesson", "--json", "pipe"]) == 0
+        assert b"Ring all-reduce" in os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)

@@ -76,7 +76,7 @@ def test_what_names_no_hosts_is_one_line(text, says):
     (["--hosts", "-Fx@b:1", "true"], "argument --hosts: expected one argument"),
     (["--hosts=-Fx@b:1", "true"], "'-Fx@b:1' is no host"),
     (["--hosts=a[1-9999999999999]", "true"], "names 9999999999999 hosts or more"),
-    (["--flight", "", "true"], "--flight: '' is not a folder"),
+    (["--flight", "", "true"], "argument --flight: '' is not a value"),
     (["--hosts", "a,b", "--node-rank", "0", "true"], "one secret for all nodes")])
 def test_contradictions_are_one_line(arguments, says, capsys):
     assert main(["launch", *arguments]) == 2

@@ -9,6 +9,7 @@ from minidist import optim
 from minidist.data import text
 from minidist.errors import ConfigError, DtypeError, ShapeError
 from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.nn.gpt import pick
 
 VARIANTS: list[dict[str, Any]] = [
     {"positions": "learned", "tied": False}, {"positions": "rotary", "tied": True}, {"kv_heads": 1, "norm": "rms"},
@@ -152,6 +153,10 @@ def test_generation_is_the_same_on_every_run_and_longer_ones_begin_alike() -> No
     assert np.array_equal(first[:12], model.generate([1, 2], 10, temperature=0.9, seed=4))
     assert not np.array_equal(first, model.generate([1, 2], 20, temperature=0.9, seed=5))
     assert model.training and list(model.generate([3], 0)) == [3]
+
+
+def test_a_temperature_next_to_0_takes_the_likeliest() -> None:
+    assert pick(np.array([1.0, 3.0, 2.0]), 1e-320, 0.5) == 1
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ def bandwidths(text: str) -> list[float]:
     """'10Mbit,1Gbit' -> [1.25e6, 1.25e8]: bytes a second, rising."""
     found = []
     for word in text.split(","):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]bit)", word.strip())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]bit)", word.strip(), re.ASCII)
         if match is None or float(match[1]) == 0:
             raise argparse.ArgumentTypeError(f"{word!r} is no bandwidth; write 100Mbit or 1Gbit")
         found.append(float(match[1]) * UNITS[match[2]] / 8)

@@ -77,7 +77,7 @@ MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch
 
 def stages(text: str) -> list[int]:
     """'0,2' -> [0, 2]: ZeRO stages."""
-    if not all(part.isdigit() and int(part) in ZERO_STAGES for part in text.split(",")):
+    if not all(part in map(str, ZERO_STAGES) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
     return [int(part) for part in text.split(",")]
 

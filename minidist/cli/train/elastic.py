@@ -1,5 +1,6 @@
 """`minidist train --elastic`: the launcher's side, and one of its processes."""
 
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -109,8 +110,9 @@ def _newest(settings: Settings) -> list[Path]:
 
 def bounds(text: str) -> tuple[int, int]:
     """"4:8" -> the fewest and the most ranks that may work. Raises: ConfigError."""
-    least, _, most = text.partition(":")
-    if not (least.isdigit() and most.isdigit() and len(text) < 12 and 1 <= int(least) <= int(most)):
+    match = re.fullmatch("([0-9]{1,5}):([0-9]{1,5})", text)
+    least, most = match.groups() if match else ("0", "0")
+    if not 1 <= int(least) <= int(most):
         fail(f"--elastic: {shown(text)} is not LEAST:MOST, two numbers of ranks, as 4:8")
     return int(least), int(most)
 
