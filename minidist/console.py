@@ -39,11 +39,13 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """As argparse, which takes the value of --json=-- for the mark that ends the options.
 
-        An empty word is refused: mostly it is a variable of the shell that is not set.
+        An empty word is refused, unless it is the default: mostly it is a variable of the shell
+        that is not set.
         """
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: '--' is not a value")
-        if arg_strings == [""] and action.type is None and action.nargs in (None, "?", "+"):
+        free = action.type is None and action.default != "" and action.nargs in (None, "?", "+")
+        if free and arg_strings == [""]:
             self.error(f"argument {argparse._get_action_name(action)}: '' is not a value")
         return super()._get_values(action, arg_strings)
 

@@ -15,6 +15,7 @@ from minidist.console import (
     counts,
     meant,
     number_of_bytes,
+    picture,
     positive,
     positive_number,
     size_text,
@@ -164,7 +165,7 @@ def options(parser, command):
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from options(inner, [*command, name])
-        elif action.type is not None:
+        elif action.type not in (None, picture):
             yield [*command, f"{action.option_strings[-1]}=VALUE"]
 
 
