@@ -84,6 +84,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], set[str]]] = {
     "wide": (lambda value: value["about"]["config"].update(width=2**30, heads=1), SAMPLING),
     "no checksums": (lambda value: array(value).update(checksums=[]), BOTH),
     "an option of another kind": (lambda value: value["about"]["options"].update(batch="many"), TRAINING),
+    "an empty word": (lambda value: value["about"]["options"].update(plan=""), set()),
     "a place to write to": (lambda value: value["about"]["options"].update(json="/nowhere/at/all"), set()),
     "escapes": (lambda value: array(value).update(key=ESCAPE), BOTH),
     "escapes in a word": (lambda value: value["about"]["options"].update(optimizer=ESCAPE), TRAINING),

@@ -186,7 +186,7 @@ def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
     from minidist.cli.train.arguments import add_arguments  # which imports settings.py, which imports this
 
     told = {name: value for name, value in found.about["options"].items()
-            if name not in NEVER_KEPT and hasattr(args, name)}
+            if name not in NEVER_KEPT and hasattr(args, name) and value != ""}      # "": as left out
     parser = Parser(prog="minidist train", add_help=False)
     add_arguments(parser)
     words = [f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
