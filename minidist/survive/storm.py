@@ -88,7 +88,9 @@ class Storm:
             time.sleep(_LOOK)
         end = time.monotonic() + seconds
         while self.job.poll() is None and time.monotonic() < end and (most is None or len(self.faults) < most):
-            time.sleep(self._every * self._chance.uniform(0.5, 1.5))
+            due = time.monotonic() + self._every * self._chance.uniform(0.5, 1.5)
+            while self.job.poll() is None and time.monotonic() < due:
+                time.sleep(_LOOK)
             deadline = time.monotonic() + READY
             while self._one_by_one and not self._goes_on() and time.monotonic() < deadline:
                 time.sleep(_LOOK)

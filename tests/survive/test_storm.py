@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from damaged import limited
 from elastic_rank import CONFIG, replay
 from leftovers import nothing_left
 
@@ -100,6 +101,16 @@ def test_a_connection_of_another_process_is_cut():
             assert (child.wait(10), connection.recv(1)) == (0, b"")
     with pytest.raises(OSError, match="No such|no TCP"):
         cut_connection(child.pid, random.Random(0))
+
+
+def test_a_storm_ends_with_its_job_though_the_next_fault_is_far_away(tmp_path):
+    (tmp_path / LOG).write_text("")
+    with limited(20.0):
+        storm = Storm(lambda again: subprocess.Popen(["sleep", "0.5"]), tmp_path, every=1e12)
+        with (tmp_path / LOG).open("a") as log:
+            log.write(json.dumps({"event": "stepped", "time": 0.0}) + "\n")
+        storm.rage(60.0)
+    assert storm.job.wait() == 0 and storm.faults == []
 
 
 def test_a_new_launcher_counts_from_its_start_and_nobody_takes_part_before():
